@@ -23,7 +23,7 @@ from headrace.bench.pictures import Pictures
 from headrace.bench.report import facts, load_average
 from headrace.bench.workloads import Workload, build, placeholder
 from headrace.config import EngineArgs
-from headrace.engine.llm import LLM
+from headrace.frontend.llm import LLM
 from headrace.kernels.transfer import SideStream
 from headrace.sampling_params import SamplingParams
 from headrace.sources.files import find_model

@@ -38,7 +38,7 @@ sys.path.insert(0, str(ROOT))
 
 from headrace.bench.report import facts, load_average  # noqa: E402
 from headrace.config import EngineArgs  # noqa: E402
-from headrace.engine.llm import LLM  # noqa: E402
+from headrace.frontend.llm import LLM  # noqa: E402
 from headrace.sampling_params import SamplingParams  # noqa: E402
 
 SETTLING = 8

@@ -18,9 +18,9 @@ from headrace.core.plan import StepPlan, StepResult
 from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
 from headrace.engine.core import CacheListener
-from headrace.engine.kv_events import EventPublisher, RoutingReports
-from headrace.engine.messages import encode
 from headrace.model_spec import CacheGroup
+from headrace.processes.kv_events import EventPublisher, RoutingReports
+from headrace.processes.messages import encode
 from headrace.sampling_params import SamplingParams
 
 

@@ -43,7 +43,7 @@ from headrace.attention import select  # noqa: E402
 from headrace.attention.selectors import mean, xattn  # noqa: E402
 from headrace.bench.report import facts, load_average  # noqa: E402
 from headrace.bench.workloads import RANDOM_WORKLOADS, Workload, random_tokens  # noqa: E402
-from headrace.engine.llm import LLM  # noqa: E402
+from headrace.frontend.llm import LLM  # noqa: E402
 from headrace.kernels.sparse_prefill import PagedKV, PromptRows  # noqa: E402
 from headrace.model_spec import BLOCK_SPARSE  # noqa: E402
 from headrace.models.paw import LLAMA, QWEN3, HeadRouter  # noqa: E402

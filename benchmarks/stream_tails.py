@@ -28,9 +28,9 @@ import psutil
 from server.fakes import FakeLLM, Health
 
 from headrace.core.request import Request
-from headrace.engine.messages import StepDeltas, decode_from_engine, encode
-from headrace.engine.streams import Inbox, OutputStream
+from headrace.frontend.streams import Inbox, OutputStream
 from headrace.outputs import OutputDelta
+from headrace.processes.messages import StepDeltas, decode_from_engine, encode
 from headrace.server.listen import listen
 from headrace.server.run import run
 from headrace.server.settings import ServerSettings

@@ -8,13 +8,13 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 if TYPE_CHECKING:
-    from headrace.engine.async_llm import AsyncLLM
-    from headrace.engine.llm import LLM
+    from headrace.frontend.async_llm import AsyncLLM
+    from headrace.frontend.llm import LLM
     from headrace.sampling_params import SamplingParams, StructuredOutputsParams
 
 _HOMES = {
-    "LLM": "headrace.engine.llm",
-    "AsyncLLM": "headrace.engine.async_llm",
+    "LLM": "headrace.frontend.llm",
+    "AsyncLLM": "headrace.frontend.async_llm",
     "SamplingParams": "headrace.sampling_params",
     "StructuredOutputsParams": "headrace.sampling_params",
 }

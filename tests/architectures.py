@@ -27,8 +27,8 @@ import typer
 from transformers import PreTrainedModel
 
 from headrace.config import Device
-from headrace.engine.llm import LLM
 from headrace.errors import ConfigError
+from headrace.frontend.llm import LLM
 from headrace.models import registry
 from headrace.outputs import RequestOutput
 from headrace.sampling_params import SamplingParams

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.engine.spawn import child_environment
 from headrace.limited_process import EndedProcess, LimitedProcess, ProcessLimits
+from headrace.processes.spawn import child_environment
 
 WORKER = """
 import ctypes, json, os, socket, subprocess, threading

@@ -17,17 +17,17 @@ from headrace.core.plan import SamplePlan, StepPlan, StepResult
 from headrace.core.request import Request
 from headrace.engine.core import EngineCore
 from headrace.engine.executor import Executor
-from headrace.engine.garbage import freeze_gc
-from headrace.engine.loader import LoadedEngine, load_engine
-from headrace.engine.messages import StepDeltas, encode
-from headrace.engine.source import FileSource
 from headrace.errors import ConfigError
+from headrace.host.garbage import freeze_gc
+from headrace.processes.messages import StepDeltas, encode
 from headrace.runner.graphs import rows_beside
 from headrace.runner.inputs import PROMPT_ROWS
 from headrace.sampling_params import SamplingParams
 from headrace.sim.config import Calibration, EngineShape, GroupShape
 from headrace.sim.fit import Fit, MeasuredStep, enough, fit
 from headrace.sim.step_time import NO_GRAPHS, GraphSizes, features
+from headrace.startup.loader import LoadedEngine, load_engine
+from headrace.startup.source import FileSource
 
 _ROUND_SHARE = 0.02
 """Of the measuring time that the shortest rounds have; the longest, in which contexts are longest, have ``_LONGEST`` times as

@@ -89,7 +89,7 @@ class HeadraceEngine:
     """headrace through its offline API."""
 
     def __init__(self, args: EngineArgs, temperature: float = 0.0, constrain: Constrained | None = None) -> None:
-        from headrace.engine.llm import LLM
+        from headrace.frontend.llm import LLM
 
         self._llm = LLM(**vars(args))
         self._temperature = temperature

@@ -13,7 +13,7 @@ from headrace.metrics.exchanges import Exchange, totals
 from headrace.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from headrace.engine.async_llm import AsyncLLM
+    from headrace.frontend.async_llm import AsyncLLM
 
 
 async def run(llm: AsyncLLM, load: Workload, *, warm_up: int, repetitions: int, tell: Callable[[str], None]) -> dict[str, Any]:

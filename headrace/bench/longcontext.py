@@ -13,8 +13,8 @@ import msgspec
 from headrace.bench.longcontext_tasks import Sample, score
 from headrace.bench.report import facts, load_average, table
 from headrace.config import EngineArgs, SparsePrefill
-from headrace.engine.llm import LLM
 from headrace.errors import ConfigError, EngineError
+from headrace.frontend.llm import LLM
 from headrace.outputs import AttentionReport, RequestOutput
 from headrace.sampling_params import SamplingParams, StructuredOutputsParams
 

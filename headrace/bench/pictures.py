@@ -75,7 +75,7 @@ def features_of(args: EngineArgs, pictures: Pictures, option: str) -> Features:
     Raises:
         ConfigError: the model has no processor of pictures, or sees one as several items; names ``option``.
     """
-    from headrace.engine.features import picture_rules
+    from headrace.frontend.features import picture_rules
     from headrace.models.implementation import choose
     from headrace.multimodal.items import Picture
     from headrace.sources.files import find_model

@@ -132,7 +132,7 @@ def run(
     """
     load_before = load_average()
     start = time.perf_counter()
-    import headrace.engine.llm  # noqa: F401
+    import headrace.frontend.llm  # noqa: F401
 
     imported = time.perf_counter()
     engine = HeadraceEngine(args, options.temperature or 0.0, options.constrain)

@@ -17,7 +17,7 @@ from headrace.bench.texts import CHAT_PROMPTS, PROSE, SYSTEM_PROMPT
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headrace.engine.inputs import Prompt
+    from headrace.frontend.inputs import Prompt
 
 FIRST_TOKEN, LAST_TOKEN = 100, 150_000
 """Range of the token ids of random prompts, both ends included."""

@@ -8,9 +8,9 @@ from rich.text import Text
 
 from headrace.cli.startup import print_report
 from headrace.config import EngineArgs
-from headrace.engine.async_llm import AsyncLLM
 from headrace.engine.info import Progress
-from headrace.engine.spawn import Spawned
+from headrace.frontend.async_llm import AsyncLLM
+from headrace.processes.spawn import Spawned
 
 
 class AnnouncedLLM(AsyncLLM):

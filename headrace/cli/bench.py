@@ -68,7 +68,7 @@ def latency(args: EngineArgs, options: LatencyOptions, to: ReportOptions) -> Non
     from headrace.bench import latency as bench
     from headrace.bench.report import distributions_table, table
     from headrace.bench.throughput import standard_loads
-    from headrace.engine.async_llm import AsyncLLM
+    from headrace.frontend.async_llm import AsyncLLM
 
     if options.workload is not None:
         _refuse(OF_WORKLOADS, {"--input-len": options.input_len, "--output-len": options.output_len})
@@ -120,7 +120,7 @@ def throughput(args: EngineArgs, options: ThroughputOptions, to: ReportOptions) 
     from headrace.bench import throughput as bench
     from headrace.bench.engines import OTHERS, OURS, BenchJob
     from headrace.bench.workloads import RANDOM_WORKLOADS
-    from headrace.engine.environment import probe
+    from headrace.startup.environment import probe
 
     engines = [OURS, *dict.fromkeys(options.compare)]
     for engine in engines[1:]:
@@ -180,7 +180,7 @@ def _with_pictures(load: Workload, args: EngineArgs) -> Workload:
     """The workload with the model's placeholder in each prompt and, where they are encoded, the size of its features."""
     from headrace.bench.pictures import features_of
     from headrace.bench.workloads import placeholder
-    from headrace.engine.features import picture_rules
+    from headrace.frontend.features import picture_rules
     from headrace.sources.files import find_model
 
     files = find_model(args)

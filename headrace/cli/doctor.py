@@ -18,9 +18,9 @@ from headrace.cli.options import ENGINE_OPTIONS, Group, command
 from headrace.cli.own_options import DoctorOptions
 from headrace.cli.units import picture_size
 from headrace.config import Decision, EngineArgs, EngineConfig
-from headrace.engine.spawn import spawn
 from headrace.engine.timeline import process_start
 from headrace.errors import ConfigError, MemoryConfigError
+from headrace.processes.spawn import spawn
 from headrace.sources.locate import locate
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def doctor(args: EngineArgs, options: DoctorOptions) -> None:
 
 def _with_picture_tokens(info: EngineInfo, args: EngineArgs, sizes: list[tuple[int, int]]) -> EngineInfo:
     """The report with the number of tokens of pictures of some sizes among its decisions."""
-    from headrace.engine.features import picture_rules
+    from headrace.frontend.features import picture_rules
     from headrace.sources.files import find_model
 
     rules = picture_rules(args, find_model(args))
@@ -74,7 +74,7 @@ def _with_picture_tokens(info: EngineInfo, args: EngineArgs, sizes: list[tuple[i
 def _compare(args: EngineArgs, as_json: bool) -> None:
     from headrace.cli.parity import as_json as encoded
     from headrace.cli.parity import print_parity
-    from headrace.engine.parity import measure
+    from headrace.parity import measure
 
     errors = Console(stderr=True)
     with errors.status("comparing") as status:
@@ -111,13 +111,13 @@ def planned(args: EngineArgs) -> tuple[EngineInfo, ConfigError | None]:
 
     start = time.perf_counter()
     files = find_model(args)  # Reports a model that cannot be read before torch is imported.
-    from headrace.engine.environment import probe
-    from headrace.engine.frontend import load_frontend, with_formats
     from headrace.engine.info import StartupPhase
-    from headrace.engine.ledger import planned_ledger
-    from headrace.engine.report import engine_info
+    from headrace.frontend.frontend import load_frontend, with_formats
     from headrace.models.implementation import choose
     from headrace.resolve import resolve
+    from headrace.startup.environment import probe
+    from headrace.startup.ledger import planned_ledger
+    from headrace.startup.report import engine_info
 
     device = probe(args.device)
     chosen = choose(args, files)

@@ -44,7 +44,7 @@ def encode(args: EngineArgs, options: EncodeOptions) -> None:
     for path, target in itertools.product(pictures, targets):
         if target.exists() and path.samefile(target):
             raise ConfigError(f"{path} is a picture, and features would replace it: choose another --output", "FILE")
-    from headrace.engine.features import FeatureEncoder
+    from headrace.frontend.features import FeatureEncoder
 
     encoder = FeatureEncoder(args)
     loaded = zip(map(str, pictures), _loaded(args, pictures), strict=True)

@@ -21,8 +21,8 @@ def explain(args: EngineArgs, options: ExplainOptions) -> None:
 
     from headrace.cli.heatmap import page
     from headrace.cli.heatmap import png as picture
-    from headrace.engine.explain import explain as look
-    from headrace.engine.llm import LLM
+    from headrace.frontend.explain import explain as look
+    from headrace.frontend.llm import LLM
 
     with LLM(**vars(args) | {"enable_prefix_caching": False}) as llm:
         found = look(llm, text, layer=options.layer, head=options.head)

@@ -13,7 +13,7 @@ import msgspec
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headrace.engine.explain import Explanation
+    from headrace.frontend.explain import Explanation
 
 _CELL = 12
 """Pixels of a head."""

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from headrace.bench.report import table
 from headrace.cli.startup import plain_width
-from headrace.engine.parity import Line, Parity
+from headrace.parity import Line, Parity
 
 
 def print_parity(console: Console, parity: Parity) -> None:

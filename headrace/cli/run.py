@@ -32,15 +32,15 @@ from headrace.cli.prompts import (
 )
 from headrace.cli.results import ResultFile, line_key
 from headrace.config import EngineArgs
-from headrace.engine.spawn import spawn
 from headrace.engine.timeline import process_start
 from headrace.errors import ConfigError, EngineDeadError, EngineError, QueueFullError, RequestError
 from headrace.options import PROMPTS, Checked, OptionSpec
 from headrace.outputs import RequestOutput
+from headrace.processes.spawn import spawn
 from headrace.user_files import check_regular
 
 if TYPE_CHECKING:
-    from headrace.engine.async_llm import AsyncLLM
+    from headrace.frontend.async_llm import AsyncLLM
     from headrace.server.batch import BatchAnswer
     from headrace.server.state import Serving
 
@@ -186,7 +186,7 @@ async def _run_all(
     """Runs every prompt, several at a time. Returns the number of failed ones."""
     spawned = spawn(origin=process_start())
     from headrace.cli.announce import AnnouncedLLM
-    from headrace.engine.progress import ProgressBar
+    from headrace.frontend.progress import ProgressBar
 
     failed = 0
     console = Console(stderr=True)

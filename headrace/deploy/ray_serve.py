@@ -20,8 +20,8 @@ from headrace.config import EngineArgs
 from headrace.deploy.call import HttpCall, HttpStart, answered
 from headrace.deploy.config import DeployConfig
 from headrace.deploy.ray_router import PolicyRouter
-from headrace.engine.async_llm import AsyncLLM
-from headrace.engine.replicas import capacity_of
+from headrace.frontend.async_llm import AsyncLLM
+from headrace.processes.replicas import capacity_of
 from headrace.server.app import build_app
 from headrace.server.body import BodyBudget
 from headrace.server.errors import ApiError, unavailable

@@ -1,6 +1,6 @@
-"""The engine: core loop, process boundary, clients."""
+"""The loop: plans steps, has an executor take them, and turns tokens into deltas."""
 
-from headrace.engine.wait import rest_early
+from headrace.host.wait import rest_early
 
 # Before anything here imports torch.
 rest_early()

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-from headrace.config import EngineConfig, MemoryLine
 from headrace.core.plan import RunnerEvent, SamplePlan, StepPlan, StepResult
-from headrace.engine.profile import Profile
 from headrace.errors import ConfigError, EngineError
 from headrace.models.interface import Model
 from headrace.models.update import weight_update
 from headrace.models.vision import VISION_NAME
 from headrace.parallel.agreement import Agreement
-from headrace.resolve import DeviceFacts
 from headrace.runner.graphs import GraphCount
 from headrace.runner.runner import ModelRunner, StepHandle
 from headrace.weights.update import Named, WeightUpdate
@@ -68,18 +64,6 @@ class Executor(Protocol[Handle]):
         return None
 
     def close(self) -> None: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Loaded:
-    """A ready executor with its configuration and measurements."""
-
-    executor: Executor[Any]
-    config: EngineConfig
-    device: DeviceFacts
-    weights: list[MemoryLine]
-    profile: Profile | None
-    """None on a CPU."""
 
 
 class LocalExecutor(Executor[StepHandle]):

@@ -22,7 +22,7 @@ from headrace.server.sse import SEND
 from headrace.server.state import Serving
 
 if TYPE_CHECKING:
-    from headrace.engine.async_llm import AsyncLLM
+    from headrace.frontend.async_llm import AsyncLLM
 
 
 class _App(FastAPI):

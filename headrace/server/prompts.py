@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace.core.request import Request
-from headrace.engine.inputs import MultiModalPrompt, Prompt
 from headrace.errors import RequestError, unsupported, wrong_type
+from headrace.frontend.inputs import MultiModalPrompt, Prompt
 from headrace.options import INT32_MAX
 from headrace.server.sampling import limit
 from headrace.server.schema import ChatBody, CompletionBody, TokenizeBody

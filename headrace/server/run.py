@@ -24,7 +24,7 @@ from headrace.server.state import Serving
 from headrace.worker_threads import switch_threads_often, use_no_tokenizer_threads
 
 if TYPE_CHECKING:
-    from headrace.engine.async_llm import AsyncLLM
+    from headrace.frontend.async_llm import AsyncLLM
 
 logger = logging.getLogger("headrace.server")
 

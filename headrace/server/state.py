@@ -18,8 +18,8 @@ from fastapi import Request
 
 import headrace
 from headrace.bounded_cache import BoundedCache
-from headrace.engine.garbage import freeze_gc
 from headrace.errors import EngineDeadError, EngineError
+from headrace.host.garbage import freeze_gc
 from headrace.metrics.prometheus import ServerMetrics
 from headrace.outputs import AttentionReport
 from headrace.server.body import BodyBudget
@@ -31,7 +31,7 @@ from headrace.server.store import ResponseStore
 from headrace.text.fim import find_fim
 
 if TYPE_CHECKING:
-    from headrace.engine.async_llm import AsyncLLM
+    from headrace.frontend.async_llm import AsyncLLM
 
 logger = logging.getLogger("headrace.server")
 

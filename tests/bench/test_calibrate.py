@@ -17,13 +17,13 @@ from headrace.bench import calibrate
 from headrace.config import EngineArgs
 from headrace.core.scheduler import Scheduler
 from headrace.engine.core import EngineCore
-from headrace.engine.loader import load_engine
 from headrace.engine.outputs import OutputProcessor
-from headrace.engine.source import FileSource
 from headrace.sim.cluster import Simulation
 from headrace.sim.config import Calibration, read
 from headrace.sim.fit import enough, fit
 from headrace.sim.traffic import generate
+from headrace.startup.loader import load_engine
+from headrace.startup.source import FileSource
 
 
 def sleeping_engine(depth: int) -> tuple[EngineCore, Any]:

@@ -21,8 +21,8 @@ from headrace.bench.pictures import Features, Pictures
 from headrace.bench.workloads import Workload, build
 from headrace.cli.main import app
 from headrace.config import EngineArgs
-from headrace.engine.async_llm import AsyncLLM
 from headrace.errors import ConfigError
+from headrace.frontend.async_llm import AsyncLLM
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 TWO = Workload("two", [[1, 2, 700], [4]], [3, 2])

@@ -51,7 +51,7 @@ class Counting:
 
 
 def engine_around(llm: Counting, monkeypatch: pytest.MonkeyPatch) -> HeadraceEngine:
-    monkeypatch.setattr("headrace.engine.llm.LLM", lambda **engine_args: llm)
+    monkeypatch.setattr("headrace.frontend.llm.LLM", lambda **engine_args: llm)
     return HeadraceEngine(EngineArgs())
 
 

@@ -18,9 +18,9 @@ from headrace.cli.main import app
 from headrace.cli.options import checked_fields
 from headrace.cli.prompts import parse_lines
 from headrace.cli.results import ResultFile
-from headrace.engine.supervisor import Health
 from headrace.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
 from headrace.outputs import CompletionOutput, Logprob, RequestOutput
+from headrace.processes.supervisor import Health
 from headrace.sampling_params import SamplingParams
 
 

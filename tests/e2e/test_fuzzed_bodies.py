@@ -44,7 +44,7 @@ def test_fuzzed_bodies_end_no_process(tmp_path: Path, seed: int, count: int) -> 
     try:
         server.wait_healthy()
         serving = server.serving_process()
-        engines = [child for child in serving.children() if "headrace.engine.process" in " ".join(child.cmdline())]
+        engines = [child for child in serving.children() if "headrace.processes.process" in " ".join(child.cmdline())]
         statuses = asyncio.run(answers(server.url, requests(seed, count)))
         assert statuses[200] > count / 20 and statuses[400] > count / 20 and sum(statuses.values()) == count
         assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200

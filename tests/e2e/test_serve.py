@@ -126,7 +126,7 @@ def test_a_third_of_64_streams_leaves_and_the_others_complete(server: Server) ->
 
 def engine_process(server: Server) -> psutil.Process:
     children = psutil.Process(server.process.pid).children(recursive=True)
-    return next(child for child in children if "headrace.engine.process" in " ".join(child.cmdline()))
+    return next(child for child in children if "headrace.processes.process" in " ".join(child.cmdline()))
 
 
 def test_a_crashed_server_is_started_again(server: Server) -> None:

@@ -1,20 +1,3 @@
-from __future__ import annotations
+from engine.fixtures import frontend, tiny_folder
 
-from pathlib import Path
-
-import pytest
-
-from engine.tiny import write_config
-from headrace.config import EngineArgs
-from headrace.engine.frontend import Frontend, load_frontend
-
-
-@pytest.fixture(scope="session")
-def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Config and tokenizer of a tiny model."""
-    return write_config(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="session")
-def frontend(tiny_folder: Path) -> Frontend:
-    return load_frontend(EngineArgs(model=str(tiny_folder), load_format="dummy"))
+__all__ = ["frontend", "tiny_folder"]

@@ -10,9 +10,9 @@ from engine.fakes import CONTEXT, SCRIPT, make_core, said
 from headrace.config import EngineArgs
 from headrace.core.request import Request
 from headrace.engine.core import EngineCore
-from headrace.engine.frontend import Frontend
-from headrace.engine.streams import new_output
 from headrace.errors import EngineError, RequestError
+from headrace.frontend.frontend import Frontend
+from headrace.frontend.streams import new_output
 from headrace.outputs import OutputDelta, RequestOutput
 from headrace.sampling_params import SamplingParams
 

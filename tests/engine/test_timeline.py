@@ -12,8 +12,8 @@ import pytest
 
 from headrace import AsyncLLM
 from headrace.config import EngineArgs
-from headrace.engine.spawn import spawn
 from headrace.engine.timeline import Timeline, clock, process_start
+from headrace.processes.spawn import spawn
 from headrace.text.fast_tokenizer import from_directory
 
 HEAVY = (
@@ -84,8 +84,8 @@ def test_what_the_engines_process_imports(tiny_folder: Path) -> None:
     keep_tokenizer(tiny_folder)
     code = """
 from headrace.config import EngineArgs
-from headrace.engine import process
-from headrace.engine.loader import load_core
+from headrace.processes import process
+from headrace.startup.loader import load_core
 from headrace.engine.timeline import Timeline
 core, _ = load_core(EngineArgs(model=sys.argv[1], load_format="dummy", num_kv_blocks=100, num_threads=1), Timeline())
 core.close()
@@ -100,7 +100,7 @@ def test_what_the_servers_process_imports(tiny_folder: Path) -> None:
 from headrace.config import EngineArgs
 from headrace.cli import main
 from headrace.cli.announce import AnnouncedLLM
-from headrace.engine.frontend import load_frontend
+from headrace.frontend.frontend import load_frontend
 from headrace.server import run
 load_frontend(EngineArgs(model=sys.argv[1], load_format="dummy"), prepared=True)
 print(*sys.modules)

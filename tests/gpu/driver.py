@@ -16,10 +16,10 @@ import torch
 from headrace.config import EngineArgs
 from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
-from headrace.engine.loader import load_engine
-from headrace.engine.source import FileSource
 from headrace.outputs import OutputDelta, PositionLogprobs, position_logprobs
 from headrace.sampling_params import SamplingParams
+from headrace.startup.loader import load_engine
+from headrace.startup.source import FileSource
 
 STEPS = 20_000
 """More than any test here needs."""

@@ -17,7 +17,7 @@ import pytest
 
 from headrace.bench.texts import CHAT_PROMPTS, PROSE
 from headrace.config import EngineArgs
-from headrace.engine.llm import LLM
+from headrace.frontend.llm import LLM
 from headrace.outputs import RequestOutput
 from headrace.sampling_params import SamplingParams
 

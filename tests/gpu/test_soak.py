@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from headrace.config import EngineArgs
-from headrace.engine.async_llm import AsyncLLM
 from headrace.errors import RequestError
+from headrace.frontend.async_llm import AsyncLLM
 from headrace.outputs import RequestOutput
 from headrace.sampling_params import SamplingParams
 

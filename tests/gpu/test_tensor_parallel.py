@@ -12,8 +12,8 @@ import pytest
 import torch
 from engine.tiny import write_model
 
-from headrace.engine.llm import LLM
 from headrace.errors import EngineError
+from headrace.frontend.llm import LLM
 from headrace.sampling_params import SamplingParams
 
 pytestmark = [

@@ -24,9 +24,9 @@ from headrace.cli import heatmap
 from headrace.cli.heatmap import page, png
 from headrace.cli.main import app
 from headrace.config import EngineArgs
-from headrace.engine.explain import explain
-from headrace.engine.llm import LLM
 from headrace.errors import ConfigError, RequestError
+from headrace.frontend.explain import explain
+from headrace.frontend.llm import LLM
 from headrace.model_spec import ELASTIC_MODES, ModelSpec, VisionSpec
 from headrace.models import implementation, registry
 from headrace.models.fused import FusedLayers, _objections

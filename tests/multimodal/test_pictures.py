@@ -20,11 +20,11 @@ from transformers import PreTrainedModel
 
 from headrace import LLM, SamplingParams
 from headrace.core.request import Request
-from headrace.engine.vision import encoder_calls
 from headrace.errors import ConfigError, RequestError
 from headrace.models.vision import CALL_ROWS
 from headrace.multimodal.items import MultiModalData, array_of
 from headrace.outputs import RequestOutput
+from headrace.startup.vision import encoder_calls
 
 from .reference import BYTES, Reference, generated, logprobs, positions_by_hand
 

@@ -469,7 +469,7 @@ def test_a_torchvision_for_another_pytorch_is_named(tmp_path: Path) -> None:
     (tmp_path / "torchvision" / "__init__.py").write_text(fault)
     processor(tmp_path, "qwen2_5_vl")
     code = (
-        "from headrace.engine.vision import encoder_loader\n"
+        "from headrace.startup.vision import encoder_loader\n"
         "from headrace.errors import ConfigError\n"
         "from headrace.multimodal.backend import ImageProcessor\n"
         "from pathlib import Path\n"

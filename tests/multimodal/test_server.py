@@ -16,7 +16,7 @@ from server.harness import Running, running
 
 from headrace import LLM, SamplingParams
 from headrace.config import EngineArgs
-from headrace.engine.async_llm import AsyncLLM
+from headrace.frontend.async_llm import AsyncLLM
 
 from .media import clip, noise, picture, real_picture, real_video
 

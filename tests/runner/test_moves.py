@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from headrace.core.plan import StepPlan
-from headrace.engine.ledger import cache_lines
 from headrace.errors import EngineError
 from headrace.runner.slots import SlotTables
+from headrace.startup.ledger import cache_lines
 
 from .harness import World
 

@@ -13,11 +13,11 @@ from headrace.attention import sparse
 from headrace.attention.backend import StepMetadata, distinct
 from headrace.attention.context import ForwardContext
 from headrace.core.request import Request
-from headrace.engine.profile import largest_step
 from headrace.kernels import gpu, support
 from headrace.models.capture import no_host_sync
 from headrace.models.interface import ModelInputs
 from headrace.runner.build import make_backends, make_caches
+from headrace.startup.profile import largest_step
 
 from .harness import Engine, alone, prompt, request, same
 from .sparse_world import SparseWorld, captured_runner, model

@@ -15,8 +15,8 @@ import msgspec
 from headrace.config import EngineArgs
 from headrace.core.request import Request
 from headrace.engine.info import EngineInfo, LayerLine
-from headrace.engine.inputs import InputProcessor
 from headrace.errors import EngineDeadError, EngineError, QueueFullError, RequestError
+from headrace.frontend.inputs import InputProcessor
 from headrace.metrics.stats import EngineStats
 from headrace.outputs import OutputDelta, RequestTimes, TokenLogprobs
 from headrace.text.chat import normalize

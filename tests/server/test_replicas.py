@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from headrace.core.routing import Decision, RouterStats
-from headrace.engine.replicas import ReplicaStatus
 from headrace.errors import RequestError
 from headrace.metrics.prometheus import ReplicaReport
 from headrace.metrics.stats import EngineStats
+from headrace.processes.replicas import ReplicaStatus
 from headrace.server.settings import ServerSettings
 from server.fakes import FakeLLM, Health
 from server.harness import Api, error

@@ -17,12 +17,12 @@ from engine.fakes import SCRIPT, said
 from engine.tiny import write_config
 
 from headrace.config import EngineArgs
-from headrace.engine.async_llm import AsyncLLM
+from headrace.frontend.async_llm import AsyncLLM
 from headrace.server.app import build_app
 from headrace.server.settings import ServerSettings
 from server.harness import Running, error, events, running
 
-FAKE_PROCESS = Path(__file__).resolve().parents[1] / "engine" / "fake_process.py"
+FAKE_PROCESS = Path(__file__).resolve().parents[1] / "processes" / "fake_process.py"
 CHAT = "/v1/chat/completions"
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20}
 TEMPLATE = (

@@ -13,8 +13,8 @@ from headrace.core.scheduler import Scheduler
 from headrace.engine.core import EngineCore
 from headrace.engine.info import EngineInfo
 from headrace.engine.outputs import OutputProcessor
-from headrace.engine.process import serve
 from headrace.engine.timeline import Timeline
+from headrace.processes.process import serve
 from sim.examples import SHAPE, SleepingExecutor, slower
 
 factor, folder = float(sys.argv[1]), Path(sys.argv[2])

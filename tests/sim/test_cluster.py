@@ -17,9 +17,9 @@ from engine.tiny import write_config
 from headrace.config import EngineArgs
 from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
-from headrace.engine.async_llm import AsyncLLM
 from headrace.engine.core import EngineCore
 from headrace.engine.outputs import OutputProcessor
+from headrace.frontend.async_llm import AsyncLLM
 from headrace.sim.cluster import Simulation
 from headrace.sim.config import Failure, Lengths
 from headrace.sim.step_time import GraphSizes, StepTimeModel

@@ -5,8 +5,8 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from headrace.engine.replicas import ReplicaSet
 from headrace.errors import RequestError
+from headrace.processes.replicas import ReplicaSet
 from headrace.server.errors import JSON, ApiError, shown
 from headrace.server.state import serving
 

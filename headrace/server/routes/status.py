@@ -12,9 +12,9 @@ from starlette.responses import Response
 
 import headrace
 from headrace.core.routing import Decision
-from headrace.engine.replicas import ReplicaStatus
 from headrace.metrics.prometheus import CONTENT_TYPE
 from headrace.metrics.stats import EngineStats
+from headrace.processes.replicas import ReplicaStatus
 from headrace.server.errors import JSON, first_line, unavailable
 from headrace.server.state import Serving, serving
 

@@ -95,7 +95,7 @@ def other_arguments_are_refused_in_both(rank: int) -> None:
 
 
 def memory_is_what_the_poorer_has(rank: int) -> None:
-    from headrace.engine import environment
+    from headrace.startup import environment
 
     probe = environment.probe
     environment.probe = lambda device: _with_memory(probe(device), (1 + rank) * 2**21)  # type: ignore[assignment]

@@ -1,0 +1,6 @@
+"""What callers use: prompts become requests, and deltas become outputs."""
+
+from headrace.host.wait import rest_early
+
+# Before anything here imports torch.
+rest_early()

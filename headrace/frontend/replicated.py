@@ -1,0 +1,171 @@
+"""ReplicatedEngine: replicas in processes of their own, for the blocking ``LLM``."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import queue
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from headrace.config import EngineArgs
+from headrace.core.request import Request
+from headrace.engine.info import EngineInfo, Progress
+from headrace.errors import EngineError, RequestError
+from headrace.frontend.async_llm import AsyncLLM
+from headrace.frontend.inputs import InputProcessor
+from headrace.frontend.streams import failed
+from headrace.metrics.stats import EngineStats
+from headrace.options import INT32_MAX
+from headrace.outputs import OutputDelta
+from headrace.sources.files import ModelFiles
+from headrace.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+_CAPTURE_SECONDS = 20.0
+"""As for an engine in the calling process: no caller waits for the first token of a prompt."""
+_STEP_SECONDS = 0.1
+"""Most time that ``ReplicatedCore.step`` waits for a delta, so that an interrupt is noticed."""
+
+
+class ReplicatedCore:
+    """What ``EngineCore`` is to its caller, for several replicas: ``step`` returns what they have sent.
+
+    The client of the replicas runs in an event loop in a thread.
+    """
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        self._loop = asyncio.new_event_loop()
+        self._arrived: queue.SimpleQueue[list[OutputDelta | RequestError]] = queue.SimpleQueue()
+        """From the loop to the caller, who is woken once for all that has come together."""
+        self._ready: list[OutputDelta | RequestError] = []
+        self._open: dict[str, int] = {}
+        """Request -> samples that have not ended."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="replicas", daemon=True)
+        self._thread.start()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs work in the loop, and waits for it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def add(self, request: Request) -> None:
+        """Hands a request to the replicas. A refusal is raised by ``step``."""
+        self._open[request.request_id] = request.sampling.n
+        self._loop.call_soon_threadsafe(self._begin, request)
+
+    def _begin(self, request: Request) -> None:
+        task = self._loop.create_task(self._read(request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _read(self, request: Request) -> None:
+        try:
+            async with await self._llm.add(request) as stream:
+
+                def take() -> bool:
+                    while (delta := stream.ready()) is not None:
+                        self._hand_over(delta)
+                    return True
+
+                await stream.each(take)
+        except RequestError as error:
+            self._hand_over(error)
+        except EngineError as error:
+            for delta in failed(request, error):
+                self._hand_over(delta)
+
+    def _hand_over(self, item: OutputDelta | RequestError) -> None:
+        if not self._ready:
+            self._loop.call_soon(self._wake)
+        self._ready.append(item)
+
+    def _wake(self) -> None:
+        ready, self._ready = self._ready, []
+        self._arrived.put(ready)
+
+    def abort(self, request_id: str) -> None:
+        """Its deltas that are under way are dropped."""
+        if self._open.pop(request_id, None) is not None:
+            self.call(self._llm.abort(request_id))
+
+    def has_work(self) -> bool:
+        return bool(self._open)
+
+    def step(self) -> list[OutputDelta]:
+        """Waits for deltas, a moment.
+
+        Raises:
+            RequestError: a replica refused a request.
+        """
+        try:
+            items = self._arrived.get(timeout=_STEP_SECONDS)
+        except queue.Empty:
+            return []
+        deltas = []
+        for item in items:
+            if isinstance(item, RequestError):
+                raise item
+            if item.request_id in self._open:
+                deltas.append(item)
+                if item.finish_reason is not None:
+                    self._open[item.request_id] -= 1
+                    if not self._open[item.request_id]:
+                        del self._open[item.request_id]
+        return deltas
+
+    def reset_prefix_cache(self) -> bool:
+        return self.call(self._llm.reset_prefix_cache())
+
+    def check_integrity(self) -> None:
+        """Raises: EngineError."""
+        self.call(self._llm.check_integrity())
+
+    def stats(self) -> EngineStats:
+        return self._llm.stats
+
+    def close(self) -> None:
+        self.call(self._llm.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _start_all(llm: AsyncLLM) -> None:
+    """Waits for every replica: else the first would be dealt all prompts."""
+    await llm.start()
+    while llm.replicas is not None and any(status.state == "starting" for status in llm.replicas.status()):
+        await asyncio.sleep(_STEP_SECONDS)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicatedEngine:
+    """The parts that ``LLM`` needs of its engine, of several replicas."""
+
+    core: ReplicatedCore
+    inputs: InputProcessor
+    info: EngineInfo
+    files: ModelFiles
+    tokenizer: Tokenizer | None
+
+
+def start_replicas(args: EngineArgs, on_progress: Callable[[Progress], None] | None) -> ReplicatedEngine:
+    """Starts the engine's replicas.
+
+    Raises:
+        ConfigError, EngineError: as ``AsyncLLM.start``.
+    """
+    capture_seconds = _CAPTURE_SECONDS if args.graph_capture_seconds is None else args.graph_capture_seconds
+    # A call hands over all of its prompts at once.
+    args = dataclasses.replace(args, max_queue_len=INT32_MAX, graph_capture_seconds=capture_seconds)
+    llm = AsyncLLM(args, on_progress=on_progress)
+    core = ReplicatedCore(llm)
+    try:
+        core.call(_start_all(llm))
+    except BaseException:
+        core.close()
+        raise
+    return ReplicatedEngine(core, llm.inputs, llm.info, llm.files, llm.tokenizer)

@@ -1,0 +1,1 @@
+"""The machine: how threads wait, and what the garbage collector leaves alone."""

@@ -1,0 +1,184 @@
+"""New weights for a running engine: afterwards it gives what a fresh one gives, and what is refused changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import quiet
+from engine.tiny import write_model
+from safetensors.torch import load_file, save_file
+
+from headrace import LLM, AsyncLLM, SamplingParams
+from headrace.core.request import Request
+from headrace.errors import ConfigError, EngineError
+from headrace.weights.names import Target
+
+PROMPT = list(range(40, 90))
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+Weights = dict[str, torch.Tensor]
+
+
+def build(folder: Path, **args: Any) -> LLM:
+    with quiet():
+        return LLM(str(folder), **{"num_kv_blocks": 40, "max_num_seqs": 4, "num_threads": 1, "device": "cpu", **args})
+
+
+def tokens_of(llm: LLM) -> list[int]:
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    (result,) = llm.generate({"prompt_token_ids": PROMPT}, params)
+    return list(result.outputs[0].token_ids)
+
+
+def weights_of(folder: Path) -> Weights:
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # A width that attention kernels of GPUs know, so that steps are captured there.
+    return write_model(tmp_path_factory.mktemp("old"), head_dim=64)
+
+
+def changed(old: Path, folder: Path, change: Callable[[Weights], Weights]) -> Path:
+    """A copy of the model, with other weights."""
+    folder.mkdir(exist_ok=True)
+    for file in old.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    save_file(change(weights_of(old)), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def noisy(weights: Weights) -> Weights:
+    generator = torch.Generator().manual_seed(1)
+    return {name: value + 0.05 * torch.randn(value.shape, generator=generator) for name, value in weights.items()}
+
+
+@pytest.fixture(scope="module")
+def new(old: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return changed(old, tmp_path_factory.mktemp("new"), noisy)
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_an_updated_engine_is_a_fresh_one(old: Path, new: Path, implementation: Any, device: str) -> None:
+    llm, fresh = (build(folder, model_impl=implementation, device=device) for folder in (old, new))
+    before = tokens_of(llm)
+    assert tokens_of(llm) == before
+    hits = llm.stats.prefix_hit_tokens
+    assert hits > 0
+    places = [parameter.data_ptr() for parameter in llm._engine.executor.model.parameters()]  # type: ignore[attr-defined]
+    assert llm.update_weights(weights_of(new)) == len(weights_of(new))
+    # Captured graphs read where they read before.
+    assert [parameter.data_ptr() for parameter in llm._engine.executor.model.parameters()] == places  # type: ignore[attr-defined]
+    expected = tokens_of(fresh)
+    assert expected != before
+    assert tokens_of(llm) == expected
+    assert llm.stats.prefix_hit_tokens == hits, "cached KV of the old weights was used"
+    assert tokens_of(llm) == expected
+    assert llm.stats.prefix_hit_tokens > hits, "the new weights' KV is cached in turn"
+    llm.check_integrity()
+
+
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_some_weights_alone(old: Path, tmp_path: Path, implementation: Any) -> None:
+    """A part of a fused matrix; in another dtype, and as pairs."""
+    value = (3 * torch.randn(128, 64, generator=torch.Generator().manual_seed(2))).bfloat16()
+    mixed = changed(old, tmp_path / "mixed", lambda weights: weights | {K_PROJ: value.float()})
+    llm = build(old, model_impl=implementation)
+    assert llm.update_weights([(K_PROJ, value)]) == 1
+    assert tokens_of(llm) == tokens_of(build(mixed, model_impl=implementation))
+
+
+@pytest.fixture(scope="module")
+def llm(old: Path) -> LLM:
+    return build(old)
+
+
+@pytest.mark.parametrize(
+    ("value", "match"),
+    [
+        ({"model.layers.9.mlp.up_proj.weight": torch.zeros(128, 64)}, r"has no weight model\.layers\.9"),
+        ({K_PROJ: torch.zeros(128, 63)}, r"k_proj\.weight has the shape \[128, 64\], the update \[128, 63\]"),
+        ({K_PROJ: torch.zeros(128, 64, dtype=torch.int64)}, r"k_proj\.weight is int64, and must be one of float64, float32"),
+        ({K_PROJ: torch.zeros(128, 64, dtype=torch.float8_e4m3fn)}, r"k_proj\.weight is float8_e4m3fn"),
+        ({K_PROJ: torch.zeros(128, 64, device="meta")}, r"k_proj\.weight must be a tensor with values"),
+        ({K_PROJ: [0.0]}, r"k_proj\.weight must be a tensor with values, not list"),
+        ([(K_PROJ, torch.zeros(128, 64)), (K_PROJ, torch.zeros(128, 64))], r"k_proj\.weight is given twice"),
+    ],
+)
+def test_what_is_refused_changes_nothing(llm: LLM, value: Any, match: str) -> None:
+    before = tokens_of(llm)
+    hits = llm.stats.prefix_hit_tokens
+    pairs = [("model.norm.weight", torch.zeros(64)), *(value.items() if isinstance(value, dict) else value)]
+    with pytest.raises(ConfigError, match=match) as caught:
+        llm.update_weights(pairs)
+    assert caught.value.param == "tensors"
+    assert tokens_of(llm) == before
+    assert llm.stats.prefix_hit_tokens > hits
+
+
+def test_a_tied_weight_is_what_it_is_tied_to(tmp_path: Path) -> None:
+    llm = build(write_model(tmp_path, tie_word_embeddings=True))
+    weights = dict(llm._engine.executor.model.named_parameters())  # type: ignore[attr-defined]
+    embedding = weights["embed_tokens.weight"]
+    name, tied = "model.embed_tokens.weight", "lm_head.weight"
+    other = -embedding.clone()
+    assert llm.update_weights({tied: other, name: other}) == 1
+    assert torch.equal(embedding, other)
+    assert llm.update_weights({tied: other}) == 0
+    for update in ({tied: -other}, {tied: -other, name: other}):
+        with pytest.raises(ConfigError, match=r"ties lm_head\.weight to embed_tokens\.weight, and the update gives it another"):
+            llm.update_weights(update)
+    assert torch.equal(embedding, other)
+
+
+def test_packed_weights_are_refused(old: Path) -> None:
+    with pytest.raises(ConfigError, match="was packed when it was loaded") as caught:
+        build(old, quantization="int8").update_weights(weights_of(old))
+    assert caught.value.param == "quantization"
+
+
+def test_requests_that_run_are_in_the_way(llm: LLM, old: Path) -> None:
+    core = llm._engine.core
+    sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    core.add(Request(request_id="one", prompt_token_ids=PROMPT, sampling=sampling, max_tokens=8, seed=0))
+    for started in (False, True):
+        if started:
+            core.step()
+        with pytest.raises(EngineError, match="requests are running"):
+            llm.update_weights(weights_of(old))
+        with pytest.raises(EngineError, match="requests are running"):
+            llm.weights_changed()
+    core.abort("one")
+    assert llm.update_weights(weights_of(old)) > 0
+    llm.check_integrity()
+
+
+def test_an_update_that_was_cut_short_is_the_end(old: Path, new: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, plain, count = build(old), Target.fill, [0]
+
+    def failing(part: Target, parameter: torch.Tensor, stored: torch.Tensor) -> None:
+        count[0] += 1
+        if count[0] == 3:
+            raise RuntimeError("no memory")
+        plain(part, parameter, stored)
+
+    monkeypatch.setattr(Target, "fill", failing)
+    with pytest.raises(EngineError, match="cut short: RuntimeError: no memory"):
+        llm.update_weights(weights_of(new))
+    monkeypatch.undo()
+    for use in (lambda: tokens_of(llm), lambda: llm.update_weights(weights_of(new))):
+        with pytest.raises(EngineError, match="cut short"):
+            use()
+
+
+def test_an_engine_in_its_own_process_refuses() -> None:
+    with pytest.raises(ConfigError, match=r"calling process \(LLM\.update_weights\)"):
+        asyncio.run(AsyncLLM.__new__(AsyncLLM).update_weights({}))

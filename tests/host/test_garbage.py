@@ -1,0 +1,38 @@
+"""What start-ups leave behind: nothing for later collections to walk, and nothing for a first request to wait for."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from pathlib import Path
+
+from engine.tiny import write_config
+
+from headrace.config import EngineArgs
+from headrace.frontend.frontend import load_frontend
+
+SETTLED = """
+import gc, sys
+from headrace.host.garbage import freeze_gc
+kept = [[i] for i in range(1000)]
+freeze_gc(young=5000)
+print(gc.get_freeze_count() > 1000, any(item is kept[5] for item in gc.get_objects()), gc.get_threshold()[0])
+"""
+
+
+def test_settle_leaves_nothing_to_walk() -> None:
+    """In a process of its own: it is for good."""
+    frozen = gc.get_freeze_count()
+    done = subprocess.run([sys.executable, "-c", SETTLED], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["True", "False", "5000"]
+    assert gc.get_freeze_count() <= frozen  # Objects that were frozen may be freed.
+
+
+def test_a_prepared_frontend_has_its_tables(tmp_path: Path) -> None:
+    args = EngineArgs(model=str(write_config(tmp_path)), load_format="dummy")
+    for prepared in (True, False):
+        tokenizer = load_frontend(args, prepared=prepared).tokenizer
+        assert tokenizer is not None
+        tables = {"visible", "visible_index"}
+        assert (tables <= vars(tokenizer.token_bytes).keys()) == prepared

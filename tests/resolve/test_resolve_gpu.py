@@ -1,0 +1,155 @@
+"""What is decided for a GPU, from facts alone: no device is needed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from headrace.attention import select
+from headrace.attention.triton import InvariantAttention, TritonAttention
+from headrace.config import EngineConfig
+from headrace.errors import ConfigError
+from headrace.model_spec import ForeignSpec
+from headrace.model_spec.model import ModelFacts
+from headrace.resolve import DeviceFacts
+from headrace.resolve.memory import CUDA_SLACK
+from headrace.resolve.schedule import DETERMINISTIC, MAX_GRAPH_ROWS
+from headrace.startup.report import _layer_lines
+
+from .test_resolve import FOR_GPUS, decide, model
+
+GIB = 2**30
+HOPPER = DeviceFacts(
+    device="cuda",
+    name="x",
+    instructions=frozenset({"sm90"}),
+    num_cores=6,
+    available_memory=70 * GIB,
+    total_memory=80 * GIB,
+)
+
+
+@pytest.fixture(autouse=True)
+def a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backends look for the device itself."""
+    for backend in (TritonAttention, InvariantAttention):
+        monkeypatch.setattr(backend, "supports", staticmethod(lambda *_: []))
+
+
+def on_gpu(**args: Any) -> EngineConfig:
+    return decide(model(context=4096), HOPPER, **args)
+
+
+def reasons(config: EngineConfig) -> dict[str, str]:
+    return {decision.name: decision.reason for decision in config.decisions}
+
+
+def test_all_memory_that_is_left_is_the_caches() -> None:
+    config = on_gpu(gpu_memory_utilization=0.5)
+    # 10 GiB are taken already, and half of the 80 stays free.
+    room = 70 * GIB - 40 * GIB - CUDA_SLACK
+    assert 0.99 * room < config.cache.nbytes <= room
+    assert "gpu_memory_utilization" in reasons(config)["kv_cache_memory"]
+
+
+def test_a_cache_of_a_given_size() -> None:
+    assert 0.99 * GIB < on_gpu(kv_cache_memory=GIB).cache.nbytes <= GIB
+
+
+@pytest.mark.parametrize("asked", [{"kv_cache_memory": 100 * 2**40}, {"num_kv_blocks": 10**11}], ids=str)
+def test_more_cache_than_there_is_memory(asked: dict[str, int]) -> None:
+    (name,) = asked
+    for there in (HOPPER, None):
+        with pytest.raises(ConfigError, match=f"{name} .*B, and .* are there beside the weights") as caught:
+            decide(model(context=4096), *([] if there is None else [there]), **asked)
+        assert caught.value.param == name
+
+
+def test_steps_overlap_and_graphs_are_captured() -> None:
+    config = on_gpu()
+    assert config.scheduler.pipeline_depth == 2
+    assert config.graph_rows[0] == 1 and config.graph_rows[-1] == config.scheduler.max_num_seqs == 256
+    assert list(config.graph_rows) == sorted(set(config.graph_rows))
+    assert config.graph_prompt_tokens[-1] <= config.scheduler.max_num_batched_tokens
+
+
+@pytest.mark.parametrize(("seqs", "most"), [(1, 1), (3, 3), (64, 64), (2000, MAX_GRAPH_ROWS)])
+def test_graphs_fit_the_batch(seqs: int, most: int) -> None:
+    assert on_gpu(max_num_seqs=seqs).graph_rows[-1] == most
+
+
+def test_eager_steps() -> None:
+    config = on_gpu(enforce_eager=True)
+    assert config.graph_rows == config.graph_prompt_tokens == ()
+
+
+def test_prompts_of_large_models_are_no_graphs() -> None:
+    large = model(hidden=2**22, context=4096)
+    tokens = decide(large, HOPPER).graph_prompt_tokens
+    assert len(tokens) < len(on_gpu().graph_prompt_tokens)
+
+
+@pytest.mark.parametrize(("stored", "dtype"), [("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "bfloat16")])
+def test_dtype(stored: str, dtype: str) -> None:
+    assert decide(model(dtype=stored), HOPPER).dtype == dtype
+
+
+def test_a_quantised_file_is_made_whole() -> None:
+    config = decide(model(), HOPPER, types=("Q4_1",))
+    assert (config.dtype, config.quantization) == ("bfloat16", "none")
+
+
+@pytest.mark.parametrize("asked", ["int4", "int8"])
+def test_the_cpus_formats_are_refused(asked: str) -> None:
+    with pytest.raises(ConfigError, match="for CPUs") as caught:
+        on_gpu(quantization=asked)
+    assert caught.value.param == "quantization"
+
+
+def test_deterministic() -> None:
+    assert set(on_gpu(deterministic=True).attention_backends) == {"invariant"}
+    assert set(on_gpu(deterministic=True, attention_backend="invariant").attention_backends) == {"invariant"}
+    config = on_gpu(deterministic=True)
+    told = {(line.backend, line.reason) for line in _layer_lines(config)}
+    assert told == {("invariant", DETERMINISTIC)} and DETERMINISTIC in reasons(config)["attention_backend"]
+
+
+@pytest.mark.parametrize("backend", ["triton", "flashinfer", "reference"])
+def test_a_backend_that_is_not_deterministic(backend: str) -> None:
+    with pytest.raises(ConfigError, match="depends on the batch") as caught:
+        on_gpu(deterministic=True, attention_backend=backend)
+    assert caught.value.param == "deterministic"
+
+
+def test_a_foreign_model_is_not_deterministic() -> None:
+    """Its products are where its own code has them."""
+    own = model(context=4096)
+    shared = {field.name: getattr(own, field.name) for field in dataclasses.fields(ModelFacts)}
+    foreign = ForeignSpec(**shared, num_tokens=own.vocab_size, num_weights=1000)
+    with pytest.raises(ConfigError, match="deterministic is for native models") as caught:
+        decide(foreign, HOPPER, deterministic=True)
+    assert caught.value.param == "deterministic"
+
+
+def test_deterministic_on_a_cpu() -> None:
+    with pytest.raises(ConfigError, match="deterministic is for GPUs") as caught:
+        decide(deterministic=True)
+    assert caught.value.param == "deterministic"
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, "half", True])
+def test_a_share_that_is_none(share: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        on_gpu(gpu_memory_utilization=share)
+    assert caught.value.param == "gpu_memory_utilization"
+
+
+def test_invariant_attention_is_never_chosen_for_its_speed() -> None:
+    names = select.names()
+    assert names.index("invariant") > names.index("triton") > names.index("flashinfer+triton")
+
+
+def test_what_is_for_gpus_has_an_effect_there() -> None:
+    assert "no effect" not in {decision.value for decision in on_gpu(**FOR_GPUS).decisions}

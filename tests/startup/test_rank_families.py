@@ -1,0 +1,107 @@
+"""Engines of several ranks serve, for every family, under random traffic the tokens that one rank serves. Float32."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models.families import CASES, SMALL
+from thread_ranks import ThreadAgreement, on_ranks
+
+from headrace.config import EngineArgs
+from headrace.models import registry
+from headrace.parallel.group import ThreadGroup
+from headrace.parallel.layout import workable_sizes
+from headrace.sampling_params import SamplingParams
+from headrace.startup.loader import load_engine
+from headrace.startup.source import FileSource
+
+pytestmark = pytest.mark.slow
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
+REFUSED = ("llama-head-dim",)
+"""3 KV heads."""
+TEXT = [name for name in CASES if name not in REFUSED and not any(word in name for word in ("vl", "images", "uneven"))]
+PROCESSES = ["llama", "mistral-window", "qwen3", "gemma3", "mimo", "gpt-oss", "qwen3-moe", "deepseek-v2"]
+"""Also run as processes over gloo: each kind of layer once."""
+Tokens = dict[tuple[str, int], list[int]]
+
+
+def write(folder: Path, name: str) -> list[int]:
+    """The family's config; returns the numbers of ranks to compare."""
+    _, config_class, changes = CASES[name]
+    heads = HEADS if "num_attention_heads" not in changes else {}
+    config = config_class(**{**SMALL, **heads, **changes})
+    config.architectures = [CASES[name][0].__name__]
+    folder.mkdir(exist_ok=True)
+    config.save_pretrained(folder)
+    spec = registry.model_spec(config)
+    return [size for size in (2, 4) if size in workable_sizes(spec)]
+
+
+def args_of(folder: Path, **changes: Any) -> EngineArgs:
+    values: dict[str, Any] = {
+        "model": str(folder),
+        "load_format": "dummy",
+        "dtype": "float32",
+        "device": "cpu",
+        "skip_tokenizer_init": True,
+        "num_threads": 1,
+        "num_kv_blocks": 20,
+        "block_size": 8,
+        "max_model_len": 80,
+        "max_num_batched_tokens": 24,
+        "max_num_seqs": 4,
+    }
+    return EngineArgs(**values | changes)
+
+
+def served(source: FileSource) -> Tokens:
+    """Prompts that share beginnings come while others run; one is aborted."""
+    engine = load_engine(source)
+    chance, core, found = random.Random(1), engine.core, Tokens()
+    prefix = [chance.randrange(engine.info.vocab_size) for _ in range(24)]
+    waiting = []
+    for number in range(10):
+        prompt = prefix[: chance.choice((0, 16, 24))] + [chance.randrange(engine.info.vocab_size) for _ in range(9)]
+        greedy: dict[str, Any] = {"temperature": 0.0} if number % 2 else {"temperature": 1.0, "seed": number, "top_p": 0.9}
+        params = SamplingParams(**greedy, max_tokens=chance.randint(4, 20), ignore_eos=True, detokenize=False)
+        waiting.append((f"r{number}", {"prompt_token_ids": prompt}, params))
+    while waiting or core.has_work():
+        for _ in range(min(len(waiting), chance.randint(0, 2))):
+            name, prompt, params = waiting.pop(0)
+            core.add(engine.inputs.request(prompt, params, request_id=name))  # type: ignore[arg-type]
+        for delta in core.step():
+            found.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
+        if len(waiting) == 4:
+            core.abort("r3")
+    core.check_integrity()
+    core.close()
+    return found
+
+
+def as_threads(folder: Path, size: int) -> list[Tokens]:
+    def one(group: ThreadGroup) -> Tokens:
+        return served(FileSource(args_of(folder, tensor_parallel_size=size), ThreadAgreement(group), group))
+
+    return on_ranks(size, one)
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_ranks_serve_what_one_serves(name: str, tmp_path: Path) -> None:
+    sizes = write(tmp_path, name)
+    assert sizes, "no number of ranks is compared"
+    expected = served(FileSource(args_of(tmp_path)))
+    assert len(expected) >= 9 and len({token for tokens in expected.values() for token in tokens}) > 5
+    for size in sizes:
+        for rank, found in enumerate(as_threads(tmp_path, size)):
+            assert found == expected, f"rank {rank} of {size}"
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_processes_serve_what_one_serves(name: str, tmp_path: Path) -> None:
+    sizes = write(tmp_path, name)
+    expected = served(FileSource(args_of(tmp_path)))
+    for size in sizes:
+        assert served(FileSource(args_of(tmp_path, tensor_parallel_size=size))) == expected, f"{size} ranks"

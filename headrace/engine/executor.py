@@ -9,7 +9,7 @@ from headrace.core.plan import RunnerEvent, SamplePlan, StepPlan, StepResult
 from headrace.errors import ConfigError, EngineError
 from headrace.models.interface import Model
 from headrace.models.update import weight_update
-from headrace.models.vision import VISION_NAME
+from headrace.models.vision.interface import VISION_NAME
 from headrace.parallel.agreement import Agreement
 from headrace.runner.graphs import GraphCount
 from headrace.runner.runner import ModelRunner, StepHandle

@@ -1,1 +1,1 @@
-"""Model families, each written as its difference from the common decoder."""
+"""What families share: the common decoder, the registry, and how configurations are read."""

@@ -29,7 +29,7 @@ from headrace.layers.mlp import GatedMLP
 from headrace.layers.norm import RMSNorm
 from headrace.model_spec import AttentionSpec
 from headrace.models.decoder import Decoder, DecoderAttention, DecoderLayer
-from headrace.models.paw import PawAttention, PawLayer
+from headrace.models.families.paw import PawAttention, PawLayer
 from headrace.quant.native import NativeMethod
 
 _GEOMETRY = frozenset(

@@ -159,7 +159,7 @@ def _refuse_ranks(args: EngineArgs, whose: str) -> None:
 def _transformers(args: EngineArgs, files: ModelFiles, why: str) -> Implementation:
     _refuse_ranks(args, "transformers'")
     # Imported late: native models do not need it.
-    from headrace.models.fallback.load import describe
+    from headrace.models.fallback.transformers.load import describe
 
     if files.gguf_file is not None:
         raise ConfigError("model_impl transformers does not read GGUF files", "model_impl")
@@ -168,7 +168,7 @@ def _transformers(args: EngineArgs, files: ModelFiles, why: str) -> Implementati
 
 def _megatron(args: EngineArgs, files: ModelFiles) -> Implementation:
     _refuse_ranks(args, "Megatron-core's")
-    from headrace.models.fallback.megatron_checkpoint import stored_megatron
+    from headrace.models.fallback.megatron.checkpoint import stored_megatron
 
     if args.model_impl not in ("auto", "megatron"):
         raise ConfigError(f"model_impl {args.model_impl} does not read Megatron's distributed checkpoints", "model_impl")

@@ -9,7 +9,9 @@ import torch
 from headrace.errors import ConfigError
 from headrace.layers.linear import connect
 from headrace.model_spec import ModelSpec
-from headrace.models import (
+from headrace.models.cuts import shard_table
+from headrace.models.decoder import Decoder
+from headrace.models.families import (
     deepseek_v2,
     deepseek_v3,
     ernie4_5,
@@ -26,12 +28,10 @@ from headrace.models import (
     qwen3,
     qwen3_moe,
     qwen_vl,
-    vision,
 )
-from headrace.models.cuts import shard_table
-from headrace.models.decoder import Decoder
 from headrace.models.family import Family
 from headrace.models.hf_config import HFConfig, text_part
+from headrace.models.vision import interface as vision
 from headrace.parallel.group import ALONE, Group
 from headrace.quant.formats import scale_tile
 from headrace.weights.names import NameTable

@@ -11,7 +11,7 @@ from torch import nn
 
 from headrace.models.decoder import DecoderLayer
 from headrace.models.fallback.hooks import hooked
-from headrace.models.fallback.megatron import MegatronModel
+from headrace.models.fallback.megatron.model import MegatronModel
 
 
 class RecordedLayers:

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 from headrace.config import DType
 from headrace.errors import ConfigError
-from headrace.models.fallback.megatron import MegatronModel
-from headrace.models.fallback.megatron_own import OwnForward
+from headrace.models.fallback.megatron.model import MegatronModel
+from headrace.models.fallback.megatron.own import OwnForward
 from headrace.parity.layers import RecordedLayers
 from headrace.parity.reference import Forward, Loadable
 

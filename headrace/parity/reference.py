@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from headrace.config import DType, EngineArgs, EngineConfig
-from headrace.models.fallback.load import own_model
+from headrace.models.fallback.transformers.load import own_model
 from headrace.models.implementation import Implementation
 from headrace.models.interface import Model
 from headrace.parity.compare import Seen

@@ -8,7 +8,7 @@ from headrace.attention.backend import AttentionBackend, LayerCache
 from headrace.attention.select import create_for, modes_of
 from headrace.cache.planes import allocate
 from headrace.config import EngineConfig
-from headrace.models.vision import VisionEncoder
+from headrace.models.vision.interface import VisionEncoder
 from headrace.runner.media import MediaTables
 from headrace.runner.record import Recorder
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from headrace.models.vision import EncodedItem
+from headrace.models.vision.interface import EncodedItem
 
 
 class EncoderCache:

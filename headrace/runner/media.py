@@ -16,7 +16,7 @@ from headrace.core.plan import NewSequence
 from headrace.kernels.transfer import SideStream, upload
 from headrace.kv import Item
 from headrace.model_spec import ModelFacts
-from headrace.models.vision import EncodedItem, VisionEncoder, encoded_item
+from headrace.models.vision.interface import EncodedItem, VisionEncoder, encoded_item
 from headrace.outputs import Failure
 from headrace.runner.encoder_cache import EncoderCache
 from headrace.runner.slots import RowArrays

@@ -19,7 +19,7 @@ from headrace.errors import EngineError, RequestError
 from headrace.kernels.transfer import upload
 from headrace.models.decoder import Decoder
 from headrace.models.interface import Model
-from headrace.models.vision import VisionEncoder
+from headrace.models.vision.interface import VisionEncoder
 from headrace.outputs import Failure, TokenLogprobs
 from headrace.parallel.group import ALONE
 from headrace.runner.build import make_backends, make_caches, make_media, make_recorder

@@ -16,8 +16,8 @@ from headrace.config import EngineArgs
 from headrace.core.request import Request
 from headrace.errors import ConfigError, RequestError
 from headrace.frontend.frontend import Frontend
-from headrace.models.fallback.megatron_load import LiveMegatron, live_megatron
-from headrace.models.fallback.megatron_watch import WeightWatch
+from headrace.models.fallback.megatron.load import LiveMegatron, live_megatron
+from headrace.models.fallback.megatron.watch import WeightWatch
 from headrace.parallel.agreement import Agreement
 from headrace.parallel.group import ALONE, Group
 from headrace.sources.files import ModelFiles

@@ -10,7 +10,7 @@ from headrace.config import Decision, EngineConfig
 from headrace.core.media import ItemInputs
 from headrace.engine.timeline import Timeline
 from headrace.errors import ConfigError, import_reason
-from headrace.models.vision import CALL_ROWS, VisionEncoder
+from headrace.models.vision.interface import CALL_ROWS, VisionEncoder
 from headrace.sources.files import ModelFiles
 
 _USUAL_SIDE, _LARGE_SIDE, _LEAST_SIDE = 1024, 4096, 32
@@ -24,7 +24,7 @@ def encoder_loader() -> Callable[..., VisionEncoder | None]:
         ConfigError: they cannot be imported.
     """
     try:
-        from headrace.models.vision_encoder import load_encoder
+        from headrace.models.vision.encoder import load_encoder
     except ImportError as error:
         raise ConfigError(f"transformers cannot be imported: {import_reason(error)}") from error
     return load_encoder

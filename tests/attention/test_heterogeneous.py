@@ -1,7 +1,7 @@
 """Layers of different geometry beside each other: what one layer needs must not be what another gets.
 
 What else can go wrong with them is tested where it would: projections and loaders in ``weights/test_projections.py``, shards
-in ``parallel/test_shards.py``, whole models in ``models/test_geometry.py`` and ``models/test_families.py``, bytes in
+in ``parallel/test_shards.py``, whole models in ``models/test_geometry.py`` and ``models/families/test_families.py``, bytes in
 ``cache/test_arena.py``, and the workspace of the GPU's kernels in ``kernels/on_triton/test_triton_paged_attention.py``.
 """
 

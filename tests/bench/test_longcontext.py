@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engine.tiny import VOCAB, write_tokenizer
-from models import test_paw
+from models.families import test_paw
 from typer.testing import CliRunner
 
 from headrace import LLM, SamplingParams

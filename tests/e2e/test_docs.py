@@ -70,7 +70,7 @@ def foreign_layer(_: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
 @contextlib.contextmanager
 def trainer(_: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
     pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'headrace[megatron]'")
-    from models.fallback import megatron_models as small
+    from models.fallback.megatron import models as small
 
     model = small.gpt()
     trained: list[int] = []

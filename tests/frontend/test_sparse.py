@@ -96,7 +96,7 @@ def test_layers_that_cannot_stay_dense_and_are_named(tmp_path: Path) -> None:
 
 def test_a_live_megatron_model_attends_sparsely(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'headrace[megatron]'")
-    from models.fallback import megatron_models as small
+    from models.fallback.megatron import models as small
 
     monkeypatch.setattr(small, "CONTEXT", 768)
     model = small.gpt()

@@ -13,8 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from headrace.errors import ConfigError
 from headrace.layers.rotary import RotaryTable, frequencies
 from headrace.model_spec import RopeSpec
+from headrace.models.families.llama import FAMILY
 from headrace.models.hf_config import rope_specs
-from headrace.models.llama import FAMILY
 
 SCALINGS = {
     "default": {"rope_type": "default", "rope_theta": 123456.0},

@@ -28,9 +28,8 @@ from headrace.kernels import gpu
 from headrace.model_spec import MoeSpec
 from headrace.models import registry
 from headrace.models.decoder import Decoder
-
-from .families import CASES, SMALL, prompt
-from .harness import Bench, random_model
+from models.families.cases import CASES, SMALL, prompt
+from models.harness import Bench, random_model
 
 BEGIN, END = "<!-- launches: written by tests/models/launches.py -->", "<!-- launches end -->"
 MODELS = {

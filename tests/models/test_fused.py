@@ -18,8 +18,7 @@ from headrace.models.fused import FusedLayers, fuse, refusals
 from headrace.quant.groups import round_to_groups
 from headrace.quant.native import NativeMethod
 from headrace.quant.stored import StoredMatrix
-
-from .harness import Bench, model_spec, random_model
+from models.harness import Bench, model_spec, random_model
 
 DTYPES = ["float32", "bfloat16"]
 

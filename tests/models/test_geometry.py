@@ -13,8 +13,7 @@ from headrace.attention import select
 from headrace.model_spec import AttentionSpec, DenseSpec, ModelSpec, RopeSpec
 from headrace.models.decoder import Decoder
 from headrace.models.registry import name_table
-
-from .harness import Bench, model_spec, random_model
+from models.harness import Bench, model_spec, random_model
 
 
 def layer(index: int, **changes: object) -> AttentionSpec:

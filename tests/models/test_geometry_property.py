@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from headrace.attention import select
 from headrace.model_spec import AttentionSpec, ModelSpec, RopeSpec
-
-from .harness import Bench, model_spec, random_model
-from .test_geometry import eager
+from models.harness import Bench, model_spec, random_model
+from models.test_geometry import eager
 
 GROUP_SIZES = [1, 2, 3, 5, 7, 9]
 

@@ -11,13 +11,12 @@ import torch
 
 from headrace.kernels import native
 from headrace.models.decoder import Decoder
+from headrace.models.families.gemma4 import Gemma4Decoder
 from headrace.models.fused import fuse
-from headrace.models.gemma4 import Gemma4Decoder
 from headrace.models.interface import ModelInputs
-
-from .families import pair
-from .harness import Bench
-from .test_fused import GEOMETRIES, packed
+from models.families.cases import pair
+from models.harness import Bench
+from models.test_fused import GEOMETRIES, packed
 
 IDS = [5, 17, 3, 40, 22, 8, 11, 60, 2]
 FAMILIES = ["llama", "qwen3", "gemma3", "gemma4", "deepseek-v2"]

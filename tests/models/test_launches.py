@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from headrace.kernels import gpu
-
-from .families import pair, prompt
-from .harness import Bench
+from models.families.cases import pair, prompt
+from models.harness import Bench
 
 pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="the kernels need Triton"),
@@ -28,7 +27,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "gpus.md"
 
 @pytest.mark.slow
 def test_the_table_is_what_is_launched() -> None:
-    from . import launches
+    from models import launches
 
     page = PAGE.read_text()
     assert launches.written(page) == page, "python -m tests.models.launches --write docs/gpus.md"
@@ -50,8 +49,7 @@ def test_the_kernels_of_gpus_say_the_same(case: str, monkeypatch: pytest.MonkeyP
 def test_what_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """An operation more in a layer is an operation more in the count; views and empty tensors are none."""
     from headrace.kernels.activation import ACTIVATIONS
-
-    from . import launches
+    from models import launches
 
     before = launches.of_case("llama")[0]
     act = ACTIVATIONS["silu"]

@@ -23,10 +23,9 @@ from transformers import (
 from headrace.errors import ConfigError, ContradictionError
 from headrace.model_spec import CLAMPED_SWIGLU, DenseSpec, ModelSpec, MoeSpec
 from headrace.models import registry
-from headrace.models.gemma4 import Gemma4Spec
-
-from . import mixtures
-from .families import CASES, GEMMA3, GEMMA4, SMALL
+from headrace.models.families.gemma4 import Gemma4Spec
+from models.families import mixtures
+from models.families.cases import CASES, GEMMA3, GEMMA4, SMALL
 
 
 def spec_of(config: PretrainedConfig) -> ModelSpec:

@@ -16,10 +16,9 @@ from headrace.models import registry
 from headrace.models.decoder import Decoder
 from headrace.sources.files import find_model
 from headrace.weights.load import load_weights
-
-from . import mixtures
-from .families import CASES, SMALL, pair, prompt
-from .harness import Bench
+from models.families import mixtures
+from models.families.cases import CASES, SMALL, pair, prompt
+from models.harness import Bench
 
 FIRST = {model_class: name for name, (model_class, _, _) in reversed(CASES.items())}
 ONE_EACH = list(FIRST.values())

@@ -6,8 +6,7 @@ import pytest
 
 from headrace.models import registry
 from headrace.models.size import weight_bytes
-
-from .families import CASES, SMALL
+from models.families.cases import CASES, SMALL
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

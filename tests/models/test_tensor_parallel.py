@@ -16,10 +16,9 @@ from headrace.model_spec import CLAMPED_SWIGLU, AttentionSpec, DenseSpec, ModelS
 from headrace.models import registry
 from headrace.models.decoder import Decoder
 from headrace.parallel.layout import ParallelSizes, describe, shard_model, workable_sizes
-
-from .families import CASES, pair, prompt
-from .harness import Bench, copy_weights, model_spec, random_model
-from .test_families import close
+from models.families.cases import CASES, pair, prompt
+from models.families.test_families import close
+from models.harness import Bench, copy_weights, model_spec, random_model
 
 STEPS = 5
 WORKS = [name for name in CASES if name not in ("llama-head-dim", "llama-uneven-narrow-v", "qwen3-uneven")]

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from headrace import LLM, SamplingParams
 from headrace.core.request import Request
 from headrace.errors import ConfigError, RequestError
-from headrace.models.vision import CALL_ROWS
+from headrace.models.vision.interface import CALL_ROWS
 from headrace.multimodal.items import MultiModalData, array_of
 from headrace.outputs import RequestOutput
 from headrace.startup.vision import encoder_calls

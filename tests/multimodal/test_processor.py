@@ -26,8 +26,8 @@ import headrace
 from headrace import LLM, SamplingParams
 from headrace.core.media import MediaFacts
 from headrace.errors import ConfigError, RequestError, import_reason
-from headrace.models.patches import patches_of
-from headrace.models.vision import device_tensor
+from headrace.models.vision.interface import device_tensor
+from headrace.models.vision.patches import patches_of
 from headrace.multimodal.families import media_rules, why_text_alone
 from headrace.multimodal.items import MultiModalData, array_of, is_finite, tensor_data
 from headrace.multimodal.positions import Run, rope_positions

@@ -10,18 +10,18 @@ from unittest import mock
 
 import pytest
 import torch
-from models.fallback import megatron_models as small
-from models.fallback.test_megatron import OWN, SHARED, engine, state_of, tokens_of, train_step
-from models.fallback.test_megatron_checkpoint import arguments, save
+from models.fallback.megatron import models as small
+from models.fallback.megatron.test_checkpoint import arguments, save
+from models.fallback.megatron.test_megatron import OWN, SHARED, engine, state_of, tokens_of, train_step
 from typer.testing import CliRunner
 
 from headrace import LLM
 from headrace.cli.main import app
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError
-from headrace.models.fallback import megatron_checkpoint
-from headrace.models.fallback.megatron import CoreAttention
-from headrace.models.fallback.megatron_own import EagerAttention
+from headrace.models.fallback.megatron import checkpoint as megatron_checkpoint
+from headrace.models.fallback.megatron.model import CoreAttention
+from headrace.models.fallback.megatron.own import EagerAttention
 from headrace.parity import Line, Parity, measure
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'headrace[megatron]'")
@@ -174,8 +174,8 @@ def test_a_live_model_of_few_bits_is_measured_in_its_dtype(own: bool) -> None:
 
 def test_the_float32_of_a_model_of_few_bits_is_that_of_its_weights() -> None:
     """The reference of a bfloat16 model is what a float32 model of the same numbers gives."""
-    from headrace.models.fallback.megatron_describe import describe_megatron
-    from headrace.models.fallback.megatron_own import OwnForward
+    from headrace.models.fallback.megatron.describe import describe_megatron
+    from headrace.models.fallback.megatron.own import OwnForward
 
     few, wide = small.gpt(dtype=torch.bfloat16, bf16=True), small.gpt()
     for theirs, own in zip(few.parameters(), wide.parameters(), strict=True):

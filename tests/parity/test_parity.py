@@ -18,7 +18,7 @@ from headrace.cli.main import app
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError
 from headrace.models import implementation
-from headrace.models.fallback import load
+from headrace.models.fallback.transformers import load
 from headrace.parity import Line, Parity, measure
 from headrace.parity.layers import RecordedLayers
 

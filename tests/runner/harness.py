@@ -23,9 +23,9 @@ from headrace.core.sequence import SequenceUpdate
 from headrace.model_spec import AttentionSpec, DenseSpec, ModelSpec, MoeSpec, RopeSpec, VisionSpec, cache_groups
 from headrace.model_spec.kv import FP8_KV
 from headrace.models.decoder import Decoder
-from headrace.models.gemma4 import Gemma4Spec
+from headrace.models.families.gemma4 import Gemma4Spec
 from headrace.models.registry import build
-from headrace.models.vision import EncodedItem, device_tensor
+from headrace.models.vision.interface import EncodedItem, device_tensor
 from headrace.outputs import Failure, TokenLogprobs
 from headrace.runner.runner import ModelRunner
 from headrace.sampling_params import SamplingParams

@@ -21,7 +21,7 @@ from headrace.core.request import Request
 from headrace.core.sequence import Sequence
 from headrace.kernels.inputs import RowTensors
 from headrace.kv import Item
-from headrace.models.vision import EncodedItem, encoded_item
+from headrace.models.vision.interface import EncodedItem, encoded_item
 from headrace.multimodal.positions import Run, rope_positions
 from headrace.runner.inputs import _token_slots
 from headrace.runner.record import replay

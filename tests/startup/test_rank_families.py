@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models.families import CASES, SMALL
+from models.families.cases import CASES, SMALL
 from thread_ranks import ThreadAgreement, on_ranks
 
 from headrace.config import EngineArgs

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models.test_paw import CONFIG, tensors, write
+from models.families.test_paw import CONFIG, tensors, write
 from runner.harness import prompt
 from thread_ranks import ThreadAgreement, on_ranks
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models.families import CASES, pair
+from models.families.cases import CASES, pair
 from quant.blocks import Type, random_blocks
 from safetensors.torch import save_file
 from transformers import GptOssConfig

@@ -20,8 +20,7 @@ from headrace.cache.planes import allocate
 from headrace.model_spec import AttentionSpec, cache_groups
 from headrace.models.fallback.contract import ContextCell, ForeignLayer, check_layer_numbers, finished_logits
 from headrace.models.fallback.layout import MEGATRON, TRANSFORMERS, TRANSFORMERS_OUT, AxisLayout
-
-from ..harness import model_spec
+from models.harness import model_spec
 
 HEADS, KV_HEADS, WIDTH, V_WIDTH = 6, 2, 8, 4
 FLEET = AxisLayout("PaddleFleet", "bshd")

@@ -1,0 +1,1 @@
+"""Models of Megatron-core whose attention is headrace's."""

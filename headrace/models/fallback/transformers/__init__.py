@@ -1,0 +1,1 @@
+"""Models of transformers whose attention is headrace's."""

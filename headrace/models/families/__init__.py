@@ -1,0 +1,1 @@
+"""Model families, each as its difference from the common decoder."""

@@ -1,0 +1,1 @@
+"""Vision parts: what they are, and the encoders that run them."""

@@ -19,7 +19,7 @@ from typing import Literal
 from headrace.bench.texts import PROSE
 from headrace.bench.workloads import Encoder
 from headrace.errors import ConfigError
-from headrace.user_files import MAX_BYTES, open_input
+from headrace.host.user_files import MAX_BYTES, open_input
 
 DATA = "data"
 """Name of the task that a file defines."""

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 from headrace.bench.constrained import Constrained
 from headrace.errors import ConfigError
+from headrace.host.user_files import check_output
 from headrace.options import HOW, REPORT, WHAT, Checked, OptionSpec
-from headrace.user_files import check_output
 
 ImageForm = Literal["png", "jpeg", "features", "upload"]
 LENGTH = 128

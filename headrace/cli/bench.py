@@ -30,7 +30,7 @@ from headrace.cli.options import ENGINE_OPTIONS, Group, command
 from headrace.cli.startup import plain_width
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError
-from headrace.user_files import open_output, write_output
+from headrace.host.user_files import open_output, write_output
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -23,7 +23,7 @@ from headrace.cli.own_options import ChatOptions
 from headrace.cli.prompts import picture_part, read_stdin
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError, EngineError, RequestError
-from headrace.user_files import check_output, write_output
+from headrace.host.user_files import check_output, write_output
 
 if TYPE_CHECKING:
     from headrace.cli.talk import Messages, Talker

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from headrace.cli.units import parse_size
 from headrace.errors import ConfigError, RequestError
+from headrace.host.user_files import read_text
 from headrace.options import Option, check_value
-from headrace.user_files import read_text
 
 
 class Entry(NamedTuple):

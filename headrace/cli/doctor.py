@@ -18,8 +18,8 @@ from headrace.cli.options import ENGINE_OPTIONS, Group, command
 from headrace.cli.own_options import DoctorOptions
 from headrace.cli.units import picture_size
 from headrace.config import Decision, EngineArgs, EngineConfig
-from headrace.engine.timeline import process_start
 from headrace.errors import ConfigError, MemoryConfigError
+from headrace.host.clock import process_start
 from headrace.processes.spawn import spawn
 from headrace.sources.locate import locate
 

@@ -15,8 +15,8 @@ from headrace.cli.options import ENGINE_OPTIONS, Group, command
 from headrace.cli.own_options import EncodeOptions
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError, EngineError
+from headrace.host.user_files import read_input
 from headrace.sources.locate import locate
-from headrace.user_files import read_input
 
 if TYPE_CHECKING:
     import torch

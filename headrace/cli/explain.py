@@ -7,7 +7,7 @@ import sys
 from headrace.cli.options import ENGINE_OPTIONS, Group, command
 from headrace.cli.own_options import ExplainOptions
 from headrace.config import EngineArgs
-from headrace.user_files import write_output
+from headrace.host.user_files import write_output
 
 
 @command(args=ENGINE_OPTIONS.without("enable_prefix_caching"), options=Group.of(ExplainOptions))

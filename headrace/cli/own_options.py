@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import Annotated, Literal
 
 from headrace.errors import ConfigError
+from headrace.host.user_files import check_output, check_regular, near, read_text
 from headrace.options import CONVERSATION, DEBUGGING, PROMPTS, REPORT, SERVER, WHAT, Checked, OptionSpec
-from headrace.user_files import check_output, check_regular, near, read_text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,8 @@ import msgspec
 
 from headrace.cli.options import checked_fields
 from headrace.errors import ConfigError, RequestError
+from headrace.host.user_files import MAX_BYTES, read_input
 from headrace.options import Option, OptionSpec, check_value
-from headrace.user_files import MAX_BYTES, read_input
 
 _ID = Option(None, "id", OptionSpec(), str, False)
 ERRORS = "surrogateescape"

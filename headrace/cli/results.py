@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from headrace.cli.errors import print_note
 from headrace.errors import ConfigError, EngineError
-from headrace.user_files import check_output, is_stream, open_stream
+from headrace.host.user_files import check_output, is_stream, open_stream
 
 
 def line_key(record: Mapping[str, Any]) -> str:

@@ -32,12 +32,12 @@ from headrace.cli.prompts import (
 )
 from headrace.cli.results import ResultFile, line_key
 from headrace.config import EngineArgs
-from headrace.engine.timeline import process_start
 from headrace.errors import ConfigError, EngineDeadError, EngineError, QueueFullError, RequestError
+from headrace.host.clock import process_start
+from headrace.host.user_files import check_regular
 from headrace.options import PROMPTS, Checked, OptionSpec
 from headrace.outputs import RequestOutput
 from headrace.processes.spawn import spawn
-from headrace.user_files import check_regular
 
 if TYPE_CHECKING:
     from headrace.frontend.async_llm import AsyncLLM

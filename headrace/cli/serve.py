@@ -8,7 +8,7 @@ from headrace.cli import logs
 from headrace.cli.options import ENGINE_OPTIONS, Group, command
 from headrace.cli.own_options import LogOptions
 from headrace.config import EngineArgs
-from headrace.engine.timeline import process_start
+from headrace.host.clock import process_start
 from headrace.processes.spawn import spawn
 from headrace.server.listen import listen
 from headrace.server.settings import ServerSettings

@@ -13,8 +13,8 @@ from rich.console import Console
 from headrace.bench.client import CONNECT_SECONDS, authorization, base_url, chat_events, first_model
 from headrace.cli.options import MAX_TOKENS
 from headrace.config import EngineArgs
-from headrace.engine.timeline import process_start
 from headrace.errors import EngineError
+from headrace.host.clock import process_start
 from headrace.processes.spawn import spawn
 
 Messages = list[dict[str, Any]]

@@ -1,10 +1,11 @@
-"""The processes that check constraints: ``python -m headrace.constrain.check_worker SECONDS BYTES``."""
+"""The processes that check constraints: ``python -m headrace.constrain.check_worker``."""
 
 from __future__ import annotations
 
 import os
 import resource
 import sys
+from typing import NoReturn
 
 import msgspec
 
@@ -13,7 +14,8 @@ from headrace.constrain.checker import Checked, CheckJob, CheckSetup, Constraint
 from headrace.constrain.limits import CHECK_STACK
 from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.errors import RequestError
-from headrace.limited_process import ProcessLimits, read_setup, serve
+from headrace.host.jobs import answer_jobs, read_limits
+from headrace.host.parent import Parent, run
 
 
 def _checked(checker: ConstraintChecker, job: CheckJob) -> Checked:
@@ -25,22 +27,19 @@ def _checked(checker: ConstraintChecker, job: CheckJob) -> Checked:
         return Checked()
 
 
-def main() -> None:
+def main(parent: Parent) -> NoReturn:
+    limits = read_limits(parent)
     _, hard = resource.getrlimit(resource.RLIMIT_STACK)
     resource.setrlimit(resource.RLIMIT_STACK, (CHECK_STACK, hard))
     # The library tells there of each panic, which a client gets as its error.
     sys.stderr = os.fdopen(os.dup(2), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    setup = msgspec.msgpack.decode(read_setup(), type=CheckSetup)
+    setup = msgspec.msgpack.decode(parent.receive(), type=CheckSetup)
     checker = ConstraintChecker(StructuredOutputsConfig(**setup.config), GrammarVocabulary.of_table(setup.vocabulary))
     checker.prepare()
     decoder = msgspec.msgpack.Decoder(CheckJob)
-
-    def answer(data: bytearray, limits: ProcessLimits) -> bytes:
-        return msgspec.msgpack.encode(_checked(checker, decoder.decode(data)))
-
-    serve(answer)
+    answer_jobs(parent, limits, lambda data: _checked(checker, decoder.decode(data)))
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headrace.bounded_cache import BoundedCache
 from headrace.config import StructuredOutputsConfig
 from headrace.constrain.compiler import compiled
 from headrace.constrain.compose import AnswerPlan, compose
@@ -28,6 +27,7 @@ from headrace.constrain.structural import structural_grammar
 from headrace.constrain.vocabulary import GrammarVocabulary, VocabularyTable
 from headrace.core.request import Constraint
 from headrace.errors import RequestError
+from headrace.host.bounded_cache import BoundedCache
 from headrace.sampling_params import StructuredOutputsParams
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ from concurrent.futures import Future
 
 import msgspec
 
-from headrace.bounded_cache import BoundedCache
 from headrace.config import StructuredOutputsConfig
 from headrace.constrain.checker import Checked, CheckJob, CheckSetup, Refused
 from headrace.constrain.compose import AnswerPlan
@@ -20,7 +19,8 @@ from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.core.matcher import TOO_COMPLEX
 from headrace.core.request import Constraint
 from headrace.errors import EngineError, QueueFullError
-from headrace.limited_process import EndedProcess, LimitedProcesses, ProcessLimits
+from headrace.host.bounded_cache import BoundedCache
+from headrace.host.jobs import EndedProcess, JobProcesses, ProcessLimits
 from headrace.sampling_params import StructuredOutputsParams
 
 _CACHED = 256
@@ -44,8 +44,8 @@ class GrammarFactory:
         self.pool = make_pool(config)
         """Waits for the checks of what requests hold; see ``prepare``."""
         limits = ProcessLimits(config.max_compile_seconds, config.max_compile_memory)
-        self._processes = LimitedProcesses(
-            lanes(config), "headrace.constrain.check_worker", limits, "checks constraints", self._setup
+        self._processes = JobProcesses(
+            "headrace.constrain.check_worker", Checked, limits, "checks constraints", count=lanes(config), setup=self._setup
         )
         self._cache: BoundedCache[bytes, Checked] = BoundedCache(_CACHED, _CACHED_BYTES, _size)
         self._pending: dict[bytes, Future[Checked]] = {}
@@ -123,13 +123,12 @@ class GrammarFactory:
         large = f"is nested too deep, or needs more memory than {self.config.max_compile_memory} bytes (max_compile_memory)"
         answer = self._processes.call(msgspec.msgpack.encode(CheckJob(params, plan)))
         if not isinstance(answer, EndedProcess):
-            checked = msgspec.msgpack.decode(answer, type=Checked)
-            if checked != Checked():
-                return checked
+            if answer != Checked():
+                return answer
             why = large
         elif answer.out_of_time:
             why = f"takes more than {self.config.max_compile_seconds:g} seconds of processor time (max_compile_seconds)"
-        elif answer.status is not None and -answer.status in _CRASHES:
+        elif -answer.status in _CRASHES:
             why = large
         else:
             raise EngineError(f"the process that checks constraints ended with status {answer.status}")

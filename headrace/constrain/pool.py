@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from headrace.worker_threads import WorkerThreads
+from headrace.host.worker_threads import WorkerThreads
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from headrace.core.media import MediaFacts, Modality
 from headrace.engine.info import EngineInfo
 from headrace.errors import ConfigError
 from headrace.frontend.inputs import InputProcessor
-from headrace.limited_process import ProcessLimits
+from headrace.host.jobs import ProcessLimits
 from headrace.multimodal.media_tokens import configured_media_tokens
 from headrace.sources.files import ModelFiles, find_model
 from headrace.text.answers import AnswerFormats

@@ -17,6 +17,7 @@ from headrace.constrain.compose import AnswerPlan, CallRules, plan_of
 from headrace.constrain.factory import GrammarFactory
 from headrace.core.request import BadWordsTable, Constraint, ParseOptions, Request
 from headrace.errors import ConfigError, RequestError, unsupported
+from headrace.host.worker_threads import WorkerThreads
 from headrace.kv import Item
 from headrace.multimodal.items import MultiModalData
 from headrace.multimodal.threads import media_workers, use_one_core
@@ -25,7 +26,6 @@ from headrace.sampling_params import MAX_SEED, SamplingParams
 from headrace.text.bad_words import check_bad_words, compile_bad_words
 from headrace.text.content import ConversationMedia, MediaPart, blame_part
 from headrace.text.stops import check_stops
-from headrace.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
     from headrace.multimodal.media import MediaLoader

@@ -1,1 +1,1 @@
-"""The machine: how threads wait, and what the garbage collector leaves alone."""
+"""What a process of headrace's own uses of its machine: child processes, threads, caches, clocks. Imports no torch."""

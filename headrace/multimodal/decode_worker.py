@@ -1,12 +1,14 @@
-"""The processes that decode pictures and videos: ``python -m headrace.multimodal.decode_worker SECONDS BYTES``."""
+"""The processes that decode pictures and videos: ``python -m headrace.multimodal.decode_worker``."""
 
 from __future__ import annotations
 
 import warnings
+from typing import NoReturn
 
 import msgspec
 
-from headrace.limited_process import ProcessLimits, serve
+from headrace.host.jobs import answer_jobs, read_limits
+from headrace.host.parent import Parent, run
 from headrace.multimodal.decode import Decoded, DecodeError, DecodeJob, decode_image, decode_video
 
 _LONGEST_REASON = 300
@@ -24,7 +26,7 @@ def _decoded(job: DecodeJob, memory: int) -> Decoded:
         return Decoded(error=f"cannot be decoded: {str(error)[:_LONGEST_REASON] or type(error).__name__}")
 
 
-def main() -> None:
+def main(parent: Parent) -> NoReturn:
     import numpy  # noqa: F401  its memory is not a job's
     from PIL import Image, ImageOps  # noqa: F401
 
@@ -33,13 +35,9 @@ def main() -> None:
     # The limit is that of the job, which may be above Pillow's.
     Image.MAX_IMAGE_PIXELS = None
     warnings.simplefilter("ignore")
-    decoder = msgspec.msgpack.Decoder(DecodeJob)
-
-    def answer(data: bytearray, limits: ProcessLimits) -> bytes:
-        return msgspec.msgpack.encode(_decoded(decoder.decode(data), limits.memory))
-
-    serve(answer)
+    limits, decoder = read_limits(parent), msgspec.msgpack.Decoder(DecodeJob)
+    answer_jobs(parent, limits, lambda data: _decoded(decoder.decode(data), limits.memory))
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

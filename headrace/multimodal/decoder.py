@@ -9,10 +9,10 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from headrace.limited_process import EndedProcess, LimitedProcesses, ProcessLimits
+from headrace.host.jobs import EndedProcess, JobProcesses, ProcessLimits
+from headrace.host.worker_threads import WorkerThreads
 from headrace.multimodal.decode import Decoded, DecodeJob, DecodeLimits
 from headrace.multimodal.items import Picture, Video, refused
-from headrace.worker_threads import WorkerThreads
 
 _MODULE = "headrace.multimodal.decode_worker"
 Admit = Callable[[int], object]
@@ -24,7 +24,7 @@ class MediaDecoder:
     def __init__(self, limits: DecodeLimits, process: ProcessLimits, workers: int) -> None:
         self._limits = limits
         self._process_limits = process
-        self._processes = LimitedProcesses(workers, _MODULE, process, "decodes pictures and videos")
+        self._processes = JobProcesses(_MODULE, Decoded, process, "decodes pictures and videos", count=workers)
         self.threads = WorkerThreads(workers, "media")
 
     async def image(self, data: bytes, param: str, admit: Admit = lambda size: None) -> Picture:
@@ -54,16 +54,15 @@ class MediaDecoder:
                     param, f"{kind}s need the package {package}, which is not installed (pip install 'headrace[vision]')"
                 )
         job = msgspec.msgpack.encode(DecodeJob(kind, self._limits, memoryview(data)))
-        answer = self._processes.call(job, admit)
-        if isinstance(answer, EndedProcess):
+        decoded = self._processes.call(job, admit)
+        if isinstance(decoded, EndedProcess):
             limit = f"longer than {self._process_limits.seconds:g} seconds (media_decode_seconds)"
             why = (
                 f"takes {limit} to decode"
-                if answer.out_of_time
-                else f"cannot be decoded: it ended the decoder ({answer.status})"
+                if decoded.out_of_time
+                else f"cannot be decoded: it ended the decoder ({decoded.status})"
             )
             raise refused(param, why)
-        decoded = msgspec.msgpack.decode(answer, type=Decoded)
         if decoded.error is not None:
             raise refused(param, decoded.error)
         return decoded

@@ -25,7 +25,7 @@ from typing import Any
 from headrace.config import EngineArgs
 from headrace.core.media import Modality
 from headrace.errors import ConfigError, QueueFullError, RequestError
-from headrace.limited_process import ProcessLimits
+from headrace.host.jobs import ProcessLimits
 from headrace.multimodal.decode import DecodeLimits
 from headrace.multimodal.decoder import Admit, MediaDecoder
 from headrace.multimodal.feature_file import read_features

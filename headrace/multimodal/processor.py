@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.bounded_cache import BoundedCache
 from headrace.core.media import ItemInputs, MediaFacts, Modality, RopePositions
 from headrace.errors import ConfigError, RequestError
+from headrace.host.bounded_cache import BoundedCache
 from headrace.kv import Item
 from headrace.multimodal.items import Features, MultiModalData, Picture, Video, is_finite, misfit, refused, rounded, wrong
 from headrace.multimodal.positions import Run, rope_positions

@@ -26,9 +26,11 @@ import zmq
 from headrace.config import EngineArgs
 from headrace.engine.core import EngineCore
 from headrace.engine.info import EngineInfo
-from headrace.engine.timeline import Timeline, process_start
+from headrace.engine.timeline import Timeline
 from headrace.errors import ConfigError, EngineError, QueueFullError, RankKilledError, RankLostError, RequestError
+from headrace.host.clock import process_start
 from headrace.host.garbage import freeze_gc
+from headrace.host.worker_threads import switch_threads_often, use_no_tokenizer_threads
 from headrace.outputs import OutputDelta
 from headrace.processes.kv_events import RoutingReports, publish_events
 from headrace.processes.messages import (
@@ -52,7 +54,6 @@ from headrace.processes.messages import (
     encode,
 )
 from headrace.processes.spawn import remove_abandoned_folders
-from headrace.worker_threads import switch_threads_often, use_no_tokenizer_threads
 
 logger = logging.getLogger("headrace.engine")
 

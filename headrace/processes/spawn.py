@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import headrace
-from headrace.engine.timeline import clock
 from headrace.errors import EngineError
+from headrace.host.clock import clock
 
 COMMAND = (sys.executable, "-P", "-m", "headrace.processes.process")
 _PREFIX = "headrace-"

@@ -22,8 +22,8 @@ import msgspec
 from headrace.config import EngineConfig
 from headrace.core.plan import Recorded, RunnerEvent, SamplePlan, StepPlan, StepResult, decode_plan, encode_plan
 from headrace.errors import ConfigError
+from headrace.host.user_files import is_stream, open_stream
 from headrace.model_spec import ModelSpec
-from headrace.user_files import is_stream, open_stream
 
 if TYPE_CHECKING:
     from headrace.runner.runner import ModelRunner

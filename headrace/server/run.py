@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from fastapi import FastAPI
 
+from headrace.host.worker_threads import switch_threads_often, use_no_tokenizer_threads
 from headrace.server.app import build_app
 from headrace.server.protocol import LimitedProtocol
 from headrace.server.settings import ServerSettings
 from headrace.server.state import Serving
-from headrace.worker_threads import switch_threads_often, use_no_tokenizer_threads
 
 if TYPE_CHECKING:
     from headrace.frontend.async_llm import AsyncLLM

@@ -9,10 +9,10 @@ from types import MappingProxyType
 from typing import Annotated, Literal
 
 from headrace.errors import ConfigError
+from headrace.host.user_files import check_regular
 from headrace.metrics.stats import MetricsCompat
 from headrace.options import LIMITS, MODEL, SECURITY, SERVER, OptionSpec, check
 from headrace.sampling_params import MAX_SAMPLES
-from headrace.user_files import check_regular
 
 
 def _api_keys() -> tuple[str, ...]:

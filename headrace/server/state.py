@@ -17,8 +17,8 @@ import msgspec
 from fastapi import Request
 
 import headrace
-from headrace.bounded_cache import BoundedCache
 from headrace.errors import EngineDeadError, EngineError
+from headrace.host.bounded_cache import BoundedCache
 from headrace.host.garbage import freeze_gc
 from headrace.metrics.prometheus import ServerMetrics
 from headrace.outputs import AttentionReport

@@ -12,10 +12,10 @@ from msgspec import Meta
 from headrace.config import MAX_NUM_SEQS, CacheConfig, Policy, RoutingPolicy, SchedulerConfig
 from headrace.core.routing import Capacity
 from headrace.errors import ConfigError
+from headrace.host.user_files import read_input
 from headrace.model_spec import CacheGroup
 from headrace.options import INT32_MAX
 from headrace.sim.step_time import StepTimeModel
-from headrace.user_files import read_input
 
 FORMAT: Literal["headrace calibration 2"] = "headrace calibration 2"
 

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from headrace.core.request import Request
 from headrace.errors import ConfigError
+from headrace.host.user_files import open_input
 from headrace.options import shown
 from headrace.sampling_params import SamplingParams
 from headrace.sim.config import MOST_REQUESTS, MOST_TOKENS, Lengths, Prefixes, Traffic
-from headrace.user_files import open_input
 
 _HASH_BLOCK = 512
 """Tokens of a block that Mooncake's traces name by an id."""

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.errors import ConfigError
+from headrace.host.user_files import near
 from headrace.options import shown
 from headrace.sources import embedded
-from headrace.user_files import near
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")

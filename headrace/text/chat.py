@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headrace.errors import ConfigError, RequestError, missing, unsupported, wrong_type
+from headrace.host.user_files import read_text
 from headrace.options import shown
 from headrace.text.content import ConversationMedia, content_of, no_others
 from headrace.text.fast_tokenizer import FastTokenizer
 from headrace.text.template_messages import TemplateJob
 from headrace.text.templates import TemplateRenderer
-from headrace.user_files import read_text
 
 if TYPE_CHECKING:
     from jinja2.nodes import Template

@@ -1,12 +1,13 @@
-"""The process that renders chat templates: ``python -m headrace.text.template_worker SECONDS BYTES``."""
+"""The process that renders chat templates: ``python -m headrace.text.template_worker``."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
-from headrace.limited_process import ProcessLimits, serve
+from headrace.host.jobs import answer_jobs, read_limits
+from headrace.host.parent import Parent, run
 from headrace.text.template_messages import Rendered, TemplateJob
 
 _SHARE_OF_TEXT = 8
@@ -38,16 +39,12 @@ def _render(job: TemplateJob, most: int) -> Rendered:
     return Rendered(text=text)
 
 
-def main() -> None:
+def main(parent: Parent) -> NoReturn:
     from transformers.utils import chat_template_utils  # noqa: F401  takes most of the process's start
 
-    decoder = msgspec.msgpack.Decoder(TemplateJob)
-
-    def answer(data: bytearray, limits: ProcessLimits) -> bytes:
-        return msgspec.msgpack.encode(_render(decoder.decode(data), limits.memory // _SHARE_OF_TEXT))
-
-    serve(answer)
+    limits, decoder = read_limits(parent), msgspec.msgpack.Decoder(TemplateJob)
+    answer_jobs(parent, limits, lambda data: _render(decoder.decode(data), limits.memory // _SHARE_OF_TEXT))
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

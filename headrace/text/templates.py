@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import RequestError
-from headrace.limited_process import EndedProcess, LimitedProcess, ProcessLimits
+from headrace.host.jobs import EndedProcess, JobProcesses, ProcessLimits
 from headrace.text.template_messages import Rendered, TemplateJob
 
 _DEFAULTS = ProcessLimits(seconds=2.0, memory=2**29)
@@ -26,7 +26,7 @@ class TemplateRenderer:
     def __init__(self, limits: ProcessLimits = _DEFAULTS) -> None:
         """``limits``: of one rendering; the prompt may have an eighth of the memory."""
         self._limits = limits
-        self._process = LimitedProcess("headrace.text.template_worker", limits, "renders chat templates")
+        self._process = JobProcesses("headrace.text.template_worker", Rendered, limits, "renders chat templates")
 
     def render(self, job: TemplateJob) -> str:
         """The text of the conversation.
@@ -51,7 +51,7 @@ class TemplateRenderer:
     def _answer(self, data: bytes) -> Rendered:
         answer = self._process.call(data)
         if not isinstance(answer, EndedProcess):
-            return msgspec.msgpack.decode(answer, type=Rendered)
+            return answer
         if answer.out_of_time:
             return Rendered(error=f"it takes longer than {self._limits.seconds} seconds (max_template_seconds)")
         return Rendered(error=f"its process ended with status {answer.status}")

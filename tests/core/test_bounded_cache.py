@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.bounded_cache import BoundedCache
+from headrace.host.bounded_cache import BoundedCache
 
 
 def kept(cache: BoundedCache[str, int], names: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import EngineError
-from headrace.worker_threads import WorkerThreads
+from headrace.host.worker_threads import WorkerThreads
 
 
 def named(name: str) -> list[threading.Thread]:

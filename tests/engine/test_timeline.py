@@ -12,7 +12,8 @@ import pytest
 
 from headrace import AsyncLLM
 from headrace.config import EngineArgs
-from headrace.engine.timeline import Timeline, clock, process_start
+from headrace.engine.timeline import Timeline
+from headrace.host.clock import clock, process_start
 from headrace.processes.spawn import spawn
 from headrace.text.fast_tokenizer import from_directory
 
@@ -56,7 +57,7 @@ def test_phases_follow_each_other_from_the_origin() -> None:
 
 def test_a_process_knows_when_it_began() -> None:
     before = clock()
-    began, now = map(float, run("from headrace.engine.timeline import *\nprint(process_start(), clock())").split())
+    began, now = map(float, run("from headrace.host.clock import *\nprint(process_start(), clock())").split())
     # The system counts in hundredths of a second.
     assert before - 0.02 <= began < now <= clock()
     assert process_start() < before

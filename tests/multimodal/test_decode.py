@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from headrace.errors import RequestError
-from headrace.limited_process import ProcessLimits
+from headrace.host.jobs import ProcessLimits
 from headrace.multimodal.decode import DecodeError, DecodeLimits, decode_image, decode_video, sample_indices
 from headrace.multimodal.decoder import MediaDecoder
 from multimodal.media import clip, encoded, noise, picture, real_picture

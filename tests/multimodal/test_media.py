@@ -6,7 +6,6 @@ import asyncio
 import base64
 import contextlib
 import os
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,9 +15,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from headrace import limited_process
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError, QueueFullError, RequestError
+from headrace.host.channel import Channel
 from headrace.multimodal.items import Features, MultiModalData, Picture, Video
 from headrace.multimodal.media import MediaBudget, MediaLoader, from_base64
 from headrace.text.content import MediaPart
@@ -349,13 +348,16 @@ def test_the_budget_refuses_what_comes_beside_much_else(loader: MediaLoader) -> 
 def test_the_pictures_of_a_request_count_together(loader: MediaLoader, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is within all limits of one, and the room for its pixels is not made before they are counted."""
     made: list[int] = []
-    read = limited_process._read
+    poll = Channel.poll
 
-    def watched(connection: socket.socket, size: int) -> bytearray | None:
-        made.append(size)
-        return read(connection, size)
+    def watched(self: Channel, admit: Callable[[int], object] = lambda size: None) -> bytearray | None:
+        def counted(size: int) -> None:
+            admit(size)
+            made.append(size)
 
-    monkeypatch.setattr(limited_process, "_read", watched)
+        return poll(self, counted)
+
+    monkeypatch.setattr(Channel, "poll", watched)
     monkeypatch.setattr(loader.budget, "most", 600_000)
     flat = [data_url(encoded(Image.new("RGB", (300, 300 + index)), "PNG")) for index in range(3)]
     assert "take more" in refused(loader, *flat)

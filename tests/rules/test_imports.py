@@ -12,7 +12,6 @@ PACKAGES: list[set[str]] = [
     {"errors"},
     {"host"},
     {"options"},
-    {"bounded_cache", "limited_process", "user_files", "worker_threads"},
     {"sampling_params", "outputs"},
     {"model_spec"},
     {"config"},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 import vocabularies
 
 from headrace.errors import ConfigError, RequestError
-from headrace.limited_process import ProcessLimits
+from headrace.host.jobs import ProcessLimits
 from headrace.text.chat import normalize, parsed_template, read_template
 from headrace.text.templates import TemplateRenderer
 from headrace.text.tokenizer import Tokenizer
@@ -193,9 +192,8 @@ def test_a_renderer_that_is_dropped_leaves_no_process() -> None:
     tokenizer.hf.chat_template = TEMPLATE
     tokenizer.render_chat(HELLO)
     (process,) = [child for child in psutil.Process().children() if "headrace.text.template_worker" in child.cmdline()][-1:]
-    process.send_signal(signal.SIGKILL)
-    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.01)
+    process.kill()
+    process.wait()
     assert tokenizer.render_chat(HELLO)
     before = {child.pid for child in psutil.Process().children()}
     del renderer, tokenizer

@@ -24,13 +24,14 @@ def children(server: Process) -> list[psutil.Process]:
 
 
 def serving_process(server: Process) -> psutil.Process:
-    [found] = children(server)
-    return found
+    """Waits for it: the parent binds the address, and prints it, before it starts the process."""
+    wait_for(lambda: len(children(server)) == 1, 30)
+    return children(server)[0]
 
 
 def another(server: Process, before: psutil.Process) -> psutil.Process:
     """The process that follows ``before``."""
-    wait_for(lambda: not before.is_running() and len(children(server)) == 1, 30)
+    wait_for(lambda: not before.is_running(), 30)
     return serving_process(server)
 
 

@@ -64,11 +64,35 @@ def run(settings: SimConfig) -> Simulation:
     return simulation
 
 
-class SleepingExecutor:
-    """Runs steps in real time: each takes as long as the model says, one after the other."""
+class RealTime:
+    """The time of the machine."""
 
-    def __init__(self, times: StepTimeModel) -> None:
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+class VirtualTime(RealTime):
+    """Passes by sleeping alone, so that no load of the machine changes it."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def now(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self._now += seconds
+
+
+class SleepingExecutor:
+    """Runs steps that take as long as the model says, one after the other."""
+
+    def __init__(self, times: StepTimeModel, clock: RealTime) -> None:
         self._times = times
+        self._clock = clock
         self._free = 0.0
         self._launched: deque[tuple[StepPlan, float, float]] = deque()
         self.num_steps = 0
@@ -76,7 +100,7 @@ class SleepingExecutor:
 
     def execute(self, plan: StepPlan) -> StepPlan:
         seconds = self._times.device_seconds(plan)
-        self._free = max(self._free, time.perf_counter()) + seconds
+        self._free = max(self._free, self._clock.now()) + seconds
         self._launched.append((plan, self._free, seconds))
         self.num_steps += 1
         self.num_rows += len(plan.rows)
@@ -87,7 +111,7 @@ class SleepingExecutor:
 
     def collect(self, handle: StepPlan) -> StepResult:
         plan, end, seconds = self._launched.popleft()
-        time.sleep(max(0.0, end - time.perf_counter()))
+        self._clock.sleep(max(0.0, end - self._clock.now()))
         sampled = [row for row in plan.rows if row.num_logits]
         tokens = [[1] * row.num_logits for row in sampled]
         return StepResult(plan.step, [row.seq_id for row in sampled], tokens, {}, {}, {}, seconds)

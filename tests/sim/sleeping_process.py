@@ -15,7 +15,7 @@ from headrace.engine.info import EngineInfo
 from headrace.engine.outputs import OutputProcessor
 from headrace.engine.timeline import Timeline
 from headrace.processes.process import serve
-from sim.examples import SHAPE, SleepingExecutor, slower
+from sim.examples import SHAPE, RealTime, SleepingExecutor, slower
 
 factor, folder = float(sys.argv[1]), Path(sys.argv[2])
 
@@ -24,7 +24,7 @@ def load(args: EngineArgs, timeline: Timeline) -> tuple[EngineCore, EngineInfo]:
     scheduler, cache = SHAPE.scheduler(), SHAPE.cache()
     depth = scheduler.pipeline_depth
     core = EngineCore(
-        Scheduler(scheduler, cache), SleepingExecutor(slower(factor)), OutputProcessor(None), pipeline_depth=depth
+        Scheduler(scheduler, cache), SleepingExecutor(slower(factor), RealTime()), OutputProcessor(None), pipeline_depth=depth
     )
     info = EngineInfo(
         model="sleeping",

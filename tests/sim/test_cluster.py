@@ -25,7 +25,7 @@ from headrace.sim.config import Failure, Lengths
 from headrace.sim.step_time import GraphSizes, StepTimeModel
 from headrace.sim.traffic import generate, make_request
 
-from .examples import SHAPE, SHARED, TIMES, SleepingExecutor, config, run, slower, traffic
+from .examples import SHAPE, SHARED, TIMES, RealTime, SleepingExecutor, VirtualTime, config, run, slower, traffic
 
 
 def test_the_same_seed_gives_the_same_report_byte_for_byte(tmp_path: Path) -> None:
@@ -125,10 +125,10 @@ def test_prefixes_and_load_decide_better_than_turns() -> None:
     assert rates["prefix"] > rates["round-robin"]
 
 
-def sleeping(times: StepTimeModel, depth: int) -> tuple[EngineCore, SleepingExecutor]:
+def sleeping(times: StepTimeModel, depth: int, clock: RealTime) -> tuple[EngineCore, SleepingExecutor]:
     """A real engine whose runner sleeps."""
     shape = msgspec.structs.replace(SHAPE, pipeline_depth=depth)
-    executor = SleepingExecutor(times)
+    executor = SleepingExecutor(times, clock)
     return EngineCore(
         Scheduler(shape.scheduler(), shape.cache()), executor, OutputProcessor(None), pipeline_depth=depth
     ), executor
@@ -146,50 +146,47 @@ def test_a_runner_that_sleeps_takes_the_same_steps(depth: int) -> None:
     end = 0.0
     while simulation.replicas[0].has_work():
         end = simulation.replicas[0].step(end).end
-    core, executor = sleeping(times, depth)
+    clock = VirtualTime()
+    core, executor = sleeping(times, depth, clock)
     for request in requests:
         core.add(request)
-    start = time.perf_counter()
     while core.has_work():
         core.step()
-    seconds = time.perf_counter() - start
     assert (executor.num_steps, executor.num_rows) == (simulation.replicas[0].num_steps, simulation.replicas[0].num_rows)
-    assert 0.999 * end <= seconds <= 3 * end + 1.0, "sleeping takes the simulated time, and what a busy machine adds"
+    assert clock.now() == pytest.approx(end)
 
 
-@pytest.mark.slow
 def test_a_runner_that_sleeps_takes_the_same_time() -> None:
-    """On an idle machine: requests arrive in real time."""
+    """Requests that arrive one after the other have their first tokens when the simulation says."""
     slowed = slower(4.0)
     settings = config({"pipeline_depth": 1}, slowed, message_seconds=0.0, traffic=traffic(120, rate=12.0), seed=3)
     assert settings.traffic is not None
     requests = list(generate(settings.traffic, 3, SHAPE.max_model_len))
     simulation = Simulation(settings)
     simulation.run(requests)
-    core, _ = sleeping(slowed, 1)
-    start, waiting, first, tokens = time.perf_counter(), list(requests), {}, 0
+    clock = VirtualTime()
+    core, _ = sleeping(slowed, 1, clock)
+    waiting, first, tokens = list(requests), {}, 0
     while waiting or core.has_work():
-        now = time.perf_counter() - start
-        while waiting and waiting[0].arrival_time <= now:
+        while waiting and waiting[0].arrival_time <= clock.now():
             core.add(waiting.pop(0))
         if not core.has_work():
-            time.sleep(max(0.0, waiting[0].arrival_time - now))
+            clock.sleep(waiting[0].arrival_time - clock.now())
             continue
         for delta in core.step():
-            first.setdefault(delta.request_id, time.perf_counter() - start)
+            first.setdefault(delta.request_id, clock.now())
             tokens += len(delta.token_ids)
-    seconds = time.perf_counter() - start
-    report = simulation.report()
-    assert tokens == report["output_tokens"]
-    assert seconds == pytest.approx(simulation.now, rel=0.03)
-    waits = sorted(first[request.request_id] - request.arrival_time for request in requests)
-    assert waits[60] * 1e3 == pytest.approx(report["milliseconds"]["first token"]["p50"], rel=0.15)
+    assert tokens == simulation.report()["output_tokens"]
+    assert clock.now() == pytest.approx(simulation.now)
+    for request in requests:
+        simulated = simulation.exchanges[request.request_id].first_token
+        assert first[request.request_id] - request.arrival_time == pytest.approx(simulated)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["prefix", "round-robin"])
-def test_four_processes_that_sleep_take_the_same_time(policy: str, tmp_path: Path) -> None:
-    """The real front, router, processes and schedulers. On an idle machine."""
+def test_four_processes_that_sleep_take_no_less_time(policy: str, tmp_path: Path) -> None:
+    """The real front, router, processes and schedulers. A busy machine adds to the simulated time, and takes nothing off."""
     settings = config(replicas=4, routing=policy, traffic=msgspec.structs.replace(SHARED, requests=200, rate=20.0), seed=2)
     settings = msgspec.structs.replace(settings, calibration=msgspec.structs.replace(settings.measured, step_times=slower(4.0)))
     assert settings.traffic is not None
@@ -202,13 +199,19 @@ def test_four_processes_that_sleep_take_the_same_time(policy: str, tmp_path: Pat
 
     first: dict[str, float] = {}
 
-    async def follow(llm: AsyncLLM, request: Request) -> None:
-        begin = time.monotonic()
+    async def follow(llm: AsyncLLM, request: Request) -> int:
+        begin, tokens = time.monotonic(), 0
         async with await llm.add(msgspec.structs.replace(request, arrival_time=begin)) as stream:
-            async for _ in stream:
+            async for delta in stream:
                 first.setdefault(request.request_id, time.monotonic() - begin)
+                tokens += len(delta.token_ids)
+        return tokens
 
-    async def work() -> float:
+    def accepted(llm: AsyncLLM) -> list[int]:
+        assert llm.replicas is not None
+        return [replica.accepted for replica in llm.replicas.reported()]
+
+    async def work() -> tuple[float, int, list[int]]:
         model = str(write_config(tmp_path))
         args = EngineArgs(model=model, load_format="dummy", data_parallel_size=4, dp_routing_policy=policy)  # type: ignore[arg-type]
         async with SleepingLLM(args) as llm:
@@ -218,16 +221,19 @@ def test_four_processes_that_sleep_take_the_same_time(policy: str, tmp_path: Pat
             for request in requests:
                 await asyncio.sleep(max(0.0, start + request.arrival_time - time.monotonic()))
                 tasks.append(asyncio.create_task(follow(llm, request)))
-            await asyncio.gather(*tasks)
-            return time.monotonic() - start
+            tokens = sum(await asyncio.gather(*tasks))
+            return time.monotonic() - start, tokens, accepted(llm)
 
-    seconds = asyncio.run(asyncio.wait_for(work(), 200))
+    seconds, tokens, taken = asyncio.run(asyncio.wait_for(work(), 200))
     waits = sorted(first.values())
     measured = {50: waits[100] * 1e3, 90: waits[180] * 1e3, 99: waits[198] * 1e3}
-    simulated = simulation.report()["milliseconds"]["first token"]
+    report = simulation.report()
+    simulated = report["milliseconds"]["first token"]
     print(f"{policy}: {seconds:.2f} s, simulated {simulation.now:.2f}; first token {measured}, simulated {simulated}")
-    assert seconds == pytest.approx(simulation.now, rel=0.03)
-    assert measured[50] == pytest.approx(simulated["p50"], rel=0.15)
+    assert tokens == report["output_tokens"]
+    assert seconds >= 0.97 * simulation.now
+    assert measured[50] >= 0.85 * simulated["p50"]
+    assert sum(taken) == len(requests) and min(taken) >= 25
 
 
 def test_outputs_may_be_as_long_as_the_context() -> None:

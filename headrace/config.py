@@ -175,8 +175,9 @@ class EngineArgs:
     Megatron-core. auto: native if there is one, megatron for its checkpoints, else transformers; the start-up report gives
     the reason."""
     tool_call_parser: Annotated[str, OptionSpec(metavar="FORMAT")] = "auto"
-    """Format of the model's tool calls, such as hermes, llama3_json or qwen3_coder. auto recognises it from the chat template;
-    none looks for no calls. The start-up report and headrace doctor say what was recognised."""
+    """Format of the model's tool calls, such as hermes, llama3_json or qwen3_coder. auto recognises it from the chat template,
+    and is generic where there are no known markers: a system message shows the tools and says how to call them. none looks for
+    no calls. The start-up report and headrace doctor say what was recognised."""
     reasoning_parser: Annotated[str, OptionSpec(metavar="FORMAT")] = "auto"
     """Format of the model's reasoning, such as deepseek_r1 or qwen3. auto recognises it from the chat template and the
     vocabulary; none leaves it in the content."""

@@ -238,6 +238,7 @@ class LLM:
                 continue_final_message=continue_final_message,
                 chat_template_kwargs=variables,
                 mm_processor_kwargs=mm_processor_kwargs,
+                spell_tools=answers is not None and answers.spells_tools,
             )
             prompts.append(prompt)
 

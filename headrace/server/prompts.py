@@ -184,6 +184,7 @@ def render_messages(serving: Serving, body: ChatBody | TokenizeBody, tools: Sequ
         strict=True,
         **({"tools": tools} if tools else {}),
         **({"media": media} if media is not None else {}),
+        **({"spell_tools": True} if answers is not None and answers.spells_tools else {}),
     )
     parts = text.split(mark) if mark else [text]
     return RenderedChat(parts, () if media is None else media.parts, body.mm_processor_kwargs)

@@ -64,7 +64,7 @@ class ServerSettings:
     api_keys: Annotated[
         tuple[str, ...], OptionSpec(min=1, flags=("--api-key",), default="no key is needed", metavar="KEY", secret=True)
     ] = dataclasses.field(default_factory=_api_keys, metadata={"environment": "HEADRACE_API_KEY"})
-    """API key, which clients send as a bearer token; /health, /ready, /live, /ping, /version and /metrics need none.
+    """API key, which clients send as a bearer token; /, /health, /ready, /live, /ping, /version and /metrics need none.
     Repeatable, so that keys can be rotated. Prefer the environment variable HEADRACE_API_KEY (comma-separated): other users of
     the machine can read a command line."""
     cors_origins: Annotated[tuple[str, ...], OptionSpec(flags=("--cors-origin",), metavar="ORIGIN")] = ()

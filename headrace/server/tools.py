@@ -74,8 +74,12 @@ def offered(
             f"{where}: this model's format of tool calls is not known ({why}): name it with --tool-call-parser, or set "
             "tool_choice to none",
         )
-    if not answers.renders_tools:
-        raise unsupported(where, f"{where}: this model's chat template shows no tools: give another with --chat-template")
+    if not (answers.renders_tools or answers.spells_tools):
+        raise unsupported(
+            where,
+            f"{where}: this model's chat template shows no tools: give another with --chat-template, or set "
+            "--tool-call-parser generic",
+        )
     rules = rules_of(schemas, choice, where, content=_content_is_held(body), parallel=parallel_calls(body), grammars=grammars)
     return Tools(schemas, True, rules)
 

@@ -13,6 +13,7 @@ from headrace.text.effort import EffortVariables
 from headrace.text.parse.arguments import type_of
 from headrace.text.parse.engine import Parser
 from headrace.text.parse.format import Format, Machine
+from headrace.text.parse.formats.hermes import GENERIC
 from headrace.text.parse.recognise import recognise, vocabulary_of
 
 if TYPE_CHECKING:
@@ -41,6 +42,11 @@ class AnswerFormats:
     @property
     def tools(self) -> Format | None:
         return self.recognised.choice.tools
+
+    @property
+    def spells_tools(self) -> bool:
+        """Whether the prompt has tools, calls and results as text, since the chat template is not known to show them."""
+        return self.tools is GENERIC
 
     @functools.cached_property
     def efforts(self) -> EffortVariables:

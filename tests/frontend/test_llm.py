@@ -215,6 +215,17 @@ def test_chat_with_tools_parses_the_answer(llm: LLM) -> None:
     assert {"tool calls", "reasoning"} <= {decision.name for decision in llm.info.decisions}
 
 
+def test_chat_with_tools_of_a_template_that_shows_none(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The context of the tiny model has no room for the whole instruction.
+    monkeypatch.setattr("headrace.text.spelled_tools._INSTRUCTION", "Call: {tools}")
+    one = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    held = [{"type": "function", "function": {"name": "f", "parameters": one}}]
+    options: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False, "tools": held}
+    (called,) = llm.chat([{"role": "user", "content": "hi"}], greedy(max_tokens=100), **options)
+    assert (called.prompt or "").startswith('[system]Call: {"name": "f",') and called.outputs[0].message is not None
+    assert [json.loads(call.arguments) for call in called.outputs[0].message.calls] == [{"a": 1}]
+
+
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """A process that a shell has started in the background ignores SIGINT, and its children inherit that."""

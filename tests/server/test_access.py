@@ -55,7 +55,7 @@ def test_every_key_opens() -> None:
 
 def test_whoever_watches_the_server_needs_no_key() -> None:
     api = Api(FakeLLM(), KEYS)
-    for path in ("/health", "/live", "/ping", "/version", "/metrics"):
+    for path in ("/", "/health", "/live", "/ping", "/version", "/metrics"):
         assert api.get(path).status_code == 200
 
 

@@ -153,6 +153,26 @@ def test_late_system_messages_are_the_users_where_the_template_refuses_them(made
     assert folded == f"[system]early[user]Hi[assistant]Yes?[user]{reminder}\nGo."
 
 
+@pytest.mark.parametrize("takes_late", [True, False])
+def test_system_turns_between_calls_and_results_follow_the_results(made: Tokenizer, takes_late: bool) -> None:
+    refuse = "{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    head = "{# <tool_call> #}{% for m in messages %}" + ("" if takes_late else refuse)
+    llm = ScriptedLLM(scripted.with_template(made, head + "[{{ m.role }}]{{ m.content }}{% endfor %}"), ["x"])
+    use = {"type": "tool_use", "name": "add", "input": {}}
+    history = [
+        *HI,
+        {"role": "assistant", "content": [use | {"id": "t1"}, use | {"id": "t2"}]},
+        {"role": "system", "content": "late"},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "1"}]},
+        {"role": "system", "content": "later"},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t2", "content": "2"}]},
+    ]
+    assert Api(llm).post("/v1/messages", {"messages": history, "max_tokens": 1}).status_code == 200
+    reminders = "\n".join(f"<system-reminder>\n{text}\n</system-reminder>" for text in ("late", "later"))
+    told = "[system]late\nlater" if takes_late else f"[user]{reminders}"
+    assert llm.seen[-1].prompt == f"[user]Hi[assistant][tool]1[tool]2{told}"
+
+
 def test_a_last_turn_of_the_assistant_is_continued(api: Make) -> None:
     server = api("x")
     history = [*HI, {"role": "assistant", "content": "It is"}]

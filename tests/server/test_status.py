@@ -15,7 +15,7 @@ from server.harness import Api, error, running
 
 
 def test_version(api: Api) -> None:
-    assert api.get("/version").json() == {"version": headrace.__version__}
+    assert api.get("/version").json() == api.get("/").json() == {"version": headrace.__version__}
 
 
 def test_models(api: Api) -> None:

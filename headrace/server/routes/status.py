@@ -1,4 +1,4 @@
-"""GET /health, /ready, /live, /ping, /version, /metrics: for operators, without an API key. GET /server_info, with one."""
+"""GET /, /health, /ready, /live, /ping, /version, /metrics: for operators, without an API key. GET /server_info, with one."""
 
 from __future__ import annotations
 
@@ -57,6 +57,7 @@ async def live(request: Request) -> Response:
     return JSON({"status": "ok"})
 
 
+@router.get("/")
 @router.get("/version")
 async def version() -> Response:
     return JSON({"version": headrace.__version__})

@@ -436,7 +436,10 @@ def _head(
     """What a response repeats of its request."""
     sampling = generation.requests[0].sampling
     types = dict.fromkeys(read.tools.skipped.types)
-    skipped = {"skipped_tools": ", ".join(types)[:512]} if types else {}
+    added = {"skipped_tools": ", ".join(types)[:512]} if types else {}
+    answers = state.llm.inputs.answers
+    if read.tools.functions and answers is not None and answers.spells_tools:
+        added["tool_call_format"] = "generic"
     return {
         "id": response_id,
         "object": "response",
@@ -446,7 +449,7 @@ def _head(
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,
-        "metadata": {**body.metadata, **skipped},
+        "metadata": {**body.metadata, **added},
         "model": state.model.called(body.model),
         "parallel_tool_calls": body.parallel_tool_calls,
         "previous_response_id": body.previous_response_id,

@@ -35,11 +35,16 @@ class Turns:
         self._messages: list[dict[str, Any]] = []
         self._late_system = late_system
         self._calls: set[str] = set()
+        self._open: set[str] = set()
+        """Calls without a result."""
+        self._held: list[ContentPart] = []
+        """What the system says between a call and its result, which templates take behind the result only."""
         self._thoughts: dict[int, list[str]] = {}
         """Pieces of reasoning by message: a conversation may have very many."""
 
     @property
     def messages(self) -> list[dict[str, Any]]:
+        self._release()
         for index, texts in self._thoughts.items():
             self._messages[index]["reasoning_content"] = "".join(texts)
         return self._messages
@@ -47,13 +52,17 @@ class Turns:
     def instruct(self, parts: Sequence[ContentPart]) -> None:
         """Adds a system message. Where it is late and the template does not take it, its parts go to the user's turn at this
         place: in front of the conversation they would change the prefix of every later prompt."""
-        if self._late_system or all(message["role"] == "system" for message in self._messages):
+        if self._open:
+            self._held += parts
+        elif self._late_system or all(message["role"] == "system" for message in self._messages):
             self.say("system", parts)
         else:
             self.say("user", [_reminder(part) for part in parts])
 
     def say(self, role: str, parts: Sequence[ContentPart]) -> None:
         """Adds to the last message, if it has the same role: some templates take no two of one role in a row."""
+        if role == "user":
+            self._release()
         parts = [_part(part) for part in parts]
         if self._messages and self._messages[-1]["role"] == role:
             self._messages[-1]["content"] += parts
@@ -67,6 +76,7 @@ class Turns:
     def call(self, identity: str, name: str, arguments: str) -> None:
         """``arguments``: JSON text."""
         self._calls.add(identity)
+        self._open.add(identity)
         function = {"name": name, "arguments": arguments}
         self._answer().setdefault("tool_calls", []).append({"id": identity, "type": "function", "function": function})
 
@@ -81,6 +91,16 @@ class Turns:
         texts = [part for part in parts if isinstance(part, str)]
         content = "\n".join(texts) if len(texts) == len(parts) else [_part(part) for part in parts]
         self._messages.append({"role": "tool", "tool_call_id": identity, "content": content})
+        self._open.discard(identity)
+        if not self._open:
+            self._release()
+
+    def _release(self) -> None:
+        """Adds what was held back; calls that are open still get no result."""
+        self._open.clear()
+        if held := self._held:
+            self._held = []
+            self.instruct(held)
 
     def _answer(self) -> dict[str, Any]:
         self.say("assistant", ())

@@ -18,6 +18,7 @@ from headrace.text.parse.formats import (
     tool_format,
     tool_names,
 )
+from headrace.text.parse.formats.hermes import GENERIC
 
 if TYPE_CHECKING:
     from headrace.text.tokenizer import Tokenizer
@@ -54,6 +55,7 @@ def recognise(
     thought, reasoning_by = _reasoning(text, vocabulary, reasoning, own)
     whole = calls if calls is not None and calls.whole else tool_format(reasoning) if reasoning in _WHOLE else None
     if whole is not None:
+        tools_by = tools_by if whole is calls else reasoning_by
         calls, reasoning_by = whole, f"part of {whole.name}"
     return Recognised(Choice(calls, thought), tools_by, reasoning_by)
 
@@ -75,7 +77,9 @@ def _tools(text: str, name: str, own: Choice, why: str) -> tuple[Format | None, 
         for format in TOOL_FORMATS:
             if fitting := next((hint for hint in format.hints if all(part in text for part in hint)), None):
                 return format, f"{' and '.join(fitting)} in the chat template"
-        return own.tools, why if own.tools is not None else f"no known markers in the chat template, and {why}"
+        if own.tools is not None:
+            return own.tools, why
+        return GENERIC if text else None, f"no known markers in the chat template, and {why}"
     found = own.tools if name == "hf" else tool_format(name)
     if found is None and name != "none":
         raise _unknown("tool_call_parser", name, tool_names(), why)

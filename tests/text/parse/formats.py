@@ -184,6 +184,7 @@ TEMPLATES: dict[str, str] = {
 _ARRAY = "[" + _each(_JSON + "{{ '' if loop.last else ', ' }}") + "]"
 WRITTEN: dict[str, str] = {
     **TEMPLATES,
+    "generic": TEMPLATES["hermes"],
     "pythonic": _template(_LISTED),
     "nemotron_json": _template("<TOOLCALL>" + _ARRAY + "</TOOLCALL>"),
     "xlam": _template(_ARRAY),

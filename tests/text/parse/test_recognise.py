@@ -53,9 +53,15 @@ def test_unknown_names_are_refused(option: str, value: str) -> None:
     assert caught.value.param == {"tools": "tool_call_parser", "reasoning": "reasoning_parser"}[option]
 
 
-def test_nothing_is_recognised_in_a_plain_template() -> None:
-    found = recognise("{{ messages[0].content }}", NOTHING)
-    assert found.choice.tools is None and found.choice.reasoning is None
+def test_calls_of_models_without_known_markers_are_generic() -> None:
+    for template in ("{{ messages[0].content }}", "{{ tools }}<my_call>"):
+        found = recognise(template, NOTHING)
+        assert found.choice.tools is tool_format("generic") and found.choice.reasoning is None
+        assert found.tools_by == "no known markers in the chat template, and the checkpoint has no response_template"
+    assert recognise(TEMPLATES["hermes"], NOTHING, tools="generic").choice.tools is tool_format("generic")
+    assert recognise(None, NOTHING).choice.tools is None
+    held = recognise("{{ messages[0].content }}", NOTHING, reasoning="openai")
+    assert held.choice.tools is tool_format("openai") and held.tools_by == "--reasoning-parser openai"
 
 
 def test_reasoning_is_recognised_by_the_vocabulary() -> None:

@@ -49,11 +49,11 @@ from headrace.frontend.async_llm import AsyncLLM  # noqa: E402
 from headrace.host.garbage import freeze_gc  # noqa: E402
 from headrace.metrics.exchanges import Exchange, totals  # noqa: E402
 from headrace.metrics.stats import EngineStats  # noqa: E402
+from headrace.processes.load import LoadedEngine, load_engine  # noqa: E402
 from headrace.sim.cluster import Simulation  # noqa: E402
 from headrace.sim.config import Calibration, Lengths, SimConfig, Traffic, read  # noqa: E402
 from headrace.sim.fit import MeasuredStep, fit  # noqa: E402
 from headrace.sim.traffic import generate  # noqa: E402
-from headrace.startup.loader import LoadedEngine, load_engine  # noqa: E402
 from headrace.startup.source import FileSource  # noqa: E402
 
 TINY = {

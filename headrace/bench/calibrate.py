@@ -19,6 +19,7 @@ from headrace.engine.core import EngineCore
 from headrace.engine.executor import Executor
 from headrace.errors import ConfigError
 from headrace.host.garbage import freeze_gc
+from headrace.processes.load import LoadedEngine, load_engine
 from headrace.processes.messages import StepDeltas, encode
 from headrace.runner.graphs import rows_beside
 from headrace.runner.inputs import PROMPT_ROWS
@@ -26,7 +27,6 @@ from headrace.sampling_params import SamplingParams
 from headrace.sim.config import Calibration, EngineShape, GroupShape
 from headrace.sim.fit import Fit, MeasuredStep, enough, fit
 from headrace.sim.step_time import NO_GRAPHS, GraphSizes, features
-from headrace.startup.loader import LoadedEngine, load_engine
 from headrace.startup.source import FileSource
 
 _ROUND_SHARE = 0.02

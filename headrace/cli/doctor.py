@@ -112,12 +112,13 @@ def planned(args: EngineArgs) -> tuple[EngineInfo, ConfigError | None]:
     start = time.perf_counter()
     files = find_model(args)  # Reports a model that cannot be read before torch is imported.
     from headrace.engine.info import StartupPhase
-    from headrace.frontend.frontend import load_frontend, with_formats
+    from headrace.frontend.prepare import with_formats
     from headrace.models.implementation import choose
     from headrace.resolve import resolve
     from headrace.startup.environment import probe
     from headrace.startup.ledger import planned_ledger
     from headrace.startup.report import engine_info
+    from headrace.startup.text import load_text
 
     device = probe(args.device)
     chosen = choose(args, files)
@@ -132,7 +133,7 @@ def planned(args: EngineArgs) -> tuple[EngineInfo, ConfigError | None]:
     phases = [StartupPhase("config", time.perf_counter() - start, "the weights were not loaded")]
     info = engine_info(files, config, device, phases, planned_ledger(config, device))
     try:
-        return with_formats(info, load_frontend(args).answers(args)), refusal
+        return with_formats(info, load_text(args).answers(args)), refusal
     except ConfigError as error:
         # The report is of the model, and says what it can without a tokenizer.
         if error.param != "tokenizer":

@@ -14,8 +14,8 @@ from headrace.core.request import Request
 from headrace.engine.info import EngineInfo, Progress
 from headrace.engine.timeline import followed_by
 from headrace.errors import ConfigError, EngineDeadError, EngineError, HeadraceError, QueueFullError, RequestError
-from headrace.frontend.frontend import Frontend, load_frontend, with_formats
 from headrace.frontend.inputs import InputProcessor, Prompt
+from headrace.frontend.prepare import described, input_processor
 from headrace.frontend.streams import Inbox, OutputStream, new_output
 from headrace.metrics.stats import EngineStats
 from headrace.outputs import OutputDelta, RequestOutput
@@ -37,6 +37,7 @@ from headrace.processes.replicas import ReplicaSet
 from headrace.processes.spawn import COMMAND, Spawned
 from headrace.processes.supervisor import EngineSupervisor, Health
 from headrace.sampling_params import SamplingParams
+from headrace.startup.text import ModelText, load_text
 
 if TYPE_CHECKING:
     from headrace.sources.files import ModelFiles
@@ -85,7 +86,7 @@ class AsyncLLM:
         self._num_calls = 0
         self._draining = False
         self._info: EngineInfo | None = None
-        self._frontend: Frontend | None = None
+        self._text: ModelText | None = None
         self._inputs: InputProcessor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = os.getpid()
@@ -103,18 +104,18 @@ class AsyncLLM:
         self._loop = asyncio.get_running_loop()
         try:
             # Both read the model's files, each for its own process.
-            loading = asyncio.to_thread(load_frontend, self.args, self._chat_template, prepared=True)
-            frontend, info = await asyncio.gather(loading, self._supervisor.start())
-            self._inputs = frontend.inputs(
-                self.args, vocab_size=info.vocab_size, max_model_len=info.max_model_len, media=info.media
+            loading = asyncio.to_thread(load_text, self.args, self._chat_template, prepared=True)
+            text, info = await asyncio.gather(loading, self._supervisor.start())
+            self._inputs = input_processor(
+                text, self.args, vocab_size=info.vocab_size, max_model_len=info.max_model_len, media=info.media
             )
             await asyncio.to_thread(self._inputs.prepare)
-            self._frontend = frontend
+            self._text = text
             if self._inputs.answers is not None:
                 # Rendered here, not in the first request's time.
                 await asyncio.to_thread(getattr, self._inputs.answers, "header")
             # The client's tokenizer may have another chat template than the engine's.
-            self._info = with_formats(info, self._inputs.answers)
+            self._info = described(info, self._inputs)
         except BaseException:
             await self.close()
             raise
@@ -127,8 +128,8 @@ class AsyncLLM:
         """Ends the engine; requests in flight end with an error."""
         self._check_owner()
         await self._supervisor.close()
-        if self._frontend is not None and self._frontend.tokenizer is not None:
-            self._frontend.tokenizer.renderer.close()
+        if self._text is not None and self._text.tokenizer is not None:
+            self._text.tokenizer.renderer.close()
 
     async def drain(self) -> None:
         """Refuses new requests, and waits until those in flight have ended.
@@ -165,13 +166,17 @@ class AsyncLLM:
         return _started(self._inputs)
 
     @property
+    def text(self) -> ModelText:
+        return _started(self._text)
+
+    @property
     def files(self) -> ModelFiles:
-        return _started(self._frontend).files
+        return self.text.files
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         """None with ``skip_tokenizer_init``."""
-        return _started(self._frontend).tokenizer
+        return self.text.tokenizer
 
     @property
     def stats(self) -> EngineStats:

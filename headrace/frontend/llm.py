@@ -17,20 +17,19 @@ from headrace.constrain.choice import read_choice, rules_of
 from headrace.constrain.compose import AnswerPlan
 from headrace.core.request import ParseOptions, Request
 from headrace.engine.core import EngineCore
+from headrace.engine.endings import failed
 from headrace.engine.info import EngineInfo, Progress
-from headrace.engine.timeline import Timeline
 from headrace.errors import ConfigError, EngineError, QueueFullError, RequestError
 from headrace.frontend.inputs import InputProcessor, Prompt, check_params, has_media
+from headrace.frontend.local import LocalEngine, open_local
 from headrace.frontend.pending import PendingRequests
 from headrace.frontend.progress import ProgressBar
 from headrace.frontend.replicated import ReplicatedCore, ReplicatedEngine, start_replicas
-from headrace.frontend.streams import failed, new_output
+from headrace.frontend.streams import new_output
 from headrace.metrics.stats import EngineStats
 from headrace.options import shown
 from headrace.outputs import OutputDelta, RequestOutput
-from headrace.processes.kv_events import publish_events
 from headrace.sampling_params import SamplingParams
-from headrace.startup.loader import LoadedEngine, load_engine
 from headrace.startup.source import FileSource
 from headrace.text.answers import AnswerFormats
 from headrace.text.effort import EffortVariables
@@ -115,10 +114,9 @@ class LLM:
 
     def _start(self, args: EngineArgs, external: ExternalModel | None, on_progress: Callable[[Progress], None] | None) -> None:
         self.args = args
-        self._loaded: LoadedEngine | ReplicatedEngine | None
+        self._loaded: LocalEngine | ReplicatedEngine | None
         if args.data_parallel_size == 1:
-            self._loaded = load_engine(external or FileSource(args.for_whole_outputs()), Timeline(on_progress))
-            publish_events(self._loaded.core, args)
+            self._loaded = open_local(external or FileSource(args.for_whole_outputs()), on_progress)
         elif external is None:
             self._loaded = start_replicas(args.for_whole_outputs(), on_progress)
         else:
@@ -257,7 +255,7 @@ class LLM:
 
     def _answers(self, tokenizer: Tokenizer) -> AnswerFormats | None:
         """The formats of answers to prompts that this tokenizer's template renders."""
-        if tokenizer is self._engine.tokenizer:
+        if tokenizer is self._engine.text.tokenizer:
             return self.inputs.answers
         return AnswerFormats(tokenizer, self.args.tool_call_parser, self.args.reasoning_parser)
 
@@ -281,9 +279,9 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         """Raises: RequestError with ``skip_tokenizer_init``."""
-        if self._engine.tokenizer is None:
+        if self._engine.text.tokenizer is None:
             raise RequestError("this engine has no tokenizer (skip_tokenizer_init)", "skip_tokenizer_init")
-        return self._engine.tokenizer
+        return self._engine.text.tokenizer
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. False if there is no prefix cache."""
@@ -388,7 +386,7 @@ class LLM:
     # Parts
 
     @property
-    def _engine(self) -> LoadedEngine | ReplicatedEngine:
+    def _engine(self) -> LocalEngine | ReplicatedEngine:
         if os.getpid() != self._pid:
             # The threads of torch's kernels exist in the parent alone: a step would wait for them for ever.
             raise EngineError(
@@ -400,7 +398,7 @@ class LLM:
         return self._loaded
 
     @contextlib.contextmanager
-    def _exclusive(self) -> Iterator[LoadedEngine | ReplicatedEngine]:
+    def _exclusive(self) -> Iterator[LocalEngine | ReplicatedEngine]:
         """The engine, while no other thread uses it.
 
         Raises:
@@ -413,7 +411,7 @@ class LLM:
             yield self._engine
 
     @contextlib.contextmanager
-    def _exclusive_local(self) -> Iterator[LoadedEngine]:
+    def _exclusive_local(self) -> Iterator[LocalEngine]:
         """As ``_exclusive``. Raises ConfigError if replicas run in processes of their own."""
         with self._exclusive() as engine:
             if isinstance(engine, ReplicatedEngine):
@@ -450,9 +448,9 @@ class LLM:
             from headrace.startup.external_model import with_template
 
             return with_template(tokenizer, chat_template)
-        return load_tokenizer(self._engine.files, self.args.tokenizer, chat_template, tokenizer.renderer)
+        return load_tokenizer(self._engine.text.files, self.args.tokenizer, chat_template, tokenizer.renderer)
 
-    def _follow(self, external: ExternalModel, engine: LoadedEngine, requests: list[Request]) -> None:
+    def _follow(self, external: ExternalModel, engine: LocalEngine, requests: list[Request]) -> None:
         """Checks that all processes got the same requests, and reacts to changed or moved weights."""
         external.agree(requests)
         config = engine.config
@@ -467,9 +465,10 @@ class LLM:
     def _run(self, requests: PendingRequests, progress: bool) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
         with self._exclusive() as engine:
-            if self._external is not None and isinstance(engine, LoadedEngine):
+            if self._external is not None and isinstance(engine, LocalEngine):
                 self._follow(self._external, engine, requests.make_all())
-            text = engine.tokenizer.token_text if engine.tokenizer is not None else None
+            tokenizer = engine.text.tokenizer
+            text = None if tokenizer is None else tokenizer.token_text
             try:
                 progress_bar = ProgressBar(len(requests), shown=progress)
                 with progress_bar.bar, _deferred_interrupt() as interrupted:

@@ -11,16 +11,15 @@ from typing import Any, TypeVar
 
 from headrace.config import EngineArgs
 from headrace.core.request import Request
+from headrace.engine.endings import failed
 from headrace.engine.info import EngineInfo, Progress
 from headrace.errors import EngineError, RequestError
 from headrace.frontend.async_llm import AsyncLLM
 from headrace.frontend.inputs import InputProcessor
-from headrace.frontend.streams import failed
 from headrace.metrics.stats import EngineStats
 from headrace.options import INT32_MAX
 from headrace.outputs import OutputDelta
-from headrace.sources.files import ModelFiles
-from headrace.text.tokenizer import Tokenizer
+from headrace.startup.text import ModelText
 
 T = TypeVar("T")
 
@@ -148,8 +147,7 @@ class ReplicatedEngine:
     core: ReplicatedCore
     inputs: InputProcessor
     info: EngineInfo
-    files: ModelFiles
-    tokenizer: Tokenizer | None
+    text: ModelText
 
 
 def start_replicas(args: EngineArgs, on_progress: Callable[[Progress], None] | None) -> ReplicatedEngine:
@@ -168,4 +166,4 @@ def start_replicas(args: EngineArgs, on_progress: Callable[[Progress], None] | N
     except BaseException:
         core.close()
         raise
-    return ReplicatedEngine(core, llm.inputs, llm.info, llm.files, llm.tokenizer)
+    return ReplicatedEngine(core, llm.inputs, llm.info, llm.text)

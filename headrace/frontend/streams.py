@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from headrace.core.request import Request
-from headrace.errors import EngineDeadError, HeadraceError, RequestError
+from headrace.engine.endings import failed
+from headrace.errors import HeadraceError
 from headrace.outputs import CompletionOutput, OutputDelta, RequestOutput, merged
 
 _MOST_MERGED = 32
@@ -174,28 +175,6 @@ class OutputStream:
 
     def __del__(self) -> None:
         self._leave()
-
-
-def failed(request: Request, error: HeadraceError) -> Iterator[OutputDelta]:
-    """The last delta of each sample of a request that ends with an error."""
-    at_fault = error if isinstance(error, RequestError) else None
-    for index in range(request.sampling.n):
-        yield OutputDelta(
-            request_id=request.request_id,
-            index=index,
-            finish_reason="error",
-            error=str(error),
-            client_error=at_fault is not None,
-            error_code=None if at_fault is None else at_fault.code,
-            error_param=None if at_fault is None else at_fault.param,
-            engine_died=isinstance(error, EngineDeadError),
-        )
-
-
-def aborted(request: Request) -> Iterator[OutputDelta]:
-    """The only delta of each sample of a request that is aborted before an engine has it."""
-    for index in range(request.sampling.n):
-        yield OutputDelta(request_id=request.request_id, index=index, finish_reason="abort")
 
 
 def new_output(request: Request) -> RequestOutput:

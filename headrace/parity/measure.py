@@ -17,7 +17,6 @@ import torch
 
 from headrace.config import DType, EngineArgs, ModelImpl
 from headrace.errors import ConfigError, RequestError
-from headrace.frontend.frontend import Frontend, load_frontend
 from headrace.model_spec import ForeignSpec
 from headrace.models import implementation, registry
 from headrace.models.implementation import Implementation
@@ -33,6 +32,7 @@ from headrace.sources.files import ModelFiles
 from headrace.sources.plain_config import in_transformers
 from headrace.startup import environment
 from headrace.startup.external_model import ExternalModel
+from headrace.startup.text import ModelText, load_text
 
 _HONOURED = frozenset(
     {
@@ -103,8 +103,8 @@ def measure(args: EngineArgs, tell: Tell = lambda what: None) -> Parity:
     """
     _refuse_unmeasured(args)
     args = dataclasses.replace(args, **_FIXED)
-    frontend, made = _frontend(args)
-    files = dataclasses.replace(frontend.files, config=in_transformers(frontend.files.config))
+    text, made = _text(args)
+    files = dataclasses.replace(text.files, config=in_transformers(text.files.config))
     if files.kind not in ("safetensors", "megatron"):
         raise ConfigError(f"--parity compares with transformers, which wants safetensors, not {files.kind}", "model")
     device = environment.probe(args.device)
@@ -122,18 +122,18 @@ def measure(args: EngineArgs, tell: Tell = lambda what: None) -> Parity:
         choices, known = _choices(args, files), files.config.get_text_config().vocab_size
     task = _Task(args, files, device, reference, choices, dtypes)
     tokens = [token for token in range(known) if token not in task.padding]
-    prompts, notes = cut(prompts_of(frontend.tokenizer, tokens), task.context)
+    prompts, notes = cut(prompts_of(text.tokenizer, tokens), task.context)
     return _compare(task, chosen.spec.architecture, prompts, (*made, *notes), tell)
 
 
-def _frontend(args: EngineArgs) -> tuple[Frontend, tuple[str, ...]]:
+def _text(args: EngineArgs) -> tuple[ModelText, tuple[str, ...]]:
     """The model's files and tokenizer, with a note where it has none that can be used: its numbers do not depend on it."""
     try:
-        return load_frontend(args), ()
+        return load_text(args), ()
     except ConfigError as error:
         if error.param != "tokenizer" or args.tokenizer is not None:
             raise
-        without = load_frontend(dataclasses.replace(args, skip_tokenizer_init=True))
+        without = load_text(dataclasses.replace(args, skip_tokenizer_init=True))
         return without, (f"prompts are random tokens: {error.message}",)
 
 

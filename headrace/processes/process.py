@@ -283,7 +283,7 @@ def _die_with_parent(folder: Path) -> None:
 
 
 def main() -> int:
-    from headrace.startup.loader import load_core
+    from headrace.processes.load import load_core
 
     use_no_tokenizer_threads()
     switch_threads_often()

@@ -52,7 +52,7 @@ class Rank:
         ordered, peers = start.args.deterministic, not start.args.disable_custom_all_reduce
         self._group = join_group(start.rank, start.size, Path(start.store), device, ordered=ordered, peers=peers)
         source = FileSource(start.args, self._agreement, self._group)
-        loaded = load_executor(source, source.frontend(), Timeline())
+        loaded = load_executor(source, source.text(), Timeline())
         if not isinstance(loaded.executor, LocalExecutor):
             raise TypeError(f"a rank has one runner, not a {type(loaded.executor).__name__}")
         self._executor = loaded.executor

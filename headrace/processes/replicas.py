@@ -16,9 +16,9 @@ import msgspec
 from headrace.config import EngineArgs
 from headrace.core.request import Request
 from headrace.core.routing import Capacity, Decision, Router, RouterStats, make_policy
+from headrace.engine.endings import aborted
 from headrace.engine.info import EngineInfo, Progress
 from headrace.errors import EngineDeadError, EngineError, QueueFullError, RequestError
-from headrace.frontend.streams import aborted
 from headrace.metrics.prometheus import ReplicaReport
 from headrace.metrics.stats import EngineStats
 from headrace.options import INT32_MAX

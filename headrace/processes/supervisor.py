@@ -14,9 +14,9 @@ import zmq
 
 from headrace.config import EngineArgs
 from headrace.core.request import Request
+from headrace.engine.endings import aborted
 from headrace.engine.info import EngineInfo, Progress
 from headrace.errors import ConfigError, EngineDeadError, EngineError, listed
-from headrace.frontend.streams import aborted
 from headrace.processes.engine_process import EngineProcess
 from headrace.processes.isolation import Isolation
 from headrace.processes.messages import (

@@ -15,12 +15,12 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 from headrace.config import EngineArgs
 from headrace.core.request import Request
 from headrace.errors import ConfigError, RequestError
-from headrace.frontend.frontend import Frontend
 from headrace.models.fallback.megatron.load import LiveMegatron, live_megatron
 from headrace.models.fallback.megatron.watch import WeightWatch
 from headrace.parallel.agreement import Agreement
 from headrace.parallel.group import ALONE, Group
 from headrace.sources.files import ModelFiles
+from headrace.startup.text import ModelText
 from headrace.text import chat
 from headrace.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -36,7 +36,7 @@ class ExternalModel:
     """A live model as the source of an engine, in the processes that share it."""
 
     args: EngineArgs
-    parts: Frontend
+    parts: ModelText
     live: LiveMegatron
     watch: WeightWatch
 
@@ -49,7 +49,7 @@ class ExternalModel:
         """Megatron's layers communicate in the trainer's groups."""
         return ALONE
 
-    def frontend(self) -> Frontend:
+    def text(self) -> ModelText:
         return self.parts
 
     def implementation(self, files: ModelFiles) -> LiveMegatron:
@@ -110,7 +110,7 @@ def external_megatron(
         loaded = Tokenizer(_fast_tokenizer(tokenizer), vocab_size=spec.vocab_size)
     if loaded is not None and vocab_size is None:
         chosen = chosen.with_tokens(min(len(loaded.hf), spec.vocab_size))
-    return ExternalModel(args.for_whole_outputs(), Frontend(files, loaded), chosen, WeightWatch(chosen.described.model))
+    return ExternalModel(args.for_whole_outputs(), ModelText(files, loaded), chosen, WeightWatch(chosen.described.model))
 
 
 def with_template(tokenizer: Tokenizer, chat_template: str) -> Tokenizer:

@@ -6,11 +6,11 @@ import dataclasses
 from typing import Protocol
 
 from headrace.config import EngineArgs
-from headrace.frontend.frontend import Frontend, load_frontend
 from headrace.models.implementation import Implementation, choose
 from headrace.parallel.agreement import Agreement, Alone
 from headrace.parallel.group import ALONE, Group
 from headrace.sources.files import ModelFiles
+from headrace.startup.text import ModelText, load_text
 
 
 class ModelSource(Protocol):
@@ -29,7 +29,7 @@ class ModelSource(Protocol):
         """The tensor-parallel ranks of which this process is one; alone, where the model communicates by itself."""
         ...
 
-    def frontend(self) -> Frontend:
+    def text(self) -> ModelText:
         """Files and tokenizer. Raises ConfigError if there is no such model or tokenizer."""
         ...
 
@@ -46,8 +46,8 @@ class FileSource:
     ranks: Agreement = dataclasses.field(default_factory=Alone)
     group: Group = ALONE
 
-    def frontend(self) -> Frontend:
-        return load_frontend(self.args)
+    def text(self) -> ModelText:
+        return load_text(self.args)
 
     def implementation(self, files: ModelFiles) -> Implementation:
         return choose(self.args, files, self.group)

@@ -18,11 +18,11 @@ from headrace.config import EngineArgs
 from headrace.core.scheduler import Scheduler
 from headrace.engine.core import EngineCore
 from headrace.engine.outputs import OutputProcessor
+from headrace.processes.load import load_engine
 from headrace.sim.cluster import Simulation
 from headrace.sim.config import Calibration, read
 from headrace.sim.fit import enough, fit
 from headrace.sim.traffic import generate
-from headrace.startup.loader import load_engine
 from headrace.startup.source import FileSource
 
 

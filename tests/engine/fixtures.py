@@ -8,7 +8,7 @@ import pytest
 
 from engine.tiny import write_config
 from headrace.config import EngineArgs
-from headrace.frontend.frontend import Frontend, load_frontend
+from headrace.startup.text import ModelText, load_text
 
 
 @pytest.fixture(scope="session")
@@ -18,5 +18,5 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def frontend(tiny_folder: Path) -> Frontend:
-    return load_frontend(EngineArgs(model=str(tiny_folder), load_format="dummy"))
+def text(tiny_folder: Path) -> ModelText:
+    return load_text(EngineArgs(model=str(tiny_folder), load_format="dummy"))

@@ -11,10 +11,11 @@ from headrace.config import EngineArgs
 from headrace.core.request import Request
 from headrace.engine.core import EngineCore
 from headrace.errors import EngineError, RequestError
-from headrace.frontend.frontend import Frontend
+from headrace.frontend.prepare import input_processor
 from headrace.frontend.streams import new_output
 from headrace.outputs import OutputDelta, RequestOutput
 from headrace.sampling_params import SamplingParams
+from headrace.startup.text import ModelText
 
 ARGS = EngineArgs(stop_seqs_max_len=32)
 
@@ -22,10 +23,10 @@ ARGS = EngineArgs(stop_seqs_max_len=32)
 class Bench:
     """Runs requests through a core and folds their deltas up."""
 
-    def __init__(self, frontend: Frontend, *, tokenizer: bool = True, **options: object) -> None:
-        self.core: EngineCore = make_core(frontend.tokenizer if tokenizer else None, **options)
-        self.core_text = frontend.tokenizer.token_text if tokenizer and frontend.tokenizer is not None else None
-        self.inputs = frontend.inputs(ARGS, vocab_size=272, max_model_len=CONTEXT)
+    def __init__(self, text: ModelText, *, tokenizer: bool = True, **options: object) -> None:
+        self.core: EngineCore = make_core(text.tokenizer if tokenizer else None, **options)
+        self.core_text = text.tokenizer.token_text if tokenizer and text.tokenizer is not None else None
+        self.inputs = input_processor(text, ARGS, vocab_size=272, max_model_len=CONTEXT)
         self.outputs: dict[str, RequestOutput] = {}
         self.deltas: list[OutputDelta] = []
 
@@ -54,8 +55,8 @@ class Bench:
         return [sample.text for sample in self.outputs[request_id].outputs]
 
 
-def test_text_grows_by_whole_characters_and_ends_at_max_tokens(frontend: Frontend) -> None:
-    bench = Bench(frontend)
+def test_text_grows_by_whole_characters_and_ends_at_max_tokens(text: ModelText) -> None:
+    bench = Bench(text)
     bench.add("a", max_tokens=len(SCRIPT))
     bench.run()
     output = bench.outputs["a"]
@@ -67,17 +68,17 @@ def test_text_grows_by_whole_characters_and_ends_at_max_tokens(frontend: Fronten
     assert output.times.arrived <= output.times.scheduled <= output.times.first_token <= output.times.finished
 
 
-def test_half_a_character_at_the_end_comes_out_as_a_replacement(frontend: Frontend) -> None:
+def test_half_a_character_at_the_end_comes_out_as_a_replacement(text: ModelText) -> None:
     cut = SCRIPT.index("€".encode()) + 1
-    bench = Bench(frontend)
+    bench = Bench(text)
     bench.add("a", max_tokens=cut)
     bench.run()
     assert bench.texts("a") == [SCRIPT[:cut].decode("utf-8", "replace")]
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_a_stop_string_ends_the_text_and_frees_its_blocks(frontend: Frontend, include: bool) -> None:
-    bench = Bench(frontend)
+def test_a_stop_string_ends_the_text_and_frees_its_blocks(text: ModelText, include: bool) -> None:
+    bench = Bench(text)
     bench.add("a", max_tokens=60, stop=["turns: w", "never"], include_stop_str_in_output=include)
     bench.add("b", max_tokens=60)
     bench.run()
@@ -91,22 +92,22 @@ def test_a_stop_string_ends_the_text_and_frees_its_blocks(frontend: Frontend, in
     assert shown == sample.text, "nothing is emitted and taken back"
 
 
-def test_text_held_back_for_a_stop_string_comes_out_at_the_end(frontend: Frontend) -> None:
-    bench = Bench(frontend)
+def test_text_held_back_for_a_stop_string_comes_out_at_the_end(text: ModelText) -> None:
+    bench = Bench(text)
     bench.add("a", max_tokens=5, stop=["mill stone"])
     bench.run()
     assert bench.texts("a") == ["The m"]
 
 
-def test_min_tokens_lets_an_early_stop_string_pass(frontend: Frontend) -> None:
-    bench = Bench(frontend)
+def test_min_tokens_lets_an_early_stop_string_pass(text: ModelText) -> None:
+    bench = Bench(text)
     bench.add("a", max_tokens=60, stop=["e"], min_tokens=3)
     bench.run()
     assert bench.texts("a") == ["The mill wh"]
 
 
-def test_a_stop_token_is_a_token_but_no_text(frontend: Frontend) -> None:
-    bench = Bench(frontend)
+def test_a_stop_token_is_a_token_but_no_text(text: ModelText) -> None:
+    bench = Bench(text)
     bench.add("a", stop_token_ids=[ord("w")])
     bench.add("b", stop_token_ids=[ord("w")], include_stop_str_in_output=True)
     bench.run()
@@ -116,16 +117,16 @@ def test_a_stop_token_is_a_token_but_no_text(frontend: Frontend) -> None:
     assert bench.texts("b") == ["The mill w"]
 
 
-def test_samples_of_one_request_are_told_apart(frontend: Frontend) -> None:
-    bench = Bench(frontend)
+def test_samples_of_one_request_are_told_apart(text: ModelText) -> None:
+    bench = Bench(text)
     bench.add("a", n=3, max_tokens=10, temperature=1.0)
     bench.run()
     assert bench.texts("a") == [said(index, 10).decode() for index in range(3)]
     assert bench.outputs["a"].finished
 
 
-def test_logprobs_have_the_token_first_then_the_best(frontend: Frontend) -> None:
-    bench = Bench(frontend)
+def test_logprobs_have_the_token_first_then_the_best(text: ModelText) -> None:
+    bench = Bench(text)
     bench.add("a", "four", max_tokens=3, logprobs=2, prompt_logprobs=1)
     bench.run()
     output = bench.outputs["a"]
@@ -139,16 +140,16 @@ def test_logprobs_have_the_token_first_then_the_best(frontend: Frontend) -> None
     assert sum(delta.prompt_logprobs is not None for delta in bench.deltas) == 1
 
 
-def test_logprobs_of_tokens_after_a_stop_string_are_dropped(frontend: Frontend) -> None:
-    bench = Bench(frontend)
+def test_logprobs_of_tokens_after_a_stop_string_are_dropped(text: ModelText) -> None:
+    bench = Bench(text)
     bench.add("a", max_tokens=60, stop=["mill"], logprobs=0)
     bench.run()
     sample = bench.outputs["a"].outputs[0]
     assert len(sample.logprobs or []) == len(sample.token_ids) == 8
 
 
-def test_no_tokenizer_gives_tokens_and_no_text(frontend: Frontend) -> None:
-    bench = Bench(frontend, tokenizer=False)
+def test_no_tokenizer_gives_tokens_and_no_text(text: ModelText) -> None:
+    bench = Bench(text, tokenizer=False)
     bench.add("a", max_tokens=4, logprobs=1)
     bench.run()
     sample = bench.outputs["a"].outputs[0]
@@ -156,8 +157,8 @@ def test_no_tokenizer_gives_tokens_and_no_text(frontend: Frontend) -> None:
     assert (sample.logprobs or [])[0][ord("T")].decoded_token is None
 
 
-def test_a_prompt_in_chunks_says_nothing_midway(frontend: Frontend) -> None:
-    bench = Bench(frontend)
+def test_a_prompt_in_chunks_says_nothing_midway(text: ModelText) -> None:
+    bench = Bench(text)
     bench.add("a", "x" * 200, max_tokens=2)
     bench.run(steps=3)
     assert bench.deltas == []
@@ -165,8 +166,8 @@ def test_a_prompt_in_chunks_says_nothing_midway(frontend: Frontend) -> None:
     assert bench.texts("a") == ["Th"]
 
 
-def test_abort_ends_every_sample_and_frees_every_block(frontend: Frontend) -> None:
-    bench = Bench(frontend)
+def test_abort_ends_every_sample_and_frees_every_block(text: ModelText) -> None:
+    bench = Bench(text)
     bench.add("a", n=2, max_tokens=100, stop=["mill stone"])
     bench.add("b", max_tokens=10)
     bench.run(steps=7)
@@ -180,8 +181,8 @@ def test_abort_ends_every_sample_and_frees_every_block(frontend: Frontend) -> No
     assert not any(delta.request_id == "a" for delta in bench.deltas[-3:])
 
 
-def test_a_failing_sequence_takes_no_other_along(frontend: Frontend) -> None:
-    bench = Bench(frontend)
+def test_a_failing_sequence_takes_no_other_along(text: ModelText) -> None:
+    bench = Bench(text)
     for name in "abc":
         bench.add(name, max_tokens=10)
     bench.run(steps=2)
@@ -191,8 +192,8 @@ def test_a_failing_sequence_takes_no_other_along(frontend: Frontend) -> None:
     assert bench.texts("a") == bench.texts("c") == [said(0, 10).decode()]
 
 
-def test_a_failing_detokeniser_takes_no_other_along(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(frontend)
+def test_a_failing_detokeniser_takes_no_other_along(text: ModelText, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(text)
     for name in "ab":
         bench.add(name, max_tokens=10)
     bench.run(steps=2)
@@ -207,8 +208,8 @@ def test_a_failing_detokeniser_takes_no_other_along(frontend: Frontend, monkeypa
     assert bench.core.stats().finished == {"error": 1, "length": 1}
 
 
-def test_a_request_of_a_running_id_is_refused(frontend: Frontend) -> None:
-    bench = Bench(frontend)
+def test_a_request_of_a_running_id_is_refused(text: ModelText) -> None:
+    bench = Bench(text)
     request = bench.add("a", max_tokens=4)
     with pytest.raises(RequestError) as caught:
         bench.core.add(request)
@@ -217,24 +218,24 @@ def test_a_request_of_a_running_id_is_refused(frontend: Frontend) -> None:
     assert bench.texts("a") == ["The "]
 
 
-def test_an_engine_failure_leaves_the_step(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(frontend)
+def test_an_engine_failure_leaves_the_step(text: ModelText, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(text)
     bench.add("a")
     monkeypatch.setattr(bench.core.executor, "execute", lambda plan: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         bench.core.step()
 
 
-def test_work_that_cannot_go_on_is_an_error_and_no_endless_loop(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(frontend)
+def test_work_that_cannot_go_on_is_an_error_and_no_endless_loop(text: ModelText, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(text)
     bench.add("a")
     monkeypatch.setattr(bench.core.scheduler, "schedule", lambda: None)
     with pytest.raises(EngineError, match="no step"):
         bench.core.step()
 
 
-def test_stats_tell_where_the_time_went(frontend: Frontend) -> None:
-    bench = Bench(frontend, seconds=0.01)
+def test_stats_tell_where_the_time_went(text: ModelText) -> None:
+    bench = Bench(text, seconds=0.01)
     bench.add("a", max_tokens=5)
     bench.run()
     stats = bench.core.stats()
@@ -243,8 +244,8 @@ def test_stats_tell_where_the_time_went(frontend: Frontend) -> None:
     assert stats.host_seconds > 0.0
 
 
-def test_stats_tell_how_steps_were_launched(frontend: Frontend) -> None:
-    bench = Bench(frontend)
+def test_stats_tell_how_steps_were_launched(text: ModelText) -> None:
+    bench = Bench(text)
     bench.add("a", max_tokens=5)
     bench.add("b", max_tokens=3)
     bench.run()
@@ -285,10 +286,10 @@ def run_work(bench: Bench, work: list, **params: object) -> set[str]:
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(work=WORK, num_blocks=st.sampled_from([40, 512]))
-def test_pipelining_changes_no_output(frontend: Frontend, work: list, num_blocks: int) -> None:
+def test_pipelining_changes_no_output(text: ModelText, work: list, num_blocks: int) -> None:
     results = []
     for depth in (1, 2, 3):
-        bench = Bench(frontend, depth=depth, num_blocks=num_blocks)
+        bench = Bench(text, depth=depth, num_blocks=num_blocks)
         kept = bench.outputs.keys() - run_work(bench, work)
         results.append({name: (bench.texts(name), [s.finish_reason for s in bench.outputs[name].outputs]) for name in kept})
     assert results[0] == results[1] == results[2]
@@ -296,9 +297,9 @@ def test_pipelining_changes_no_output(frontend: Frontend, work: list, num_blocks
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(work=WORK, interval=st.integers(2, 20), logprobs=st.sampled_from([None, 1]))
-def test_deltas_of_several_tokens_say_the_same(frontend: Frontend, work: list, interval: int, logprobs: int | None) -> None:
+def test_deltas_of_several_tokens_say_the_same(text: ModelText, work: list, interval: int, logprobs: int | None) -> None:
     """Aborted requests too get all that was made for them."""
-    every, apart = Bench(frontend), Bench(frontend, interval=interval)
+    every, apart = Bench(text), Bench(text, interval=interval)
     for bench in (every, apart):
         run_work(bench, work, logprobs=logprobs)
     for name, output in every.outputs.items():

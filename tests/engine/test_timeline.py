@@ -86,7 +86,7 @@ def test_what_the_engines_process_imports(tiny_folder: Path) -> None:
     code = """
 from headrace.config import EngineArgs
 from headrace.processes import process
-from headrace.startup.loader import load_core
+from headrace.processes.load import load_core
 from headrace.engine.timeline import Timeline
 core, _ = load_core(EngineArgs(model=sys.argv[1], load_format="dummy", num_kv_blocks=100, num_threads=1), Timeline())
 core.close()
@@ -101,9 +101,9 @@ def test_what_the_servers_process_imports(tiny_folder: Path) -> None:
 from headrace.config import EngineArgs
 from headrace.cli import main
 from headrace.cli.announce import AnnouncedLLM
-from headrace.frontend.frontend import load_frontend
+from headrace.startup.text import load_text
 from headrace.server import run
-load_frontend(EngineArgs(model=sys.argv[1], load_format="dummy"), prepared=True)
+load_text(EngineArgs(model=sys.argv[1], load_format="dummy"), prepared=True)
 print(*sys.modules)
 """
     assert not set(HEAVY) & set(run(code, str(tiny_folder)).split())

@@ -1,3 +1,3 @@
-from engine.fixtures import frontend, tiny_folder
+from engine.fixtures import text, tiny_folder
 
-__all__ = ["frontend", "tiny_folder"]
+__all__ = ["text", "tiny_folder"]

@@ -11,16 +11,17 @@ from transformers import PretrainedConfig
 
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError, RequestError
-from headrace.frontend.frontend import Frontend
 from headrace.frontend.inputs import InputProcessor
+from headrace.frontend.prepare import input_processor
 from headrace.kv import CacheIdentity, Item
 from headrace.multimodal.media_tokens import configured_media_tokens
 from headrace.sampling_params import SamplingParams
+from headrace.startup.text import ModelText
 
 
 @pytest.fixture(scope="module")
-def inputs(frontend: Frontend) -> InputProcessor:
-    return frontend.inputs(EngineArgs(max_logprobs=5), vocab_size=VOCAB, max_model_len=CONTEXT)
+def inputs(text: ModelText) -> InputProcessor:
+    return input_processor(text, EngineArgs(max_logprobs=5), vocab_size=VOCAB, max_model_len=CONTEXT)
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +79,8 @@ def test_long_stop_strings_of_many_tokens_are_taken(inputs: InputProcessor) -> N
     assert make(inputs, stop=["🙂" * 1024]).sampling.stop == ["🙂" * 1024]
 
 
-def test_texts_too_long_to_tokenise_are_refused_before(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = frontend.inputs(EngineArgs(max_prompt_chars=10), vocab_size=VOCAB, max_model_len=CONTEXT)
+def test_texts_too_long_to_tokenise_are_refused_before(text: ModelText, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = input_processor(text, EngineArgs(max_prompt_chars=10), vocab_size=VOCAB, max_model_len=CONTEXT)
     assert make(inputs, "x" * 10).prompt_token_ids
     monkeypatch.setattr(inputs.tokenizer, "encode", None)
     with pytest.raises(RequestError, match="max_prompt_chars") as caught:
@@ -180,9 +181,9 @@ def test_everything_that_is_asked_for_is_in_the_request(inputs: InputProcessor) 
     assert request.arrival_time > 0
 
 
-def test_unseeded_requests_draw_their_seeds_from_the_engine_s(frontend: Frontend) -> None:
+def test_unseeded_requests_draw_their_seeds_from_the_engine_s(text: ModelText) -> None:
     def seeds(seed: int) -> list[int]:
-        inputs = frontend.inputs(EngineArgs(seed=seed), vocab_size=VOCAB, max_model_len=CONTEXT)
+        inputs = input_processor(text, EngineArgs(seed=seed), vocab_size=VOCAB, max_model_len=CONTEXT)
         return [make(inputs).seed for _ in range(3)]
 
     assert seeds(1) == seeds(1) != seeds(2)
@@ -244,7 +245,7 @@ def test_an_environment_variable_that_is_no_number_is_named(variable: str, monke
     assert EngineArgs().max_stop_seqs_num == 16
 
 
-def test_limits_follow_their_environment_variables(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_follow_their_environment_variables(text: ModelText, monkeypatch: pytest.MonkeyPatch) -> None:
     tries = {
         "HEADRACE_MAX_BAD_WORDS_NUM": {"bad_words": ["a", "b"]},
         "HEADRACE_BAD_WORDS_MAX_LEN": {"bad_words": ["ab"]},
@@ -253,7 +254,7 @@ def test_limits_follow_their_environment_variables(frontend: Frontend, monkeypat
     }
     for variable, params in tries.items():
         with monkeypatch.context() as patch:
-            make(frontend.inputs(EngineArgs(), vocab_size=VOCAB, max_model_len=CONTEXT), **params)
+            make(input_processor(text, EngineArgs(), vocab_size=VOCAB, max_model_len=CONTEXT), **params)
             patch.setenv(variable, "1")
             with pytest.raises(RequestError):
-                make(frontend.inputs(EngineArgs(), vocab_size=VOCAB, max_model_len=CONTEXT), **params)
+                make(input_processor(text, EngineArgs(), vocab_size=VOCAB, max_model_len=CONTEXT), **params)

@@ -16,9 +16,9 @@ import torch
 from headrace.config import EngineArgs
 from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
+from headrace.frontend.local import open_local
 from headrace.outputs import OutputDelta, PositionLogprobs, position_logprobs
 from headrace.sampling_params import SamplingParams
-from headrace.startup.loader import load_engine
 from headrace.startup.source import FileSource
 
 STEPS = 20_000
@@ -52,7 +52,7 @@ Samples = dict[str, list[Sample]]
 
 class Driver:
     def __init__(self, args: EngineArgs) -> None:
-        self._engine = load_engine(FileSource(args))
+        self._engine = open_local(FileSource(args))
         self._core = self._engine.core
         self.info = self._engine.info
         self.samples: Samples = {}

@@ -10,7 +10,7 @@ from pathlib import Path
 from engine.tiny import write_config
 
 from headrace.config import EngineArgs
-from headrace.frontend.frontend import load_frontend
+from headrace.startup.text import load_text
 
 SETTLED = """
 import gc, sys
@@ -32,7 +32,7 @@ def test_settle_leaves_nothing_to_walk() -> None:
 def test_a_prepared_frontend_has_its_tables(tmp_path: Path) -> None:
     args = EngineArgs(model=str(write_config(tmp_path)), load_format="dummy")
     for prepared in (True, False):
-        tokenizer = load_frontend(args, prepared=prepared).tokenizer
+        tokenizer = load_text(args, prepared=prepared).tokenizer
         assert tokenizer is not None
         tables = {"visible", "visible_index"}
         assert (tables <= vars(tokenizer.token_bytes).keys()) == prepared

@@ -26,8 +26,8 @@ from headrace.engine.core import EngineCore
 from headrace.engine.info import EngineInfo, Progress
 from headrace.engine.timeline import Timeline
 from headrace.errors import ConfigError
-from headrace.frontend.frontend import load_frontend
 from headrace.processes.process import serve
+from headrace.startup.text import load_text
 
 mode, seconds, folder = sys.argv[1], float(sys.argv[2]), Path(sys.argv[3])
 
@@ -47,7 +47,7 @@ def load(args: EngineArgs, timeline: Timeline) -> tuple[EngineCore, EngineInfo]:
         raise OSError(errno.ENOSPC, "No space left on device")
     if mode.startswith("still:") and Path(mode.removeprefix("still:")).exists():
         os.kill(os.getpid(), signal.SIGSTOP)
-    tokenizer = None if args.skip_tokenizer_init else load_frontend(args).tokenizer
+    tokenizer = None if args.skip_tokenizer_init else load_text(args).tokenizer
     core = make_core(tokenizer, seconds=seconds, max_queue_len=args.max_queue_len)
     if mode == "prompts":
         execute = core.executor.execute

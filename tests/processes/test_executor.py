@@ -22,11 +22,11 @@ from engine.tiny import VOCAB, write_config
 from headrace.config import EngineArgs
 from headrace.core.plan import SamplePlan, StepPlan, StepResult, encode_plan
 from headrace.errors import ConfigError, EngineError, RankKilledError
+from headrace.frontend.local import LocalEngine, open_local
 from headrace.outputs import TokenLogprobs
 from headrace.processes.multiprocess import MultiprocessExecutor, PipeAgreement, digest, start_ranks
 from headrace.processes.watchdog import Watchdog
 from headrace.sampling_params import SamplingParams
-from headrace.startup.loader import LoadedEngine, load_engine
 from headrace.startup.source import FileSource
 
 PROMPTS = {"greedy": list(range(20, 60)), "random": [7, 8, 9], "shared": list(range(20, 50))}
@@ -59,7 +59,7 @@ def args_of(folder: Path, **changes: Any) -> EngineArgs:
 Served = dict[str, dict[int, tuple[list[int], list[TokenLogprobs]]]]
 
 
-def served(engine: LoadedEngine) -> Served:
+def served(engine: LocalEngine) -> Served:
     """Tokens and logprobs of each sample."""
     core, found = engine.core, {name: {} for name in PROMPTS}
     for name, prompt in PROMPTS.items():
@@ -73,8 +73,8 @@ def served(engine: LoadedEngine) -> Served:
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path) -> Iterator[LoadedEngine]:
-    engine = load_engine(FileSource(args_of(folder, tensor_parallel_size=2)))
+def ranks(folder: Path) -> Iterator[LocalEngine]:
+    engine = open_local(FileSource(args_of(folder, tensor_parallel_size=2)))
     yield engine
     engine.core.close()
 
@@ -93,8 +93,8 @@ def close(found: Served, expected: Served) -> None:
                 assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
 
 
-def test_ranks_serve_what_one_process_serves(folder: Path, ranks: LoadedEngine) -> None:
-    alone = load_engine(FileSource(args_of(folder)))
+def test_ranks_serve_what_one_process_serves(folder: Path, ranks: LocalEngine) -> None:
+    alone = open_local(FileSource(args_of(folder)))
     expected = served(alone)
     close(served(ranks), expected)
     assert len(expected["shared"]) == 2
@@ -115,12 +115,12 @@ def test_ranks_serve_what_one_process_serves(folder: Path, ranks: LoadedEngine) 
     close(served(ranks), served(alone))
 
 
-def test_new_weights_reach_every_rank(folder: Path, ranks: LoadedEngine) -> None:
+def test_new_weights_reach_every_rank(folder: Path, ranks: LocalEngine) -> None:
     before = served(ranks)
     head = torch.randn(VOCAB, 64, generator=torch.Generator().manual_seed(3))
     with pytest.raises(ConfigError, match="no weight"):
         ranks.executor.update_weights({"nothing": head})
-    alone = load_engine(FileSource(args_of(folder)))
+    alone = open_local(FileSource(args_of(folder)))
     for engine in (alone, ranks):
         assert engine.executor.update_weights({"lm_head.weight": head}) == 1
         engine.core.weights_changed()
@@ -129,7 +129,7 @@ def test_new_weights_reach_every_rank(folder: Path, ranks: LoadedEngine) -> None
     close(after, served(alone))
 
 
-def test_a_rank_that_draws_another_token_is_named(ranks: LoadedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_draws_another_token_is_named(ranks: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is not used after this."""
     executor: MultiprocessExecutor = ranks.executor  # type: ignore[assignment]
 
@@ -150,12 +150,12 @@ def test_a_rank_that_draws_another_token_is_named(ranks: LoadedEngine, monkeypat
 @pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_is_refused_as_in_one_process(folder: Path) -> None:
     with pytest.raises(ConfigError, match="max_model_len 100000 is longer") as refused:
-        load_engine(FileSource(args_of(folder, max_model_len=100000, tensor_parallel_size=2)))
+        open_local(FileSource(args_of(folder, max_model_len=100000, tensor_parallel_size=2)))
     assert refused.value.param == "max_model_len"
 
 
 def test_a_killed_rank_ends_the_engine(folder: Path) -> None:
-    engine = load_engine(FileSource(args_of(folder, tensor_parallel_size=2)))
+    engine = open_local(FileSource(args_of(folder, tensor_parallel_size=2)))
     executor: MultiprocessExecutor = engine.executor  # type: ignore[assignment]
     engine.core.add(engine.inputs.request({"prompt_token_ids": [1, 2, 3]}, PARAMS["greedy"], request_id="x"))
     engine.core.step()

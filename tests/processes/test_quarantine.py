@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.core.request import Request
-from headrace.frontend.streams import failed
+from headrace.engine.endings import failed
 from headrace.processes import quarantine
 from headrace.processes.isolation import ALONE_SECONDS, Isolation
 from headrace.processes.quarantine import Quarantine

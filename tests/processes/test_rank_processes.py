@@ -21,7 +21,7 @@ from headrace import AsyncLLM, SamplingParams
 from headrace.config import EngineArgs
 from headrace.errors import EngineError
 from headrace.outputs import RequestOutput
-from headrace.startup.loader import load_engine
+from headrace.processes.load import load_engine
 from headrace.startup.source import FileSource
 
 pytestmark = pytest.mark.slow

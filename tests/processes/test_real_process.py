@@ -78,9 +78,10 @@ def test_what_the_engine_refuses_at_start_names_the_parameter(tiny_folder: Path)
 @pytest.mark.parametrize(
     ("before", "environment", "expected"),
     [
-        ("", {}, "GOMP_SPINCOUNT=1000"),
-        ("", {"OMP_WAIT_POLICY": "ACTIVE"}, "OMP_WAIT_POLICY=ACTIVE"),
-        ("import torch", {}, "OpenMP's default"),
+        *((f"import headrace.{room}", {}, "GOMP_SPINCOUNT=1000") for room in ("engine", "startup", "processes", "frontend")),
+        ("import headrace.parity", {}, "GOMP_SPINCOUNT=1000"),
+        ("import headrace.engine", {"OMP_WAIT_POLICY": "ACTIVE"}, "OMP_WAIT_POLICY=ACTIVE"),
+        ("import torch, headrace.engine", {}, "OpenMP's default"),
     ],
 )
 def test_waiting_threads_rest_unless_told_otherwise(before: str, environment: dict[str, str], expected: str) -> None:

@@ -11,11 +11,11 @@ from models.families.cases import CASES, SMALL
 from thread_ranks import ThreadAgreement, on_ranks
 
 from headrace.config import EngineArgs
+from headrace.frontend.local import open_local
 from headrace.models import registry
 from headrace.parallel.group import ThreadGroup
 from headrace.parallel.layout import workable_sizes
 from headrace.sampling_params import SamplingParams
-from headrace.startup.loader import load_engine
 from headrace.startup.source import FileSource
 
 pytestmark = pytest.mark.slow
@@ -59,7 +59,7 @@ def args_of(folder: Path, **changes: Any) -> EngineArgs:
 
 def served(source: FileSource) -> Tokens:
     """Prompts that share beginnings come while others run; one is aborted."""
-    engine = load_engine(source)
+    engine = open_local(source)
     chance, core, found = random.Random(1), engine.core, Tokens()
     prefix = [chance.randrange(engine.info.vocab_size) for _ in range(24)]
     waiting = []

@@ -13,10 +13,10 @@ from thread_ranks import ThreadAgreement, on_ranks
 
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError
+from headrace.frontend.local import LocalEngine, open_local
 from headrace.outputs import AttentionReport
 from headrace.parallel.group import ThreadGroup
 from headrace.sampling_params import SamplingParams
-from headrace.startup.loader import LoadedEngine, load_engine
 from headrace.startup.source import FileSource
 
 RANKS = 3
@@ -42,7 +42,7 @@ def args_of(folder: Path, **changes: Any) -> EngineArgs:
     return EngineArgs(**values | changes)
 
 
-def served(engine: LoadedEngine) -> list[tuple[list[int], list[float], AttentionReport | None]]:
+def served(engine: LocalEngine) -> list[tuple[list[int], list[float], AttentionReport | None]]:
     """Prompts side by side, the first of which is preempted, and the first one again, from the cache."""
     core, found = engine.core, {}
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0, detokenize=False)
@@ -70,9 +70,9 @@ def served(engine: LoadedEngine) -> list[tuple[list[int], list[float], Attention
 def on_engines(folder: Path, size: int, **changes: Any) -> list[Any]:
     def one(group: ThreadGroup) -> Any:
         args = args_of(folder, tensor_parallel_size=size, **changes)
-        return served(load_engine(FileSource(args, ThreadAgreement(group), group)))
+        return served(open_local(FileSource(args, ThreadAgreement(group), group)))
 
-    return on_ranks(size, one) if size > 1 else [served(load_engine(FileSource(args_of(folder, **changes))))]
+    return on_ranks(size, one) if size > 1 else [served(open_local(FileSource(args_of(folder, **changes))))]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_ranks_with_the_same_kv_heads_are_refused(tmp_path: Path) -> None:
 
     def one(group: ThreadGroup) -> None:
         args = args_of(tmp_path, load_format="dummy", tensor_parallel_size=6)
-        load_engine(FileSource(args, ThreadAgreement(group), group))
+        open_local(FileSource(args, ThreadAgreement(group), group))
 
     with pytest.raises(ConfigError, match="decides for each of 3 KV heads, and 6 ranks would hold the same ones"):
         on_ranks(6, one)

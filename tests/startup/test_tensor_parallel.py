@@ -16,13 +16,13 @@ from thread_ranks import ThreadAgreement, on_ranks
 from headrace.config import EngineArgs
 from headrace.core.plan import StepResult
 from headrace.errors import ConfigError
+from headrace.frontend.local import LocalEngine, open_local
 from headrace.outputs import OutputDelta
 from headrace.parallel.group import ThreadGroup
 from headrace.runner.record import replay
 from headrace.runner.runner import ModelRunner
 from headrace.sampling_params import SamplingParams
 from headrace.startup import environment
-from headrace.startup.loader import LoadedEngine, load_engine
 from headrace.startup.source import FileSource
 
 
@@ -46,14 +46,14 @@ def args_of(folder: Path, **changes: Any) -> EngineArgs:
     return EngineArgs(**values | changes)
 
 
-def on_engines(folder: Path, size: int, run: Callable[[LoadedEngine], Any], **changes: Any) -> list[Any]:
+def on_engines(folder: Path, size: int, run: Callable[[LocalEngine], Any], **changes: Any) -> list[Any]:
     """What ``run`` returns of the engine of each rank."""
     if size == 1:
-        return [run(load_engine(FileSource(args_of(folder, **changes))))]
+        return [run(open_local(FileSource(args_of(folder, **changes))))]
 
     def one(group: ThreadGroup) -> Any:
         args = args_of(folder, tensor_parallel_size=size, **changes)
-        return run(load_engine(FileSource(args, ThreadAgreement(group), group)))
+        return run(open_local(FileSource(args, ThreadAgreement(group), group)))
 
     return on_ranks(size, one)
 
@@ -68,7 +68,7 @@ PARAMS = (
 )
 
 
-def traffic(engine: LoadedEngine) -> dict[tuple[str, int], tuple[list[int], list[Any], str | None]]:
+def traffic(engine: LocalEngine) -> dict[tuple[str, int], tuple[list[int], list[Any], str | None]]:
     """Requests that come while others run, with prefixes in common; some are aborted, and the cache is too small for all."""
     chance = random.Random(0)
     prefix = [chance.randrange(256) for _ in range(40)]
@@ -121,7 +121,7 @@ def test_traffic_is_served_as_by_one_rank(folder: Path) -> None:
 def test_ranks_with_other_arguments_are_refused(folder: Path) -> None:
     def one(group: ThreadGroup) -> Any:
         args = args_of(folder, tensor_parallel_size=2, max_num_seqs=3 + group.rank)
-        return load_engine(FileSource(args, ThreadAgreement(group), group))
+        return open_local(FileSource(args, ThreadAgreement(group), group))
 
     with pytest.raises(ConfigError, match=r"the same arguments; theirs differ in scheduler, max_num_seqs$"):
         on_ranks(2, one)
@@ -138,7 +138,7 @@ def test_ranks_of_other_versions_are_refused(folder: Path, monkeypatch: pytest.M
 
     def one(group: ThreadGroup) -> Any:
         threading.current_thread().name = f"version {group.rank}"
-        return load_engine(FileSource(args_of(folder, tensor_parallel_size=2), ThreadAgreement(group), group))
+        return open_local(FileSource(args_of(folder, tensor_parallel_size=2), ThreadAgreement(group), group))
 
     with pytest.raises(ConfigError, match=r"theirs differ in version$"):
         on_ranks(2, one)
@@ -150,7 +150,7 @@ def test_recorded_steps_are_replayed_on_every_rank(folder: Path, tmp_path: Path)
 
     def recorded(group: ThreadGroup) -> list[StepResult]:
         args = args_of(folder, tensor_parallel_size=2, record_steps=None if group.rank else str(path))
-        engine = load_engine(FileSource(args, ThreadAgreement(group), group))
+        engine = open_local(FileSource(args, ThreadAgreement(group), group))
         collect, results = engine.executor.collect, list[StepResult]()
         engine.executor.collect = lambda handle: results.append(collect(handle)) or results[-1]  # type: ignore[method-assign]
         traffic(engine)
@@ -159,11 +159,11 @@ def test_recorded_steps_are_replayed_on_every_rank(folder: Path, tmp_path: Path)
 
     def replayed(group: ThreadGroup) -> list[StepResult]:
         args = args_of(folder, tensor_parallel_size=2)
-        config = load_engine(FileSource(args, ThreadAgreement(group), group)).config
+        config = open_local(FileSource(args, ThreadAgreement(group), group)).config
         chosen = FileSource(args, ThreadAgreement(group), group).implementation
-        frontend = FileSource(args).frontend()
-        model, _ = chosen(frontend.files).load(frontend.files, config, lambda *_: None)
-        return list(replay(path, ModelRunner(model, config, frontend.tokenizer.token_bytes)))  # type: ignore[union-attr]
+        text = FileSource(args).text()
+        model, _ = chosen(text.files).load(text.files, config, lambda *_: None)
+        return list(replay(path, ModelRunner(model, config, text.tokenizer.token_bytes)))  # type: ignore[union-attr]
 
     expected = on_ranks(2, recorded)[0]
     for found in on_ranks(2, replayed):
@@ -181,7 +181,7 @@ def test_the_least_memory_of_all_ranks_counts(folder: Path) -> None:
 
     def one(group: ThreadGroup) -> tuple[int, int]:
         args = args_of(folder, tensor_parallel_size=2, num_kv_blocks=None, max_model_len="auto")
-        engine = load_engine(FileSource(args, Less(group), group))
+        engine = open_local(FileSource(args, Less(group), group))
         return engine.config.cache.nbytes, engine.config.scheduler.max_model_len
 
     assert environment.probe("cpu").available_memory > 2 * least
@@ -206,7 +206,7 @@ def test_ranks_with_other_numbers_of_experts_have_equal_caches(tmp_path: Path, m
     }
     write_config(tmp_path, **experts)
 
-    def served(engine: LoadedEngine) -> tuple[int, list[int]]:
+    def served(engine: LocalEngine) -> tuple[int, list[int]]:
         engine.core.add(engine.inputs.request({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=5), request_id="x"))
         tokens = []
         while engine.core.has_work():
@@ -230,13 +230,13 @@ def test_experts_apart_without_effect_are_said_to_be(folder: Path) -> None:
 def test_foreign_models_are_refused(folder: Path) -> None:
     args = args_of(folder, tensor_parallel_size=2, model_impl="transformers")
     with pytest.raises(ConfigError, match="2 is for native models: transformers' modules are not cut") as refused:
-        load_engine(FileSource(args))
+        open_local(FileSource(args))
     assert refused.value.param == "tensor_parallel_size"
 
 
 def test_sizes_that_do_not_divide_are_refused_before_a_process_starts(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"8 query heads cannot be dealt to 3 ranks; sizes that work: 1, 2, 4, 8$"):
-        load_engine(FileSource(args_of(folder, tensor_parallel_size=3)))
+        open_local(FileSource(args_of(folder, tensor_parallel_size=3)))
 
 
 def test_threads_and_memory_are_shared_by_the_ranks(folder: Path) -> None:

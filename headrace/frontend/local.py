@@ -1,0 +1,32 @@
+"""LocalEngine: an engine in the calling process, with what makes requests of prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from headrace.engine.info import Progress
+from headrace.engine.timeline import Timeline
+from headrace.frontend.inputs import InputProcessor
+from headrace.frontend.prepare import described, input_processor
+from headrace.processes.kv_events import publish_events
+from headrace.processes.load import LoadedEngine, load_engine
+from headrace.startup.source import ModelSource
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalEngine(LoadedEngine):
+    """The parts of an engine that its caller drives."""
+
+    inputs: InputProcessor
+
+
+def open_local(source: ModelSource, on_progress: Callable[[Progress], None] | None = None) -> LocalEngine:
+    """Raises: ConfigError: as ``load_engine``."""
+    loaded = load_engine(source, Timeline(on_progress))
+    info = loaded.info
+    inputs = input_processor(
+        loaded.text, source.args, vocab_size=info.vocab_size, max_model_len=info.max_model_len, media=info.media
+    )
+    publish_events(loaded.core, source.args)
+    return LocalEngine(loaded.core, described(info, inputs), loaded.config, loaded.text, loaded.executor, inputs)

@@ -26,7 +26,6 @@ from headrace.options import (
     SCHEDULING,
     Checked,
     OptionSpec,
-    check,
     from_environment,
     is_declared,
     options,
@@ -103,7 +102,7 @@ class MediaCounts(Checked):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KVEventsConfig:
+class KVEventsConfig(Checked):
     """How the changes of the prefix cache are published. The fields are vLLM's. Raises: ConfigError, which names the field."""
 
     enable_kv_cache_events: bool = False
@@ -127,15 +126,15 @@ class KVEventsConfig:
     def enabled(self) -> bool:
         return self.enable_kv_cache_events and self.publisher == "zmq"
 
-    def __post_init__(self) -> None:
-        check(self, ConfigError)
+    def validate(self) -> None:
+        super().validate()
         for name, address in (("endpoint", self.endpoint), ("replay_endpoint", self.replay_endpoint)):
             if address is not None and not re.fullmatch(r"tcp://.+:\d+|(ipc|inproc)://.+", address):
                 raise ConfigError(f"{name} is {address!r}, and must be tcp://HOST:PORT, ipc://PATH or inproc://NAME", name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineArgs:
+class EngineArgs(Checked):
     """Everything a user may set about an engine. None means that headrace chooses, and the start-up report says why.
 
     Raises:
@@ -434,11 +433,11 @@ class EngineArgs:
             self, max_prefill_tokens_beside_decode=limit, max_step_seconds=seconds, stream_interval=interval
         )
 
-    def __post_init__(self) -> None:
+    def validate(self) -> None:
         for name, option in options(EngineArgs).items():
             if is_declared(option.type):
                 object.__setattr__(self, name, option.from_json(getattr(self, name)))
-        check(self, ConfigError)
+        super().validate()
         # What vLLM's options could ask for and is not there: several hosts, stages, other launchers.
         taken: dict[str, tuple[object, ...]] = dict.fromkeys(("pipeline_parallel_size", "nnodes"), (1,))
         taken |= {"data_parallel_size_local": (self.data_parallel_size, None), "data_parallel_backend": ("mp",)}

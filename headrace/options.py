@@ -20,7 +20,7 @@ import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, dataclass_transform
 
 import msgspec
 
@@ -405,14 +405,32 @@ def check(instance: Any, error: type[RequestError] | type[ConfigError]) -> None:
                 replace(instance, name, float(value))
 
 
-class Checked:
-    """Base of dataclasses of declared fields: checks them when an instance is made.
+class CheckedType(type):
+    """Metaclass of declared classes: calling the class checks the instance with its ``validate``.
+
+    Decoding a message and unpickling do not call the class: the sender has checked what travels between processes.
+    """
+
+    def __call__(cls, *args: Any, **fields: Any) -> Any:
+        instance = super().__call__(*args, **fields)
+        instance.validate()
+        return instance
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+class CheckedStructType(CheckedType, msgspec.StructMeta):
+    """As ``CheckedType``, of msgspec structs."""
+
+
+class Checked(metaclass=CheckedType):
+    """Base of dataclasses of declared fields.
 
     Raises:
         ConfigError: a value is of another type or out of range; the error names the field.
     """
 
-    def __post_init__(self) -> None:
+    def validate(self) -> None:
+        """Checks the fields, alone and together."""
         check(self, ConfigError)
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from headrace.errors import RequestError
-from headrace.options import FLOAT32_MAX, FLOAT32_TINY, INT32_MAX, INT64_MAX, OptionSpec, check
+from headrace.options import FLOAT32_MAX, FLOAT32_TINY, INT32_MAX, INT64_MAX, CheckedStructType, OptionSpec, check
 
 LogprobsMode = Literal["raw", "processed"]
 MAX_SEED = INT64_MAX
@@ -22,7 +22,7 @@ CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar", "structural_
 _SCHEMA = {"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "boolean"}]}
 
 
-class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, metaclass=CheckedStructType):
     """What the output must be: exactly one constraint, and how JSON is written. Immutable; checked when it is made.
 
     Raises:
@@ -51,7 +51,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
     strict: bool = True
     """Refuse a `format` of strings that cannot be enforced. false: it is an annotation."""
 
-    def __post_init__(self) -> None:
+    def validate(self) -> None:
+        """Checks the fields, alone and together."""
         check(self, RequestError)
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(given) != 1:
@@ -101,7 +102,7 @@ def _json_text(value: Any, param: str, kind: str) -> str:
         raise RequestError(f"{param} is not {kind}: {str(error) or type(error).__name__}", param) from None
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, metaclass=CheckedStructType):
     """How to sample one request. Immutable; checked when it is made.
 
     Numbers that the device keeps as float32 must be finite there. The order of a step: logit_bias and bans, penalties,
@@ -169,7 +170,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     detokenize: bool = True
     """Convert the output tokens to text."""
 
-    def __post_init__(self) -> None:
+    def validate(self) -> None:
+        """Checks the fields, alone and together."""
         check(self, RequestError)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})", "min_tokens")

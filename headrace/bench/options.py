@@ -30,8 +30,8 @@ class ReportOptions(Checked):
     output: Annotated[Path | None, OptionSpec(flags=("--output", "-o"), metavar="FILE")] = None
     """Also write the report as JSON to this file."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def validate(self) -> None:
+        super().validate()
         check_output(self.output, "--output")
 
 
@@ -125,8 +125,8 @@ class LoadOptions(Checked):
     image_model: Annotated[str | None, OptionSpec(metavar="MODEL")] = None
     """The served model's directory or name, whose config and processor say what features of a picture look like."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def validate(self) -> None:
+        super().validate()
         if self.concurrency is not None and self.rate is not None:
             raise ConfigError("give --concurrency or --rate, one of the two", "--rate")
         for option, value in (("--seed", self.seed), ("--max-in-flight", self.max_in_flight)):

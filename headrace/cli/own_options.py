@@ -66,8 +66,8 @@ class EncodeOptions(Checked):
     ] = None
     """Directory for the features."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def validate(self) -> None:
+        super().validate()
         if not self.pictures:
             raise ConfigError("name the files of pictures to encode", "FILE")
         for path in self.pictures:
@@ -95,8 +95,8 @@ class ExplainOptions(Checked):
     png: Annotated[Path | None, OptionSpec(metavar="FILE")] = None
     """Write a picture: the density of each layer's heads, and the blocks of keys that one head attends to."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def validate(self) -> None:
+        super().validate()
         if (self.prompt is None) == (self.prompt_file is None):
             raise ConfigError("give the prompt by --prompt or by --prompt-file", "--prompt")
         check_output(self.html, "--html")

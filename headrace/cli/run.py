@@ -86,8 +86,8 @@ class RunOptions(Checked):
     progress: bool = True
     """Show progress on standard error."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def validate(self) -> None:
+        super().validate()
         if bool(self.prompts) == bool(self.input):
             raise ConfigError("give prompts as arguments or a file with --input, one of the two", "--input")
         if self.chat and self.input:

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeVar, cast
 
-import msgspec
-
 from headrace.config import EngineArgs
 from headrace.constrain.compose import AnswerPlan, CallRules, plan_of
 from headrace.constrain.factory import GrammarFactory
@@ -521,6 +519,6 @@ def _too_long(message: str, param: str) -> RequestError:
 def _sampling_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
     fields = {name: value for name in _GENERATION_DEFAULTS if (value := generation_config.get(name)) is not None}
     try:
-        return msgspec.convert(fields, SamplingParams)
-    except (RequestError, msgspec.ValidationError) as error:
+        return SamplingParams(**fields)
+    except RequestError as error:
         raise ConfigError(f"the model's generation_config.json: {error}") from error

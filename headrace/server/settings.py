@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from headrace.errors import ConfigError
 from headrace.host.user_files import check_regular
 from headrace.metrics.stats import MetricsCompat
-from headrace.options import LIMITS, MODEL, SECURITY, SERVER, OptionSpec, check
+from headrace.options import LIMITS, MODEL, SECURITY, SERVER, Checked, OptionSpec
 from headrace.sampling_params import MAX_SAMPLES
 
 
@@ -21,7 +21,7 @@ def _api_keys() -> tuple[str, ...]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ServerSettings:
+class ServerSettings(Checked):
     """How the server listens, whom it serves, and how much one request may ask. Frozen.
 
     Raises:
@@ -164,8 +164,8 @@ class ServerSettings:
     chat_template: Annotated[str | None, OptionSpec(default="the model's own", metavar="FILE|TEMPLATE")] = None
     """Jinja file, or the template itself, that replaces the model's chat template."""
 
-    def __post_init__(self) -> None:
-        check(self, ConfigError)
+    def validate(self) -> None:
+        super().validate()
         if (self.tls_cert is None) != (self.tls_key is None):
             missing = "tls_key" if self.tls_key is None else "tls_cert"
             raise ConfigError(f"TLS needs a certificate and its key: {missing} is not set", missing)

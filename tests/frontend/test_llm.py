@@ -64,6 +64,29 @@ def test_results_come_in_the_order_of_the_prompts(llm: LLM) -> None:
     assert llm.generate([]) == []
 
 
+class WatchedParams(SamplingParams, frozen=True, kw_only=True):
+    """Notes which of its fields anything reads after it is made."""
+
+    forgotten: int = 0
+    """A parameter that has a declaration and no feature."""
+
+    def __getattribute__(self, name: str) -> Any:
+        READ.add(name)
+        return super().__getattribute__(name)
+
+
+READ: set[str] = set()
+
+
+def test_every_sampling_parameter_is_read(tiny_folder: Path) -> None:
+    words = {"stop": ["\n"], "bad_words": ["a"], "stop_token_ids": [5], "logit_bias": {7: 1.0}, "allowed_token_ids": [7, 8]}
+    params = WatchedParams(max_tokens=2, min_tokens=1, logprobs=1, prompt_logprobs=1, seed=1, top_k=2, **words)
+    READ.clear()
+    with build(tiny_folder) as one:
+        assert one.generate("x", params)[0].finished
+    assert options(WatchedParams).keys() - READ == {"forgotten"}
+
+
 def test_text_is_that_of_the_tokens(llm: LLM) -> None:
     result = llm.generate("hello", greedy(20))[0]
     assert result.outputs[0].text == llm.get_tokenizer().decode(result.outputs[0].token_ids)

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 import msgspec  # noqa: E402
 
-from headrace.config import RoutingPolicy  # noqa: E402
+from headrace.choices import RoutingPolicy  # noqa: E402
 from headrace.metrics.exchanges import distribution  # noqa: E402
 from headrace.sim.cluster import Simulation  # noqa: E402
 from headrace.sim.config import Calibration, EngineShape, GroupShape, Lengths, Prefixes, SimConfig, Traffic, read  # noqa: E402

@@ -13,6 +13,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
+from headrace import choices
 from headrace.errors import ConfigError
 from headrace.model_spec import BLOCK_SPARSE, AnySpec, Arena, CacheGroup, block_sizes
 from headrace.options import (
@@ -31,21 +32,6 @@ from headrace.options import (
     options,
 )
 
-DType = Literal["auto", "float32", "bfloat16", "float16"]
-Quantization = Literal["none", "auto", "int8", "int4"]
-LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
-ModelImpl = Literal["auto", "native", "transformers", "megatron"]
-KVCacheDType = Literal["auto", "fp8_e4m3"]
-Policy = Literal["fcfs", "priority"]
-SparsePrefill = Literal["auto", "off", "xattn", "mean"]
-SparseSelection = Literal["threshold", "upstream"]
-YarnFactor = Literal["checkpoint", "positions"]
-RoutingPolicy = Literal["prefix", "least-tokens", "round-robin", "random", "session"]
-GenerationConfig = Literal["auto", "vllm"]
-Device = Literal["auto", "cpu", "cuda"]
-MMEncoder = Literal["auto", "none"]
-GrammarBackend = Literal["auto", "guidance", "llguidance"]
-"""Names of one backend: vLLM's, and the library's, which is SGLang's too."""
 MAX_NUM_SEQS = 65_536
 _MAX_SECONDS = 1e9
 _WHOLE_OUTPUTS_INTERVAL = 16
@@ -59,7 +45,7 @@ class StructuredOutputsConfig(Checked):
         ConfigError: a value is of another type or out of range; the error names the field.
     """
 
-    backend: GrammarBackend = "auto"
+    backend: choices.GrammarBackend = "auto"
     """Library that holds constraints. There is one, llguidance, and auto means it."""
     disable_any_whitespace: bool = False
     """Write JSON without whitespace between its tokens, unless the request says otherwise."""
@@ -156,7 +142,7 @@ class EngineArgs(Checked):
         None
     )
     """Directory of a Hugging Face checkpoint, hub id such as Qwen/Qwen3-0.6B, or .gguf file."""
-    device: Device = "auto"
+    device: choices.Device = "auto"
     """Device of the model: cpu, cuda, or auto (the first CUDA device if there is one, else the CPU)."""
     revision: Annotated[str | None, OptionSpec(default="the hub's main branch")] = None
     """Branch, tag or commit of a hub model. Pin a commit to keep results reproducible."""
@@ -164,11 +150,11 @@ class EngineArgs(Checked):
     """Directory or hub id of a tokenizer that replaces the model's own."""
     skip_tokenizer_init: Annotated[bool, OptionSpec(flags=("--skip-tokenizer-init",))] = False
     """Load no tokenizer: prompts and outputs are token ids only. For benchmarks, or where another program tokenises."""
-    generation_config: GenerationConfig = "auto"
+    generation_config: choices.GenerationConfig = "auto"
     """Values of sampling parameters that a request leaves out. auto takes those of the model's files (generation_config.json
     or GGUF metadata), and for the embedded model those of its model card. vllm takes the neutral ones of vLLM and OpenAI,
     temperature 1 and no filter, whatever the model says."""
-    model_impl: ModelImpl = "auto"
+    model_impl: choices.ModelImpl = "auto"
     """Model implementation. native: headrace's own. transformers: the library's model with its attention replaced by
     headrace's, so that paged KV, chunked prefill and prefix caching work. megatron: a distributed checkpoint of
     Megatron-core. auto: native if there is one, megatron for its checkpoints, else transformers; the start-up report gives
@@ -183,13 +169,13 @@ class EngineArgs(Checked):
     trust_remote_code: Annotated[bool, OptionSpec(flags=("--trust-remote-code",))] = False
     """Run Python code that comes with the checkpoint, if neither headrace nor transformers implements the model. The code
     has your permissions: read it first, and pin --revision."""
-    load_format: LoadFormat = "auto"
+    load_format: choices.LoadFormat = "auto"
     """Format of the weights. auto detects it from the files. dummy creates random weights from the config alone, with the
     speed and memory of the real model."""
-    dtype: DType = "auto"
+    dtype: choices.DType = "auto"
     """Number format of activations and of weights that are not quantised. float32 is exact and the slowest on most CPUs.
     auto takes the checkpoint's format where the device runs it well; the start-up report gives the reason."""
-    quantization: Quantization = "auto"
+    quantization: choices.Quantization = "auto"
     """Weight quantisation. auto keeps a quantised GGUF file quantised where a packed CPU kernel supports it, and other
     checkpoints as they are. int8 and int4 quantise any checkpoint while it loads and report the error. none is exact."""
     tensor_parallel_size: Annotated[
@@ -226,7 +212,7 @@ class EngineArgs(Checked):
     ] = None
     """Maximum length of prompt plus output, in tokens. Lower it to save memory. auto takes the longest length that the KV
     cache holds, as does leaving it out beside --num-kv-blocks or --kv-cache-memory."""
-    kv_cache_dtype: KVCacheDType = "auto"
+    kv_cache_dtype: choices.KVCacheDType = "auto"
     """Number format of the KV cache. auto is that of --dtype. fp8_e4m3 stores a number in one byte, with a float32 scale
     for K and for V of each token and head: about twice as many tokens as bfloat16, with 3 mantissa bits. Needs a GPU of
     SM80 or newer; on a CPU only the slow reference backend reads it."""
@@ -263,7 +249,7 @@ class EngineArgs(Checked):
     blocks of sparse prompts are computed whole. 0: any time, as it is on a GPU and in the offline API unless it is set."""
     max_queue_len: Annotated[int, OptionSpec(min=1)] = 4096
     """Maximum number of waiting sequences. Further requests are refused at once with HTTP 429."""
-    policy: Policy = "fcfs"
+    policy: choices.Policy = "fcfs"
     """Order of waiting requests. fcfs: first come, first served. priority: the lowest `priority` field of the request
     first, then first come, first served."""
     data_parallel_size: Annotated[int, OptionSpec(min=1, max=1024, flags=("--data-parallel-size", "-dp"))] = 1
@@ -273,7 +259,7 @@ class EngineArgs(Checked):
     """Number of replicas on this host: all of them. On several hosts they are deployed with Ray (headrace.deploy)."""
     data_parallel_backend: Literal["mp", "ray"] = "mp"
     """What starts the replicas. mp: the server, as processes of this host. Ray deploys them with headrace.deploy instead."""
-    dp_routing_policy: RoutingPolicy = "prefix"
+    dp_routing_policy: choices.RoutingPolicy = "prefix"
     """Which replica gets a request. prefix: the lowest product of prompt tokens that it would have to compute, behind cached
     prefixes, and of sequences that it would run. least-tokens: the one that holds the fewest tokens. session: always the same
     for requests with the same X-Session-ID header, or `user` without it. round-robin and random: for comparisons."""
@@ -285,7 +271,7 @@ class EngineArgs(Checked):
     attention_backend: Annotated[str, OptionSpec(metavar="NAME")] = "auto"
     """Attention kernels. auto chooses the fastest backend that supports each layer; the start-up report gives the reason.
     flashinfer uses FlashInfer for decode rows and CUDA graphs too. reference is slow, for comparisons."""
-    sparse_prefill: SparsePrefill = "auto"
+    sparse_prefill: choices.SparsePrefill = "auto"
     """How prompts attend. off: densely. xattn: each block of 128 queries attends to the blocks of keys that XAttention's
     estimate selects, without training, in any model. mean: to those whose mean key scores highest, and to the mean of the
     others (FlashPrefill V2). auto: as the model's router decides head by head, if it has elastic attention (PawQwen3,
@@ -295,7 +281,7 @@ class EngineArgs(Checked):
     ] = None
     """Of a selector. xattn: the share of a query block's estimated attention that the selected blocks reach; 1 selects all of
     them. mean: blocks are selected whose score is at least this share of the best one's."""
-    sparse_selection: SparseSelection = "threshold"
+    sparse_selection: choices.SparseSelection = "threshold"
     """Which blocks XAttention's estimate selects. threshold: the largest ones, with the one that reaches the threshold.
     upstream: as the code published with XAttention does, which in a prompt's first chunk (all of it up to 16384 tokens) takes
     one more, for comparisons with it; prompts of different lengths then share no cached prefix."""
@@ -311,7 +297,7 @@ class EngineArgs(Checked):
     sequences, a few layers a step. A larger value takes more memory for activations, and a layer of a longer piece is a longer
     pause for the others. A longer prompt is routed in segments of about this length, each by its own last keys and the prompt's
     first; the report of a request says so."""
-    yarn_factor: YarnFactor = "checkpoint"
+    yarn_factor: choices.YarnFactor = "checkpoint"
     """Factor of YaRN's rotary embedding. checkpoint: the config's `factor`. positions: max_position_embeddings divided by
     original_max_position_embeddings, as transformers up to 4.51 computes it, with which PawQwen3 models were trained."""
     pipeline_depth: Annotated[int | None, OptionSpec(min=1, max=8, default="1 on a CPU, 2 on a GPU")] = None
@@ -337,7 +323,7 @@ class EngineArgs(Checked):
     limit_mm_per_prompt: Annotated[MediaCounts, OptionSpec(metavar="JSON", default='{"image": 32, "video": 4}')] = MediaCounts()
     """Maximum number of pictures and videos in a prompt of a multimodal model, as a JSON object such as {"image": 8}, or
     image=8; 0 refuses them."""
-    mm_encoder: MMEncoder = "auto"
+    mm_encoder: choices.MMEncoder = "auto"
     """Vision encoder of a multimodal model. auto loads it. none leaves it out, which saves its memory: prompts then bring
     features that were encoded elsewhere."""
     max_num_encoder_tokens: Annotated[
@@ -410,7 +396,7 @@ class EngineArgs(Checked):
         StructuredOutputsConfig()
     )
     """JSON object of settings and limits of structured output, such as {"disable_any_whitespace": true}."""
-    grammar_backend: GrammarBackend = "auto"
+    grammar_backend: choices.GrammarBackend = "auto"
     """SGLang's name for the field `backend` of --structured-outputs-config."""
     step_timeout: Annotated[float, OptionSpec(above=0.0, max=_MAX_SECONDS, metavar="SECONDS")] = 120.0
     """Seconds without a finished step, while work is pending, after which an engine that hardly uses the processor is stuck:
@@ -552,7 +538,7 @@ class SchedulerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_queue_len: int
-    policy: Policy
+    policy: choices.Policy
     pipeline_depth: int
     max_prefill_tokens_beside_decode: int | None = None
     max_step_seconds: float | None = None

@@ -24,7 +24,7 @@ from typing import Any, Literal, dataclass_transform
 
 import msgspec
 
-from headrace.errors import ConfigError, RequestError
+from headrace.errors import ConfigError, RequestError, did_you_mean
 
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 FLOAT32_TINY = 2.0**-126
@@ -84,6 +84,8 @@ class OptionSpec:
     """A number of bytes, which the command line takes as ``2GiB`` too."""
     schema: Mapping[str, Any] | None = None
     """JSON Schema of the values, where the type does not tell it."""
+    hints: Mapping[str, str] | None = None
+    """Words that other engines take in place of one of these values, in lower case, and what to write here."""
 
     @property
     def bounds(self) -> str:
@@ -181,7 +183,7 @@ class Option:
         origin, arguments = typing.get_origin(hint), typing.get_args(hint)
         if origin is Literal:
             if not isinstance(value, str) or value not in arguments:
-                raise _invalid(where, "one of " + ", ".join(map(repr, arguments)), value)
+                raise _invalid(where, "one of " + ", ".join(map(repr, arguments)), value, hint=self._hint(value))
         elif origin in (list, tuple):
             self._check_items(origin, arguments[0], value, where)
         elif origin is dict:
@@ -200,6 +202,13 @@ class Option:
             raise _invalid(where, "a path", value, "invalid_type")
         elif is_declared(hint) and not isinstance(value, hint):
             raise _invalid(where, f"an object of {', '.join(options(hint))}", value, "invalid_type")
+
+    def _hint(self, value: Any) -> str:
+        """What to write in place of a word that is none of the values; empty where nothing is near."""
+        if not isinstance(value, str):
+            return ""
+        known = (self.spec.hints or {}).get(value.lower())
+        return did_you_mean(value, typing.get_args(self.type)) if known is None else f": {known}"
 
     def _check_number(self, hint: Any, value: Any, where: str) -> None:
         kind = "an integer" if hint is int else "a number"
@@ -315,8 +324,8 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-def _invalid(where: str, accepted: str, value: Any, code: str = "invalid_value") -> InvalidValueError:
-    return InvalidValueError(f"{where} must be {accepted}, not {shown(value)}", where, code)
+def _invalid(where: str, accepted: str, value: Any, code: str = "invalid_value", hint: str = "") -> InvalidValueError:
+    return InvalidValueError(f"{where} must be {accepted}, not {shown(value)}{hint}", where, code)
 
 
 def shown(value: Any, limit: int = 64) -> str:

@@ -26,7 +26,7 @@ import transformers
 import typer
 from transformers import PreTrainedModel
 
-from headrace.config import Device
+from headrace.choices import Device
 from headrace.errors import ConfigError
 from headrace.frontend.llm import LLM
 from headrace.models import registry

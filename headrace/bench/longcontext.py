@@ -12,7 +12,8 @@ import msgspec
 
 from headrace.bench.longcontext_tasks import Sample, score
 from headrace.bench.report import facts, load_average, table
-from headrace.config import EngineArgs, SparsePrefill
+from headrace.choices import SparsePrefill
+from headrace.config import EngineArgs
 from headrace.errors import ConfigError, EngineError
 from headrace.frontend.llm import LLM
 from headrace.outputs import AttentionReport, RequestOutput

@@ -31,6 +31,7 @@ from headrace.errors import ConfigError, RequestError
 from headrace.options import (
     DEBUGGING,
     PANELS,
+    InvalidValueError,
     Option,
     check_value,
     from_json,
@@ -110,6 +111,9 @@ def _annotation(option: Option) -> Any:
     parser = parse_size if spec.size else _PARSERS.get(option.type)
     if is_declared(option.type):
         parser = _json_object(option)
+    choices = typing.get_args(option.type) if typing.get_origin(option.type) is Literal else ()
+    if choices:
+        parser = _choice(option)
     value_type = str if parser else option.type
     if typing.get_origin(value_type) is tuple:
         value_type = list[typing.get_args(value_type)[0]]  # type: ignore[misc]
@@ -121,13 +125,26 @@ def _annotation(option: Option) -> Any:
         "help": option.help + (" Repeatable." if repeats else "") + ("" if shown is None else f" Default: {shown}."),
         "rich_help_panel": option.panel,
         "show_default": False,
-        "metavar": spec.metavar or ("SIZE" if spec.size else None),
+        "metavar": spec.metavar or ("SIZE" if spec.size else "|".join(choices) or None),
     }
     if parser is not None:
         common["parser"] = _checked(parser)
     if spec.positional:
         return Annotated[value_type | None, typer.Argument(**common)]
     return Annotated[value_type | None, typer.Option(*flags, **common)]
+
+
+def _choice(option: Option) -> Callable[[str], Any]:
+    """One of the option's words."""
+
+    def parse(text: str) -> Any:
+        try:
+            option.check(text)
+        except InvalidValueError as error:
+            raise ValueError(error.message) from None
+        return text
+
+    return parse
 
 
 def _checked(parser: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.config import Policy
+from headrace.choices import Policy
 from headrace.core.sequence import Sequence, Status
 
 

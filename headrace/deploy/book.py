@@ -8,7 +8,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from headrace.config import RoutingPolicy
+from headrace.choices import RoutingPolicy
 from headrace.core.request import Request
 from headrace.core.routing import STRIDE, Capacity, Loads, PrefixIndex, make_policy, prefix_keys
 from headrace.core.routing.policies import RoutedRequest

@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from headrace.config import RoutingPolicy
+from headrace.choices import RoutingPolicy
 from headrace.deploy.book import ReplicaBook
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from headrace.attention.context import ForwardContext
-from headrace.config import DType
+from headrace.choices import DType
 from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
 from headrace.engine.core import EngineCore

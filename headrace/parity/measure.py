@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from headrace.config import DType, EngineArgs, ModelImpl
+from headrace.choices import DType, ModelImpl
+from headrace.config import EngineArgs
 from headrace.errors import ConfigError, RequestError
 from headrace.model_spec import ForeignSpec
 from headrace.models import implementation, registry

@@ -6,7 +6,7 @@ import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from headrace.config import DType
+from headrace.choices import DType
 from headrace.errors import ConfigError
 from headrace.models.fallback.megatron.model import MegatronModel
 from headrace.models.fallback.megatron.own import OwnForward

@@ -9,7 +9,8 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from headrace.config import DType, EngineArgs, EngineConfig
+from headrace.choices import DType
+from headrace.config import EngineArgs, EngineConfig
 from headrace.models.fallback.transformers.load import own_model
 from headrace.models.implementation import Implementation
 from headrace.models.interface import Model

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from headrace.config import MAX_NUM_SEQS, CacheConfig, Policy, RoutingPolicy, SchedulerConfig
+from headrace.choices import Policy, RoutingPolicy
+from headrace.config import MAX_NUM_SEQS, CacheConfig, SchedulerConfig
 from headrace.core.routing import Capacity
 from headrace.errors import ConfigError
 from headrace.host.user_files import read_input

@@ -13,7 +13,8 @@ from headrace.attention import selectors
 from headrace.attention.selectors import registry
 from headrace.attention.selectors.xattn import XAttentionConfig
 from headrace.attention.sparse import SparsePrefillAttention
-from headrace.config import EngineArgs, SelectorConfig, SparseConfig, SparsePrefill
+from headrace.choices import SparsePrefill
+from headrace.config import EngineArgs, SelectorConfig, SparseConfig
 from headrace.kernels.sparse_prefill import BlockMeans, PagedKV, PromptRows
 from headrace.model_spec import ElasticSpec
 

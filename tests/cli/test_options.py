@@ -247,3 +247,32 @@ def test_an_environment_that_makes_no_sense_is_told_of_in_a_line() -> None:
     done = subprocess.run([sys.executable, "-m", "headrace.cli", "--help"], env=environment, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr == "headrace: the environment's HEADRACE_MAX_STOP_SEQS_NUM must be a whole number, not 'lots'\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "hint"),
+    [
+        ("model_impl", "paddlefleet", "LLM.from_megatron"),
+        ("model_impl", "paddleformers", "write transformers"),
+        ("dtype", "bf16", "write bfloat16"),
+        ("kv_cache_dtype", "fp8", "write fp8_e4m3"),
+        ("quantization", "wint4", "write int4"),
+        ("load_format", "pt", "convert the checkpoint"),
+        ("dp_routing_policy", "cache_aware", "write prefix"),
+        ("grammar_backend", "xgrammar", "llguidance"),
+        ("dtype", "floot32", "did you mean float32?"),
+    ],
+)
+def test_words_of_other_engines_are_refused_with_ours(name: str, word: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=hint):
+        EngineArgs(**{name: word})
+    typed = typer.Typer()
+    typed.command()(command(thing=ENGINE_OPTIONS)(lambda thing: None))
+    result = CliRunner().invoke(typed, ["--" + name.replace("_", "-"), word])
+    assert result.exit_code == 2 and hint.split()[0] in result.output, result.output
+
+
+def test_no_hint_is_for_a_word_that_is_taken() -> None:
+    for group in GROUPS:
+        for option in group.options:
+            assert not set(option.spec.hints or ()) & set(typing.get_args(option.type)), option.name

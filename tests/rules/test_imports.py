@@ -12,6 +12,7 @@ PACKAGES: list[set[str]] = [
     {"errors"},
     {"host"},
     {"options"},
+    {"choices"},
     {"sampling_params", "outputs"},
     {"model_spec"},
     {"config"},

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from headrace.config import RoutingPolicy
+from headrace.choices import RoutingPolicy
 from headrace.core.routing.loads import Loads
 
 _DOWN = float("inf")

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from headrace.config import RoutingPolicy
+from headrace.choices import RoutingPolicy
 from headrace.core.request import Request
 from headrace.core.routing import STRIDE, CacheReport, Capacity, PrefixIndex, Router, prefix_keys
 from headrace.errors import EngineDeadError, QueueFullError, RequestError

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.config import RoutingPolicy
+from headrace.choices import RoutingPolicy
 from headrace.core.request import Request
 from headrace.core.routing import STRIDE, CacheReport, Capacity, Router, make_policy, prefix_keys
 from headrace.sampling_params import SamplingParams

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -47,6 +49,43 @@ class OffsetRMSNorm(RMSNorm):
 
     plain = False
     offset = True
+
+
+class ShardedRMSNorm(RMSNorm):
+    """``x / rms(x) * weight`` over channels that are dealt to tensor-parallel ranks, some of them to several ranks.
+
+    Args:
+        width: the rank's channels.
+        of: the channels of all ranks, each counted once.
+        ranks: their number.
+    """
+
+    plain = False
+
+    def __init__(
+        self, width: int, eps: float, *, of: int, ranks: int = 1, dtype: torch.dtype, device: str | torch.device
+    ) -> None:
+        super().__init__(width, eps, dtype=dtype, device=device)
+        self.copies = width * ranks // of
+        """Ranks that hold the same channels."""
+        self.of = of
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return norm_together((self,), (x,))[0]
+
+
+def norm_together(norms: Sequence[ShardedRMSNorm], xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Applies each norm to its ``[T, width]``, with one sum over ranks for all of them."""
+    group = norms[0].group
+    if group.size == 1:
+        return [rms_norm(x.contiguous(), norm.weight, norm.eps) for norm, x in zip(norms, xs, strict=True)]
+    wide = [x.float() for x in xs]
+    squares = [x.square().sum(1, keepdim=True) / norm.copies for norm, x in zip(norms, wide, strict=True)]
+    sums = group.all_reduce(torch.cat(squares, dim=1)).unbind(1)
+    return [
+        (x * torch.rsqrt(total[:, None] / norm.of + norm.eps) * norm.weight.float()).to(norm.weight.dtype)
+        for norm, x, total in zip(norms, wide, sums, strict=True)
+    ]
 
 
 class UnitRMSNorm(nn.Module):

@@ -102,7 +102,7 @@ class ModelSpec(ModelFacts):
     output_bias: bool = False
     """o_proj has a bias."""
     qk_norm: bool = False
-    """q and k are RMS-normed a head before they are rotated."""
+    """q and k are RMS-normed before they are rotated: a head, or as the family says."""
     logit_soft_cap: float | None = None
     """logits = logit_soft_cap * tanh(logits / logit_soft_cap), of the head."""
     shard: Shard | None = None

@@ -7,25 +7,50 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from headrace.errors import ConfigError
 from headrace.layers.linear import FusedLinear, Linear, RowParallelLinear
 from headrace.layers.mlp import GatedMLP
 from headrace.layers.moe import Experts, MoeMLP
+from headrace.layers.norm import ShardedRMSNorm
 from headrace.model_spec import DenseSpec, MoeSpec, Shard
 from headrace.models.decoder import Decoder
 from headrace.parallel.shards import Cut, attention_cuts, dense_cuts
 from headrace.weights.names import NameTable, ParameterCut
 
 
-def shard_table(table: NameTable, whole: Decoder, shard: Shard, mlps: Sequence[DenseSpec | MoeSpec]) -> NameTable:
+def shard_table(table: NameTable, whole: Decoder, part: Decoder, shard: Shard) -> NameTable:
     """The checkpoint names of a rank's parameters.
 
     Args:
         table: of the whole model.
-        whole: the whole model, on the meta device.
-        mlps: the rank's own.
+        whole, part: the whole model and the rank's, on the meta device.
+
+    Raises:
+        ConfigError: as ``checked_cuts``.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
-    return table.sharded(parameter_cuts(whole, shard, mlps), shapes)
+    return table.sharded(checked_cuts(whole, part, shard), shapes)
+
+
+def checked_cuts(whole: Decoder, part: Decoder, shard: Shard) -> dict[str, ParameterCut]:
+    """``parameter_cuts`` that give what the rank's modules hold.
+
+    Raises:
+        ConfigError: a parameter of the rank is a part of the whole one that no cut gives; names it.
+    """
+    cuts = parameter_cuts(whole, shard, part.spec.mlps)
+    wholes = dict(whole.named_parameters())
+    for name, parameter in part.named_parameters():
+        shape, cut = list(wholes[name].shape), cuts.get(name)
+        if cut is not None:
+            shape[cut.axis] = sum(stop - start for start, stop in cut.ranges) + cut.padding
+        if shape != list(parameter.shape):
+            raise ConfigError(
+                f"{name} cannot be split over {shard.size} ranks: a rank has {list(parameter.shape)} of it, and "
+                + (f"no cut of {list(wholes[name].shape)} is known" if cut is None else f"the cut gives {shape}"),
+                "tensor_parallel_size",
+            )
+    return cuts
 
 
 def parameter_cuts(whole: Decoder, shard: Shard, mlps: Sequence[DenseSpec | MoeSpec]) -> dict[str, ParameterCut]:
@@ -40,6 +65,8 @@ def parameter_cuts(whole: Decoder, shard: Shard, mlps: Sequence[DenseSpec | MoeS
                 cuts |= _outputs(f"{here}.self_attn.{name}", module, [matrices[part[: -len("_proj")]] for part in module.parts])
             elif name == "o_proj" and isinstance(module, Linear):
                 cuts |= _inputs(f"{here}.self_attn.{name}", module, matrices["o"], shard)
+            elif isinstance(module, ShardedRMSNorm):
+                cuts |= _outputs(f"{here}.self_attn.{name}", module, [matrices[name.removesuffix("_norm")]])
             elif name in ("q_proj", "q_b_proj", "kv_b_proj"):
                 matrix = matrices["kv_b" if name == "kv_b_proj" else "q"]
                 cuts |= _outputs(f"{here}.self_attn.{name}", module, [matrix])
@@ -108,4 +135,6 @@ def num_sums(model: Decoder) -> int:
         if isinstance(module, RowParallelLinear | Experts) and not path.endswith(".vision_experts")
     ]
     with_experts = [module for module in model.modules() if isinstance(module, MoeMLP) and module.shared_experts is not None]
-    return len(parallel) - len(with_experts) + (model.embed_tokens.start is not None)
+    # Norms of q and k share one.
+    normed = {path.rpartition(".")[0] for path, module in model.named_modules() if isinstance(module, ShardedRMSNorm)}
+    return len(parallel) - len(with_experts) + len(normed) + (model.embed_tokens.start is not None)

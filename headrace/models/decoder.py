@@ -8,13 +8,12 @@ names of Hugging Face's checkpoints, except for fused ones.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 
 from headrace.attention.context import ForwardContext
 from headrace.attention.layer import Attention
+from headrace.attention.sparse_rows import SparseRows
 from headrace.errors import ConfigError
 from headrace.layers.embedding import Embedding
 from headrace.layers.linear import FusedLinear, Linear, RowParallelLinear
@@ -24,11 +23,8 @@ from headrace.layers.norm import RMSNorm, UnitRMSNorm
 from headrace.layers.rotary import RotaryTable
 from headrace.model_spec import AttentionSpec, ModelSpec, MoeSpec, RopeSpec
 from headrace.model_spec.projection import input_matrices
-from headrace.models.interface import HiddenStates, ModelInputs
+from headrace.models.interface import HiddenStates, LayersCall, ModelInputs
 from headrace.parallel.group import ALONE, Group, gather_columns
-
-if TYPE_CHECKING:
-    from headrace.models.fused import FusedLayers
 
 
 class DecoderAttention(nn.Module):
@@ -64,12 +60,18 @@ class DecoderAttention(nn.Module):
             out = backend.run(q, cache, sinks)
         """
         qkv, gate = self.qkv_proj(x), None
+        if ctx.step.sparse is not None:
+            self.see_sparse(qkv, ctx.step.sparse)
         if self.spec.output_gate:
             qkv, gate = qkv.split((qkv.shape[1] - self.spec.out_size, self.spec.out_size), dim=1)
         out = self.attention.forward_qkv(qkv, ctx, cos_sin, self.q_norm, self.k_norm, self.v_norm, self.v_factor)
         if gate is not None:
             out = out * torch.sigmoid(gate)
         return self.o_proj(out)  # type: ignore[no-any-return]
+
+    def see_sparse(self, qkv: torch.Tensor, sparse: SparseRows) -> None:
+        """Sees the projections of a step with sparse rows. A layer that decides how its heads attend does so here."""
+        return None
 
 
 class DecoderLayer(nn.Module):
@@ -144,7 +146,7 @@ class Decoder(nn.Module):
         self.lm_head.out_dtype = torch.float32
         if spec.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        self.fused: FusedLayers | None = None
+        self.fused: LayersCall | None = None
         """Runs all layers in one call with the same result, in the steps that it supports."""
         self.rotary = RopeAngles(spec, device)
 

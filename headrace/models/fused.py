@@ -29,7 +29,6 @@ from headrace.layers.mlp import GatedMLP
 from headrace.layers.norm import RMSNorm
 from headrace.model_spec import AttentionSpec
 from headrace.models.decoder import Decoder, DecoderAttention, DecoderLayer
-from headrace.models.families.paw import PawAttention, PawLayer
 from headrace.quant.native import NativeMethod
 
 _GEOMETRY = frozenset(
@@ -145,13 +144,14 @@ def refusals(decoder: Decoder) -> list[str]:
 
 
 def _objections(layer: torch.nn.Module, dtype: torch.dtype) -> list[str]:
-    if not isinstance(layer, DecoderLayer) or type(layer) not in (DecoderLayer, PawLayer):
+    if not isinstance(layer, DecoderLayer) or not _inherits(layer, DecoderLayer, "forward", "run_mlp"):
         return ["it is not a plain decoder layer"]
     attention, mlp, reasons = layer.self_attn, layer.mlp, []
-    # A router works in steps with sparse rows alone, which the call does not take.
-    known = type(attention) in (DecoderAttention, PawAttention)
-    if not isinstance(attention, DecoderAttention) or not known or type(attention.attention) is not Attention:
+    plain = _inherits(attention, DecoderAttention, "forward")
+    if not isinstance(attention, DecoderAttention) or not plain or type(attention.attention) is not Attention:
         return ["its attention has projections of its own kind"]
+    if attention.v_norm is not None or attention.v_factor != 1:
+        reasons.append("its attention changes values")
     reasons += [f"its attention has {name}" for name in _beyond(attention.spec)]
     if type(mlp) is not GatedMLP or mlp.act_mul is not silu_mul:
         reasons.append("its MLP is not gated by SiLU")
@@ -165,6 +165,11 @@ def _objections(layer: torch.nn.Module, dtype: torch.dtype) -> list[str]:
     if any(norm is not None and (type(norm) is not RMSNorm or norm.weight.dtype != dtype) for norm in norms):
         reasons.append("its norms are not plain ones")
     return reasons
+
+
+def _inherits(module: object, base: type, *methods: str) -> bool:
+    """Whether the module runs these methods as the base class defines them."""
+    return all(getattr(type(module), name, None) is getattr(base, name) for name in methods)
 
 
 def _beyond(spec: AttentionSpec) -> list[str]:

@@ -10,7 +10,7 @@ from headrace.errors import ConfigError, ContradictionError
 from headrace.model_spec import AnySpec, ModelSpec
 from headrace.models import registry
 from headrace.models.capture import one_line
-from headrace.models.cuts import num_sums
+from headrace.models.cuts import checked_cuts, num_sums
 from headrace.models.fused import fuse
 from headrace.models.interface import Model
 from headrace.parallel.group import ALONE, Group
@@ -53,7 +53,10 @@ def choose(args: EngineArgs, files: ModelFiles, group: Group = ALONE) -> Impleme
     if sizes.tensor == 1 or not isinstance(chosen, _Native):
         return chosen
     spec = shard_model(chosen.spec, group.rank, sizes)
-    sums = num_sums(registry.build(spec, "float32", "meta"))
+    part = registry.build(spec, "float32", "meta")
+    if spec.shard is not None:
+        checked_cuts(registry.build(spec.whole, "float32", "meta"), part, spec.shard)
+    sums = num_sums(part)
     exchanged = Decision("sums over ranks", f"{sums} a step", f"of {spec.hidden_size:,} numbers for each token")
     return _Native(spec, (*chosen.decisions, *(Decision(*line) for line in describe(spec)), exchanged), group)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -50,6 +50,28 @@ class HiddenStates:
     @property
     def nbytes(self) -> int:
         return self.x.nbytes + (0 if self.residual is None else self.residual.nbytes)
+
+
+class LayersCall(Protocol):
+    """Runs all layers of a decoder in one call, with the same result."""
+
+    def takes(self, ctx: ForwardContext) -> bool:
+        """Returns whether the call supports the step, its caches and its backends."""
+        ...
+
+    def __call__(
+        self, stream: torch.Tensor, angles: Sequence[torch.Tensor | None], ctx: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All layers of one step, whose context it ``takes``.
+
+        Args:
+            stream: ``[T, hidden]``, the input of the first layer; it is overwritten.
+            angles: of each layer, ``[T, rotary_dim]``: contiguous cosines and sines.
+
+        Returns:
+            ``[T, hidden]`` twice: what the last layer adds to the residual stream, and the stream before it.
+        """
+        ...
 
 
 class Model(Protocol):

@@ -23,6 +23,7 @@ from headrace.models.families import (
     llama,
     mimo_v2_flash,
     mistral,
+    olmo2,
     paw,
     qwen2,
     qwen3,
@@ -54,6 +55,7 @@ _FAMILIES: tuple[Family, ...] = (
     ernie4_5_vl.FAMILY,
     deepseek_v2.FAMILY,
     deepseek_v3.FAMILY,
+    olmo2.FAMILY,
     *paw.FAMILIES,
 )
 _BY_ARCHITECTURE = {architecture: family for family in _FAMILIES for architecture in family.architectures}
@@ -124,4 +126,4 @@ def name_table(spec: ModelSpec) -> NameTable:
     table = _BY_ARCHITECTURE[spec.architecture].names(whole)
     if spec.vision is not None:
         table = vision.with_vision_names(table)
-    return table if spec.shard is None else shard_table(table, whole, spec.shard, spec.mlps)
+    return table if spec.shard is None else shard_table(table, whole, build(spec, "float32", "meta"), spec.shard)

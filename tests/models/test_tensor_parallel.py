@@ -12,9 +12,11 @@ from weights.export import export
 
 from headrace.attention.context import TokenKinds
 from headrace.errors import ConfigError
+from headrace.layers.linear import Linear
 from headrace.model_spec import CLAMPED_SWIGLU, AttentionSpec, DenseSpec, ModelSpec, MoeSpec, RopeSpec
 from headrace.models import registry
-from headrace.models.decoder import Decoder
+from headrace.models.cuts import checked_cuts, num_sums
+from headrace.models.decoder import Decoder, DecoderAttention, DecoderLayer
 from headrace.parallel.layout import ParallelSizes, describe, shard_model, workable_sizes
 from models.families.cases import CASES, pair, prompt
 from models.families.test_families import close
@@ -172,3 +174,42 @@ def test_what_a_rank_holds_is_described() -> None:
     assert ("3 of 12", "1 of 2 KV heads, each on 2 ranks") in heads
     assert ("3 of 12", "1 of 4 KV heads, each on one rank") in heads
     assert describe(whole.spec) == []
+
+
+def test_a_norm_over_all_heads_has_its_cut_and_its_sum() -> None:
+    """Channels of a KV head that is on two ranks count once."""
+    for name, copies in (("olmo2", 1), ("olmo2-biases", 2)):
+        _, whole = pair(name)
+        spec = parts(whole.spec, 2)[1]
+        model = registry.build(spec, "float32", "meta")
+        norms = model.layers[0].self_attn
+        widths = whole.spec.layers[0].q_size, whole.spec.layers[0].k_size
+        assert (norms.q_norm.of, norms.k_norm.of) == widths and (norms.q_norm.copies, norms.k_norm.copies) == (1, copies)
+        assert num_sums(model) == 3 * 3 + spec.shard.cut_embedding  # type: ignore[union-attr]
+
+
+class Uncut(DecoderAttention):
+    """Has a projection that ranks split, of which no table says how."""
+
+    def __init__(self, model: ModelSpec, spec: AttentionSpec, dtype: torch.dtype, device: str | torch.device) -> None:
+        super().__init__(model, spec, dtype, device)
+        self.head_gate = Linear(model.hidden_size, spec.num_heads, dtype=dtype, device=device)
+
+
+def test_a_projection_without_a_cut_is_refused_by_name() -> None:
+    class Layer(DecoderLayer):
+        attention_class = Uncut
+
+    class Family(Decoder):
+        layer_class = Layer
+
+    spec = model_spec([attention(0)])
+    (rank, *_) = parts(spec, 2)
+    assert rank.shard is not None
+    whole, part = (Family(one, torch.float32, "meta") for one in (spec, rank))
+    with pytest.raises(
+        ConfigError,
+        match=r"layers\.0\.self_attn\.head_gate\.weight cannot be split over 2 ranks: .*no cut of \[12, 24\]",
+    ) as caught:
+        checked_cuts(whole, part, rank.shard)
+    assert caught.value.param == "tensor_parallel_size"

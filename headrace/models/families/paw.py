@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from headrace.attention.context import ForwardContext
 from headrace.attention.sparse_rows import RoutedRows, SparseRows
 from headrace.errors import ConfigError
 from headrace.kernels.head_routing import RouterWeights, pool_keys, route
@@ -82,12 +81,10 @@ class PawAttention(DecoderAttention):
         super().__init__(model, spec, dtype, device)
         self.mask_allocator = HeadRouter(spec.head_dim, device)
 
-    def forward(self, x: torch.Tensor, cos_sin: torch.Tensor | None, ctx: ForwardContext) -> torch.Tensor:
-        """``[T, hidden] -> [T, hidden]``, and the router's answers for prompts that are in the step as a whole."""
-        qkv, sparse = self.qkv_proj(x), ctx.step.sparse
-        if sparse is not None and sparse.routed is not None:
+    def see_sparse(self, qkv: torch.Tensor, sparse: SparseRows) -> None:
+        """Keeps the router's answers for prompts that are in the step as a whole."""
+        if sparse.routed is not None:
             self._classify(qkv, sparse, sparse.routed)
-        return self.o_proj(self.attention.forward_qkv(qkv, ctx, cos_sin, self.q_norm, self.k_norm))  # type: ignore[no-any-return]
 
     def _classify(self, qkv: torch.Tensor, sparse: SparseRows, routed: RoutedRows) -> None:
         """Pools the keys of each prompt's ends, normed and not rotated, and keeps the router's answers."""

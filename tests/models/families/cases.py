@@ -21,6 +21,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLConfig,
@@ -113,6 +115,8 @@ CASES: dict[str, tuple[type[PreTrainedModel], Callable[..., PretrainedConfig], d
     "llama-yarn": (LlamaForCausalLM, LlamaConfig, rope("yarn", factor=4.0, original_max_position_embeddings=16)),
     "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": None}),
     "mistral-window": (MistralForCausalLM, MistralConfig, {"sliding_window": 9}),
+    "olmo2": (Olmo2ForCausalLM, Olmo2Config, {}),
+    "olmo2-biases": (Olmo2ForCausalLM, Olmo2Config, {"attention_bias": True, "num_key_value_heads": 1}),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
     "qwen2-windows": (
         Qwen2ForCausalLM,

@@ -33,7 +33,7 @@ class Delta(msgspec.Struct):
     content: str | None = None
 
 
-class Choice(msgspec.Struct):
+class StreamedChoice(msgspec.Struct):
     index: int = 0
     delta: Delta | None = None
     finish_reason: str | None = None
@@ -44,15 +44,15 @@ class Usage(msgspec.Struct):
     completion_tokens: int = 0
 
 
-class Event(msgspec.Struct):
+class StreamedEvent(msgspec.Struct):
     """A server-sent event of a streamed chat completion."""
 
-    choices: list[Choice] = []
+    choices: list[StreamedChoice] = []
     usage: Usage | None = None
     error: Any = None
 
 
-_decode_event = msgspec.json.Decoder(Event).decode
+_decode_event = msgspec.json.Decoder(StreamedEvent).decode
 
 
 def base_url(url: str) -> str:
@@ -100,7 +100,7 @@ async def first_model(client: httpx.AsyncClient, base: str) -> str:
     return models[0].id
 
 
-async def chat_events(client: httpx.AsyncClient, base: str, body: dict[str, Any]) -> AsyncGenerator[list[Event]]:
+async def chat_events(client: httpx.AsyncClient, base: str, body: dict[str, Any]) -> AsyncGenerator[list[StreamedEvent]]:
     """The events of a streamed chat completion, to its end: a list for each read that completes some.
 
     Raises:
@@ -135,11 +135,11 @@ class _EventParser:
         self.finished = False
         """A choice has finished, or the stream has said that it is done."""
 
-    def feed(self, data: bytes) -> Iterator[list[Event]]:
+    def feed(self, data: bytes) -> Iterator[list[StreamedEvent]]:
         """The events that end in the data, as one list; none if there are none. Raises EngineError after those before it."""
         lines = (self._rest + data).splitlines(keepends=True)
         self._rest = lines.pop() if lines and not lines[-1].endswith((b"\n", b"\r")) else b""
-        events: list[Event] = []
+        events: list[StreamedEvent] = []
         try:
             for line in lines:
                 # What follows the end is read and ignored, so that the connection can be used again.
@@ -151,7 +151,7 @@ class _EventParser:
             if events:
                 yield events
 
-    def _add(self, text: bytes, events: list[Event]) -> None:
+    def _add(self, text: bytes, events: list[StreamedEvent]) -> None:
         if text == b"[DONE]":
             self._done = self.finished = True
             return

@@ -24,7 +24,7 @@ MAX_BYTES = 2**33
 
 
 @dataclasses.dataclass(frozen=True)
-class Features:
+class PictureFeatures:
     """The size of a picture's features in a model."""
 
     rows: int
@@ -54,7 +54,7 @@ class Pictures:
     height: int
     encoded: bool = False
     """Random features stand for the pictures."""
-    features: Features | None = None
+    features: PictureFeatures | None = None
     """What stands for an encoded picture in the model; None: not known yet."""
 
     def media(self, seed: int) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class Pictures:
         return {"image_embeds": self.features.tensors(rng)}
 
 
-def features_of(args: EngineArgs, pictures: Pictures, option: str) -> Features:
+def features_of(args: EngineArgs, pictures: Pictures, option: str) -> PictureFeatures:
     """What stands for a picture of this size in the model of ``args``; reads no weights.
 
     Raises:
@@ -90,7 +90,7 @@ def features_of(args: EngineArgs, pictures: Pictures, option: str) -> Features:
         raise ConfigError(f"the model sees {len(processed)} crops of a picture, which have no features of one", option)
     (one,) = processed
     hidden = files.config.get_text_config().hidden_size
-    return Features(one.expansion.num_rows, hidden, one.grid, spec.dtype, spec.vision.deepstack_layers)
+    return PictureFeatures(one.expansion.num_rows, hidden, one.grid, spec.dtype, spec.vision.deepstack_layers)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import msgspec
 
 from headrace.choices import RoutingPolicy
 from headrace.core.request import Request
-from headrace.core.routing import STRIDE, Capacity, Loads, PrefixIndex, make_policy, prefix_keys
+from headrace.core.routing import STRIDE, Capacity, Loads, RoutedPrefixes, make_policy, prefix_keys
 from headrace.core.routing.policies import RoutedRequest
 from headrace.deploy.call import HttpCall
 from headrace.sampling_params import MAX_SAMPLES, SamplingParams
@@ -41,7 +41,7 @@ class ReplicaBook(Generic[Name]):
     def __init__(self, policy: RoutingPolicy, max_replicas: int) -> None:
         """Replicas beyond ``max_replicas`` get nothing."""
         self._policy = make_policy(policy, max_replicas)
-        self._loads, self._index = Loads(max_replicas), PrefixIndex(max_replicas)
+        self._loads, self._index = Loads(max_replicas), RoutedPrefixes(max_replicas)
         self._slots: dict[Name, int] = {}
         self._names: dict[int, Name] = {}
         self._sent: dict[str, _Sent] = {}

@@ -1,15 +1,19 @@
-"""Linear: the matrix product of every layer. Its method holds the weights in a number format."""
+"""Linear: the matrix product of every layer. Its LinearMethod holds the weights in a number format; converting a layer swaps
+the method."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from headrace.errors import ConfigError
+from headrace.kernels.linear import linear
 from headrace.layers.embedding import Embedding
-from headrace.layers.method import LinearMethod, UnquantizedMethod
+from headrace.layers.stored import StoredMatrix
 from headrace.parallel.group import Group
 
 
@@ -45,6 +49,81 @@ class Linear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}{', bias' if self.bias is not None else ''}, {self.method.format}"
+
+
+class LinearMethod(ABC):
+    """The weights of one ``Linear``: a matrix, several fused ones, or the output head.
+
+    The tensors are registered on the layer, so that the model's parameters and buffers are all of its memory. A layer of a
+    tensor-parallel rank has the rank's own ``in_features`` and ``out_features`` and loads matrices that were ``cut`` for it.
+    """
+
+    format: str
+    """The number format, for reports."""
+    devices: ClassVar[frozenset[str]]
+    batch_invariant: ClassVar[bool] = False
+    """Honours ``layer.invariant``."""
+    multiples: ClassVar[tuple[int, int]] = 1, 1
+    """What outputs and inputs must be multiples of."""
+
+    @classmethod
+    def supports(cls, in_features: int, out_features: int, device: str) -> list[str]:
+        """Returns why the method does not support a matrix of this shape on this type of device; empty: it does."""
+        reasons = [] if device in cls.devices else [f"it runs on {' and '.join(sorted(cls.devices))}, not on {device}"]
+        for size, what, multiple in zip((out_features, in_features), ("outputs", "inputs"), cls.multiples, strict=True):
+            if size % multiple:
+                reasons.append(f"{size} {what} are not a multiple of {multiple}")
+        return reasons
+
+    @abstractmethod
+    def allocate(self, layer: Linear, dtype: torch.dtype, device: str | torch.device) -> None:
+        """Registers on the layer what holds its weights, in place of what held them before. ``dtype``: of the activations."""
+
+    @abstractmethod
+    def load(self, layer: Linear, parts: Sequence[StoredMatrix]) -> float:
+        """Fills what ``allocate`` registered.
+
+        Args:
+            parts: the matrices of the layer, one below the other: together ``[out_features, in_features]``.
+
+        Returns:
+            How far rounding took the weights from the stored ones: root mean square of the difference over that of the exact
+            weights, of sampled rows. 0 where the method says nothing of it.
+        """
+
+    @abstractmethod
+    def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        """``[..., in_features] -> [..., out_features]``, with the layer's bias, in ``layer.out_dtype`` or x's dtype."""
+
+    @abstractmethod
+    def dequantize(self, layer: Linear) -> torch.Tensor:
+        """Returns the weights that ``apply`` multiplies by, ``[out_features, in_features]`` float32."""
+
+
+class UnquantizedMethod(LinearMethod):
+    """A float parameter ``weight``. Quantised checkpoints are dequantised on loading."""
+
+    format = "floats"
+    devices = frozenset({"cpu", "cuda", "meta"})
+    batch_invariant = True
+
+    def allocate(self, layer: Linear, dtype: torch.dtype, device: str | torch.device) -> None:
+        weight = torch.empty(layer.out_features, layer.in_features, dtype=dtype, device=device)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+
+    def load(self, layer: Linear, parts: Sequence[StoredMatrix]) -> float:
+        start = 0
+        for part in parts:
+            rows = part.read()
+            layer.weight.data[start : start + len(rows)].copy_(rows)
+            start += len(rows)
+        return 0.0
+
+    def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, layer.weight, layer.bias, layer.out_dtype, invariant=layer.invariant)
+
+    def dequantize(self, layer: Linear) -> torch.Tensor:
+        return layer.weight.detach().float()
 
 
 class FusedLinear(Linear):

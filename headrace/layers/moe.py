@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from headrace.kernels.moe import held_experts, route, router_logits
-from headrace.layers.method import ExpertsMethod
+from headrace.kernels.moe import held_experts, moe_mlp, route, router_logits
 from headrace.layers.mlp import GatedMLP
+from headrace.layers.stored import StoredMatrix
 from headrace.model_spec import MoeSpec
 
 
@@ -15,7 +15,7 @@ def _empty(*shape: int, dtype: torch.dtype, device: str | torch.device) -> nn.Pa
     return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
 
 
-class Router(nn.Module):
+class ExpertRouter(nn.Module):
     """Chooses a token's experts. Its parameters are float32 in any model, and so is what is computed with them."""
 
     def __init__(self, hidden_size: int, spec: MoeSpec, *, device: str | torch.device) -> None:
@@ -72,12 +72,50 @@ class Experts(nn.Module):
         return self.method.apply(self, x, experts, weights, plus)
 
 
+class ExpertsMethod:
+    """The matrices of one ``Experts``, as float parameters ``gate_up_proj`` and ``down_proj``. Number formats override it."""
+
+    format = "floats"
+    devices = frozenset({"cpu", "cuda", "meta"})
+
+    @classmethod
+    def supports(cls, hidden_size: int, spec: MoeSpec, device: str) -> list[str]:
+        """Returns why the method does not support these experts on this type of device; empty: it does."""
+        return [] if device in cls.devices else [f"it runs on {' and '.join(sorted(cls.devices))}, not on {device}"]
+
+    def allocate(self, layer: Experts, dtype: torch.dtype, device: str | torch.device) -> None:
+        for name, shape in layer.shapes.items():
+            setattr(layer, name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False))
+
+    def load(self, layer: Experts, matrix: str, stored: StoredMatrix, expert: int | None = None, start: int = 0) -> None:
+        """Fills rows of ``matrix`` from ``start`` on.
+
+        Args:
+            expert: its index; None: ``stored`` is stacked, ``[num_experts, N, K]``.
+        """
+        whole, rows = layer.get_parameter(matrix).data, stored.read()
+        whole = whole if expert is None else whole[expert]
+        whole.narrow(-2, start, rows.shape[-2]).copy_(rows)
+
+    def apply(
+        self, layer: Experts, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, plus: torch.Tensor | None
+    ) -> torch.Tensor:
+        """``[T, hidden] -> [T, hidden]``; ``experts`` and ``weights`` ``[T, top_k]``. ``plus`` of x's shape is added."""
+        matrices = layer.gate_up_proj, layer.down_proj
+        biases = layer.gate_up_proj_bias, layer.down_proj_bias
+        return moe_mlp(x, experts, weights, *matrices, layer.spec, *biases, plus=plus, invariant=layer.invariant)
+
+    def dequantize(self, layer: Experts, matrix: str) -> torch.Tensor:
+        """Returns what ``apply`` multiplies by, ``[num_experts, N, K]`` float32."""
+        return layer.get_parameter(matrix).detach().float()
+
+
 class MoeMLP(nn.Module):
     """A router, its experts, and the shared experts that see every token."""
 
     def __init__(self, hidden_size: int, spec: MoeSpec, *, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__()
-        self.gate = Router(hidden_size, spec, device=device)
+        self.gate = ExpertRouter(hidden_size, spec, device=device)
         self.experts = Experts(hidden_size, spec, dtype=dtype, device=device)
         self.shared_experts: GatedMLP | None = None
         if spec.shared is not None:

@@ -17,7 +17,7 @@ from headrace.errors import ConfigError, RequestError
 from headrace.multimodal.items import Features, Pixels, misfit, refused
 from headrace.multimodal.qwen_vl import QwenRules
 from headrace.multimodal.rules import Expansion, Grid
-from headrace.multimodal.sampling import Sampled, Sampling
+from headrace.multimodal.sampling import SampledFrames, Sampling
 
 _FRAMES = 2
 """Of a video, that make a row of tokens. transformers' module knows no other number."""
@@ -73,12 +73,12 @@ class ErnieRules(QwenRules):
         _, tall, wide = super()._merged(grid)
         return -(-grid[0] // _FRAMES), tall, wide
 
-    def _video_frames(self, sampled: Sampled, options: Mapping[str, Any], where: str) -> Pixels:
+    def _video_frames(self, sampled: SampledFrames, options: Mapping[str, Any], where: str) -> Pixels:
         frames = sampled.frames if self._font is None else self._timed(sampled, self._font, where)
         frames = np.concatenate([frames, *[frames[-1:]] * (-len(frames) % _FRAMES)])
         return super()._video_frames(dataclasses.replace(sampled, frames=frames), options, where)
 
-    def _timed(self, sampled: Sampled, font: Path, where: str) -> Pixels:
+    def _timed(self, sampled: SampledFrames, font: Path, where: str) -> Pixels:
         """The frames with the time of each in their upper left corner."""
         from PIL import Image, ImageDraw, ImageFont
 

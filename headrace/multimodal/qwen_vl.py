@@ -14,7 +14,7 @@ from headrace.errors import ConfigError
 from headrace.multimodal.backend import ImageProcessor, video_fields
 from headrace.multimodal.items import Features, Picture, Pixels, Video, misfit, refused, view_data, wrong
 from headrace.multimodal.rules import Expansion, Grid, MediaRules, Processed
-from headrace.multimodal.sampling import Sampled, Sampling
+from headrace.multimodal.sampling import SampledFrames, Sampling
 
 _MOST_RATIO = 200
 OPENAI_CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
@@ -125,7 +125,7 @@ class QwenRules(MediaRules):
 
     # Videos
 
-    def _video_frames(self, sampled: Sampled, options: Mapping[str, Any], where: str) -> Pixels:
+    def _video_frames(self, sampled: SampledFrames, options: Mapping[str, Any], where: str) -> Pixels:
         """The frames of a video, resized as by transformers' video processor."""
         size = {**self.video_size, **(self._video.get("size") or {})}
         size = self._pixel_limits(size, {**self._video_limits, **options})
@@ -145,7 +145,7 @@ class QwenRules(MediaRules):
         most = max(min(size["longest_edge"], budget * self._temporal // frames), int(size["shortest_edge"] * 1.05))
         return {**size, "longest_edge": most}
 
-    def _times(self, sampled: Sampled) -> list[float]:
+    def _times(self, sampled: SampledFrames) -> list[float]:
         """Seconds of each temporal patch: the mean of its first and last frame."""
         indices = list(sampled.indices)
         indices += [indices[-1]] * (-len(indices) % self._temporal)

@@ -17,7 +17,7 @@ USUAL_FPS = 24.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampled:
+class SampledFrames:
     """The frames that a model sees."""
 
     frames: Pixels
@@ -58,7 +58,7 @@ class Sampling:
     together: bool = False
     """``fps`` and ``num_frames`` may be given together."""
 
-    def __call__(self, video: Video, options: Mapping[str, Any], where: str) -> Sampled:
+    def __call__(self, video: Video, options: Mapping[str, Any], where: str) -> SampledFrames:
         """Samples a video. ``options``: ``fps``, ``num_frames`` and ``do_sample_frames`` of the request."""
         metadata, given = video.metadata, len(video.frames)
         fps = float(metadata.get("fps") or USUAL_FPS)
@@ -72,7 +72,7 @@ class Sampling:
         if options.get("do_sample_frames", usual):
             seconds = given / (given / total * fps)
             chosen = self._chosen(given, seconds, options)
-        return Sampled(video.frames[chosen], indices[chosen], fps, total)
+        return SampledFrames(video.frames[chosen], indices[chosen], fps, total)
 
     def _chosen(self, given: int, seconds: float, options: Mapping[str, Any]) -> npt.NDArray[np.int64]:
         count = options.get("num_frames", None if "fps" in options else self.num_frames)

@@ -23,7 +23,7 @@ class Agreement(Protocol):
         ...
 
 
-class Alone(Agreement):
+class OneProcess(Agreement):
     """One process."""
 
     size = 1

@@ -16,7 +16,7 @@ from headrace.engine.executor import LocalExecutor
 from headrace.engine.outputs import OutputProcessor
 from headrace.model_spec import ModelFacts
 from headrace.models.interface import Model, ModelInputs
-from headrace.parallel.agreement import Alone
+from headrace.parallel.agreement import OneProcess
 from headrace.parity.layers import RecordedLayers
 from headrace.parity.prompts import CONTINUED
 from headrace.parity.reference import PADDING_BIAS, Forward, Loadable
@@ -53,7 +53,7 @@ def open_engine(loadable: Loadable, padding: frozenset[int], dtype: DType) -> It
     model = _RecordedModel(built)
     runner = ModelRunner(model, config, None)
     scheduler = Scheduler(config.scheduler, config.cache)
-    core = EngineCore(scheduler, LocalExecutor(model, runner, Alone()), OutputProcessor(None))
+    core = EngineCore(scheduler, LocalExecutor(model, runner, OneProcess()), OutputProcessor(None))
     bias = dict.fromkeys(padding, PADDING_BIAS)
     sampling = SamplingParams(temperature=0.0, max_tokens=CONTINUED, ignore_eos=True, logit_bias=bias)
     ends: list[str] = []

@@ -15,7 +15,7 @@ import msgspec
 
 from headrace.config import EngineArgs
 from headrace.core.request import Request
-from headrace.core.routing import Capacity, Decision, Router, RouterStats, make_policy
+from headrace.core.routing import Capacity, Router, RouterStats, RoutingDecision, make_policy
 from headrace.engine.endings import aborted
 from headrace.engine.info import EngineInfo, Progress
 from headrace.errors import EngineDeadError, EngineError, QueueFullError, RequestError
@@ -216,7 +216,7 @@ class ReplicaSet:
             for replica in self._replicas
         ]
 
-    def decisions(self) -> list[Decision]:
+    def decisions(self) -> list[RoutingDecision]:
         """The latest decisions of the router."""
         return list(self._router.decisions)
 

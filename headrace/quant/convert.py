@@ -10,13 +10,13 @@ import torch
 from headrace.errors import ConfigError
 from headrace.kernels.native import NativeKernels
 from headrace.layers.linear import Linear
+from headrace.layers.stored import StoredMatrix
 from headrace.quant.groups import GroupCodes
 from headrace.quant.hybrid import HybridMethod
 from headrace.quant.int4 import Int4Method
 from headrace.quant.int8 import Int8Method
 from headrace.quant.native import NativeMethod
 from headrace.quant.packed import PackedMethod
-from headrace.quant.stored import StoredMatrix
 
 BITS = {"int4": 4, "int8": 8}
 INT4_ROWS = 16

@@ -8,8 +8,8 @@ import torch
 from torch.nn.functional import linear
 
 from headrace.layers.linear import Linear
+from headrace.layers.stored import StoredMatrix
 from headrace.quant.packed import PackedMethod
-from headrace.quant.stored import StoredMatrix
 
 
 class HybridMethod(PackedMethod):

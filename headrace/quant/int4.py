@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from headrace.layers.linear import Linear
+from headrace.layers.stored import StoredMatrix
 from headrace.quant.groups import GROUP, GroupCodes
 from headrace.quant.packed import PackedMethod, finish, group_codes, rounding_error
-from headrace.quant.stored import StoredMatrix
 
 ANCHOR = 8
 """The kernel stores a group's value at this code instead of its minimum."""

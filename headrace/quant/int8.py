@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from headrace.layers.linear import Linear
+from headrace.layers.stored import StoredMatrix
 from headrace.quant.packed import PackedMethod, finish, rounding_error
-from headrace.quant.stored import StoredMatrix
 
 
 class Int8Method(PackedMethod):

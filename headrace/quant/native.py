@@ -10,9 +10,9 @@ from torch import nn
 
 from headrace.kernels.native.library import DTYPES, NativeKernels
 from headrace.layers.linear import Linear
+from headrace.layers.stored import StoredMatrix
 from headrace.quant.groups import GROUP, GroupCodes
 from headrace.quant.packed import PackedMethod, group_codes, rounding_error
-from headrace.quant.stored import StoredMatrix
 
 _LANES = 16
 """Outputs that lie together."""

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from headrace.layers.linear import Linear
-from headrace.layers.method import LinearMethod
+from headrace.layers.linear import Linear, LinearMethod
+from headrace.layers.stored import StoredMatrix
 from headrace.quant.groups import GroupCodes, concatenate, relative_error, round_to_groups
-from headrace.quant.stored import StoredMatrix
 
 _SAMPLED_ROWS = 256
 """Rows that an error is computed over, evenly spread."""

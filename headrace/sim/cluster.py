@@ -14,7 +14,7 @@ from headrace.core.routing import Capacity, Router, make_policy
 from headrace.errors import EngineDeadError, RequestError
 from headrace.metrics.exchanges import Exchange, summary
 from headrace.options import INT32_MAX
-from headrace.sim.config import Failure, SimConfig
+from headrace.sim.config import ReplicaFailure, SimConfig
 from headrace.sim.replica import SimReplica, SimStep
 
 _STATS_SECONDS = 0.5
@@ -165,7 +165,7 @@ class Simulation:
             self._at(step.end + self.config.message_seconds, partial(self._hear, number, life, step, computed))
         self._at(step.end, partial(self._turn, number, life))
 
-    def _kill(self, failure: Failure) -> None:
+    def _kill(self, failure: ReplicaFailure) -> None:
         number = failure.replica
         if not self.router.loads.up[number]:
             return

@@ -129,7 +129,7 @@ class Traffic(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Number of sessions, each used equally often; None: requests have none."""
 
 
-class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ReplicaFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A replica dies."""
 
     replica: Annotated[int, Meta(ge=0)]
@@ -152,7 +152,7 @@ class SimConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """From the front to an engine, and back."""
     traffic: Traffic | None = None
     """None: a trace is given."""
-    failures: list[Failure] = []
+    failures: list[ReplicaFailure] = []
     seed: Annotated[int, Meta(ge=0, le=INT32_MAX)] = 0
 
     @property

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from headrace.config import EngineArgs
 from headrace.models.implementation import Implementation, choose
-from headrace.parallel.agreement import Agreement, Alone
+from headrace.parallel.agreement import Agreement, OneProcess
 from headrace.parallel.group import ALONE, Group
 from headrace.sources.files import ModelFiles
 from headrace.startup.text import ModelText, load_text
@@ -43,7 +43,7 @@ class FileSource:
     """The model that the arguments name."""
 
     args: EngineArgs
-    ranks: Agreement = dataclasses.field(default_factory=Alone)
+    ranks: Agreement = dataclasses.field(default_factory=OneProcess)
     group: Group = ALONE
 
     def text(self) -> ModelText:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
-from headrace.quant.stored import Codes
+from headrace.layers.stored import Codes
 from headrace.weights.names import Slice
 
 DUMMY_STD = 0.02

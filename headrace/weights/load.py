@@ -19,12 +19,12 @@ from headrace.errors import ConfigError, listed
 from headrace.kernels import native
 from headrace.layers.linear import Linear
 from headrace.layers.moe import Experts
+from headrace.layers.stored import Codes, StoredMatrix
 from headrace.model_spec import ModelSpec
 from headrace.parallel.shards import Cut
 from headrace.quant.convert import Conversion, Converter
 from headrace.quant.formats import scale_tile
 from headrace.quant.packed import PackedMethod
-from headrace.quant.stored import Codes, StoredMatrix
 from headrace.sources.files import ModelFiles
 from headrace.weights.checkpoint import Checkpoint, DummyCheckpoint
 from headrace.weights.names import NameTable, Slice

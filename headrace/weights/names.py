@@ -69,7 +69,7 @@ class ParameterCut(Slice):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Part(ParameterCut):
+class RankPart(ParameterCut):
     """What a tensor-parallel rank holds of a matrix or vector, in the layout of the parameter."""
 
     shape: tuple[int, ...]
@@ -123,7 +123,7 @@ class Target:
     """The index into a parameter that stacks several matrices, such as experts; None: the parameter is not stacked."""
     layout: StoredLayout | None = None
     """None: the checkpoint's tensor has the layout of the rows it fills."""
-    part: Part | None = None
+    part: RankPart | None = None
     """What of the checkpoint's tensor, in the layout of the parameter, goes there; None: all of it."""
 
     def view(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -172,7 +172,7 @@ class Target:
                 return self._cut_stack(cut, shape)
             axis -= 1
         if self.stop is None or axis != 0:
-            return dataclasses.replace(self, part=Part(axis, cut.ranges, cut.padding, shape=shape))
+            return dataclasses.replace(self, part=RankPart(axis, cut.ranges, cut.padding, shape=shape))
         at, first, ranges = 0, None, []
         for start, stop in cut.ranges:
             low, high = max(start, self.start), min(stop, self.stop)
@@ -182,7 +182,7 @@ class Target:
             at += stop - start
         first = first or 0
         count = sum(stop - start for start, stop in ranges)
-        return dataclasses.replace(self, start=first, stop=first + count, part=Part(axis, tuple(ranges), shape=shape))
+        return dataclasses.replace(self, start=first, stop=first + count, part=RankPart(axis, tuple(ranges), shape=shape))
 
     def _cut_stack(self, cut: ParameterCut, shape: tuple[int, ...]) -> Target:
         """Of a parameter that stacks matrices, a rank holds some."""
@@ -191,7 +191,7 @@ class Target:
             if start <= index < stop:
                 return dataclasses.replace(self, index=at + index - start)
             at += stop - start
-        return dataclasses.replace(self, start=0, stop=0, index=None, part=Part(0, (), shape=shape))
+        return dataclasses.replace(self, start=0, stop=0, index=None, part=RankPart(0, (), shape=shape))
 
 
 class NameTable:

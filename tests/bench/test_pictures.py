@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from bench.stub import VLLM
 from headrace.bench import workloads
-from headrace.bench.pictures import Features, Pictures
+from headrace.bench.pictures import PictureFeatures, Pictures
 from headrace.bench.workloads import Workload, build
 from headrace.cli.main import app
 from headrace.config import EngineArgs
@@ -51,7 +51,7 @@ def test_every_repetition_has_pictures_of_its_own() -> None:
 
 
 def test_features_have_the_size_of_the_model() -> None:
-    load = with_pictures(encoded=True, features=Features(6, 16, (1, 4, 6)))
+    load = with_pictures(encoded=True, features=PictureFeatures(6, 16, (1, 4, 6)))
     (first, second) = (media["image_embeds"] for media in load.repetition(0).media)
     assert first["features"].shape == (6, 16) and first["grid_thw"].tolist() == [[1, 4, 6]]
     assert (first["features"] != second["features"]).any()

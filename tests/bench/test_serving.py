@@ -16,7 +16,7 @@ from PIL import Image
 
 from headrace.bench.client import base_url
 from headrace.bench.options import LoadOptions
-from headrace.bench.pictures import Features, Pictures, SentPictures
+from headrace.bench.pictures import PictureFeatures, Pictures, SentPictures
 from headrace.bench.serving import is_loopback, run
 from headrace.errors import ConfigError, EngineError
 from headrace.multimodal.feature_file import read_features
@@ -200,7 +200,7 @@ def test_a_server_that_is_not_there() -> None:
         asyncio.run(run(load("http://127.0.0.1:9", concurrency=1), PROMPTS, tell=lambda text: None))
 
 
-FEATURES = Features(6, 16, (1, 4, 6), "bfloat16", deepstack_layers=2)
+FEATURES = PictureFeatures(6, 16, (1, 4, 6), "bfloat16", deepstack_layers=2)
 
 
 def media_of(server: Server) -> list[dict[str, Any]]:

@@ -32,7 +32,7 @@ from headrace.engine.executor import LocalExecutor
 from headrace.engine.outputs import OutputProcessor
 from headrace.errors import EngineError, RequestError
 from headrace.outputs import OutputDelta
-from headrace.parallel.agreement import Alone
+from headrace.parallel.agreement import OneProcess
 from headrace.runner.record import replay
 from headrace.runner.runner import ModelRunner
 from headrace.sampling_params import SamplingParams, StructuredOutputsParams
@@ -108,7 +108,7 @@ class Engine:
         scheduler = Scheduler(config.scheduler, config.cache)
         compiler = compiler or GrammarCompiler(grammars("letters")[1], StructuredOutputsConfig())
         self.constraints = Constraints(compiler, VOCAB)
-        executor = LocalExecutor(self.runner._model, self.runner, Alone())
+        executor = LocalExecutor(self.runner._model, self.runner, OneProcess())
         self.core = EngineCore(scheduler, executor, OutputProcessor(None), self.constraints, pipeline_depth=world.depth)
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.finish: dict[tuple[str, int], str] = {}
@@ -539,7 +539,7 @@ def test_an_engine_without_a_tokenizer_refuses() -> None:
     config = World().config()
     runner = World().runner()
     core = EngineCore(
-        Scheduler(config.scheduler, config.cache), LocalExecutor(runner._model, runner, Alone()), OutputProcessor(None)
+        Scheduler(config.scheduler, config.cache), LocalExecutor(runner._model, runner, OneProcess()), OutputProcessor(None)
     )
     with pytest.raises(RequestError, match="needs a tokenizer"):
         core.add(constrained("regex"))

@@ -11,13 +11,13 @@ import torch
 from headrace.kernels import native
 from headrace.kernels.native import NativeKernels, library
 from headrace.layers.linear import Linear
+from headrace.layers.stored import StoredMatrix
 from headrace.model_spec import AttentionSpec, DenseSpec, ModelSpec, RopeSpec
 from headrace.models import fused
 from headrace.models.decoder import Decoder
 from headrace.models.fused import FusedLayers, fuse, refusals
 from headrace.quant.groups import round_to_groups
 from headrace.quant.native import NativeMethod
-from headrace.quant.stored import StoredMatrix
 from models.harness import Bench, model_spec, random_model
 
 DTYPES = ["float32", "bfloat16"]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from headrace.layers.linear import Linear
-from headrace.layers.method import LinearMethod
+from headrace.layers.linear import Linear, LinearMethod
+from headrace.layers.stored import StoredMatrix
 from headrace.quant.groups import GroupCodes
-from headrace.quant.stored import StoredMatrix
 
 
 def stored(weights: GroupCodes | torch.Tensor) -> StoredMatrix:

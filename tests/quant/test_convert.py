@@ -10,6 +10,7 @@ from torch.nn.functional import linear
 from headrace.errors import ConfigError
 from headrace.kernels.native import NativeKernels, load
 from headrace.layers.linear import Linear
+from headrace.layers.stored import StoredMatrix
 from headrace.quant import convert
 from headrace.quant.convert import AMX_ROWS, INT4_ROWS, INT8_ROWS, Converter
 from headrace.quant.gguf_blocks import decode
@@ -18,7 +19,6 @@ from headrace.quant.hybrid import HybridMethod
 from headrace.quant.int4 import Int4Method
 from headrace.quant.int8 import Int8Method
 from headrace.quant.native import NativeMethod
-from headrace.quant.stored import StoredMatrix
 
 from .blocks import Type, random_blocks
 

@@ -10,9 +10,9 @@ import torch
 from headrace.errors import ConfigError
 from headrace.kernels.moe import moe_mlp
 from headrace.kernels.native import NativeKernels, load
-from headrace.layers.linear import FusedLinear, Linear, make_invariant
-from headrace.layers.method import ExpertsMethod, LinearMethod, UnquantizedMethod
-from headrace.layers.moe import Experts
+from headrace.layers.linear import FusedLinear, Linear, LinearMethod, UnquantizedMethod, make_invariant
+from headrace.layers.moe import Experts, ExpertsMethod
+from headrace.layers.stored import StoredMatrix
 from headrace.model_spec import AttentionSpec, DenseSpec, MoeSpec
 from headrace.parallel.shards import Cut, attention_cuts, dense_cuts, shard_attention, shard_dense
 from headrace.quant.float_codes import MicroscaledCodes, TileCodes
@@ -22,7 +22,6 @@ from headrace.quant.int4 import Int4Method
 from headrace.quant.int8 import Int8Method
 from headrace.quant.native import NativeMethod
 from headrace.quant.packed import PackedMethod
-from headrace.quant.stored import StoredMatrix
 
 from .packing import layer_of, stored
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.core.routing import Decision, RouterStats
+from headrace.core.routing import RouterStats, RoutingDecision
 from headrace.errors import RequestError
 from headrace.metrics.prometheus import ReplicaReport
 from headrace.metrics.stats import EngineStats
@@ -36,8 +36,8 @@ class Replicas:
             ReplicaStatus(1, "restarting", "the engine died\nand more", None, None, EngineStats(), RouterStats(accepted=3)),
         ]
 
-    def decisions(self) -> list[Decision]:
-        return [Decision("a", 0, [10.0, float("inf")], False, 0.25, 128, 112)]
+    def decisions(self) -> list[RoutingDecision]:
+        return [RoutingDecision("a", 0, [10.0, float("inf")], False, 0.25, 128, 112)]
 
     def reported(self) -> list[ReplicaReport]:
         busy = EngineStats(num_running=2, generation_tokens=7)

@@ -21,7 +21,7 @@ from headrace.engine.core import EngineCore
 from headrace.engine.outputs import OutputProcessor
 from headrace.frontend.async_llm import AsyncLLM
 from headrace.sim.cluster import Simulation
-from headrace.sim.config import Failure, Lengths
+from headrace.sim.config import Lengths, ReplicaFailure
 from headrace.sim.step_time import GraphSizes, StepTimeModel
 from headrace.sim.traffic import generate, make_request
 
@@ -30,7 +30,7 @@ from .examples import SHAPE, SHARED, TIMES, RealTime, SleepingExecutor, VirtualT
 
 def test_the_same_seed_gives_the_same_report_byte_for_byte(tmp_path: Path) -> None:
     settings = config(
-        replicas=3, traffic=msgspec.structs.replace(SHARED, requests=120), seed=5, failures=[Failure(1, 0.8, 1.0)]
+        replicas=3, traffic=msgspec.structs.replace(SHARED, requests=120), seed=5, failures=[ReplicaFailure(1, 0.8, 1.0)]
     )
     report = json.dumps(run(settings).report())
     assert report == json.dumps(run(settings).report())
@@ -102,7 +102,7 @@ def test_everything_ends_and_is_counted() -> None:
 
 
 def test_a_dead_replica_loses_only_what_it_had_streamed() -> None:
-    settings = config(replicas=3, traffic=traffic(300, rate=150.0), failures=[Failure(1, 0.8, 0.5)])
+    settings = config(replicas=3, traffic=traffic(300, rate=150.0), failures=[ReplicaFailure(1, 0.8, 0.5)])
     simulation = run(settings)
     report = simulation.report()
     lost = report["errors"].get("replica 1 died", 0)
@@ -112,7 +112,7 @@ def test_a_dead_replica_loses_only_what_it_had_streamed() -> None:
 
 
 def test_requests_for_no_replica_are_refused() -> None:
-    simulation = run(config(traffic=traffic(40, rate=40.0), failures=[Failure(0, 0.5, 0.2)]))
+    simulation = run(config(traffic=traffic(40, rate=40.0), failures=[ReplicaFailure(0, 0.5, 0.2)]))
     errors = simulation.report()["errors"]
     assert errors["no replica is up"] >= 1 and simulation.report()["requests"]["succeeded"] >= 20
 

@@ -2,8 +2,8 @@
 
 from headrace.core.routing.loads import Capacity, Loads
 from headrace.core.routing.policies import Policy, make_policy
-from headrace.core.routing.prefix_index import STRIDE, CacheReport, CacheReporter, PrefixIndex, prefix_keys
-from headrace.core.routing.router import Binding, Decision, Router, RouterStats
+from headrace.core.routing.prefix_index import STRIDE, CacheReport, CacheReporter, RoutedPrefixes, prefix_keys
+from headrace.core.routing.router import Binding, Router, RouterStats, RoutingDecision
 
 __all__ = [
     "STRIDE",
@@ -11,10 +11,10 @@ __all__ = [
     "CacheReport",
     "CacheReporter",
     "Capacity",
-    "Decision",
+    "RoutingDecision",
     "Loads",
     "Policy",
-    "PrefixIndex",
+    "RoutedPrefixes",
     "Router",
     "RouterStats",
     "make_policy",

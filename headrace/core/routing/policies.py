@@ -31,7 +31,7 @@ class RoutedRequest(NamedTuple):
         return max(1, self.num_prompt - cached)
 
 
-class Choice(NamedTuple):
+class ReplicaChoice(NamedTuple):
     replica: int
     scores: Sequence[float] = ()
     """Of each replica, the lowest wins; infinite: it is down. Empty: the policy has no scores."""
@@ -40,7 +40,7 @@ class Choice(NamedTuple):
 class Policy(Protocol):
     """Chooses a replica for a request when it arrives, and decides whether it changes to an idler one while it waits."""
 
-    def choose(self, request: RoutedRequest, loads: Loads, now: float) -> Choice:
+    def choose(self, request: RoutedRequest, loads: Loads, now: float) -> ReplicaChoice:
         """One of the replicas that are up, of which there is one."""
         ...
 
@@ -58,7 +58,7 @@ class _Lowest(Policy):
     def scores(self, request: RoutedRequest, loads: Loads) -> list[float]:
         raise NotImplementedError
 
-    def choose(self, request: RoutedRequest, loads: Loads, now: float) -> Choice:
+    def choose(self, request: RoutedRequest, loads: Loads, now: float) -> ReplicaChoice:
         scores = self.scores(request, loads)
         best = min(scores)
         turn = self._turn if self._turn < len(scores) else 0
@@ -67,7 +67,7 @@ class _Lowest(Policy):
         except ValueError:
             replica = scores.index(best)
         self._turn = replica + 1
-        return Choice(replica, scores)
+        return ReplicaChoice(replica, scores)
 
 
 class PrefixPolicy(_Lowest):
@@ -122,12 +122,12 @@ class RoundRobinPolicy(Policy):
     def __init__(self) -> None:
         self._turn = 0
 
-    def choose(self, request: RoutedRequest, loads: Loads, now: float) -> Choice:
+    def choose(self, request: RoutedRequest, loads: Loads, now: float) -> ReplicaChoice:
         self._turn = next(
             place % len(loads) for place in range(self._turn, self._turn + len(loads)) if loads.up[place % len(loads)]
         )
         self._turn += 1
-        return Choice(self._turn - 1)
+        return ReplicaChoice(self._turn - 1)
 
     def moves(self, request: RoutedRequest, source: int, target: int, loads: Loads) -> bool:
         return True
@@ -137,8 +137,8 @@ class RandomPolicy(Policy):
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
-    def choose(self, request: RoutedRequest, loads: Loads, now: float) -> Choice:
-        return Choice(self._random.choice([replica for replica, up in enumerate(loads.up) if up]))
+    def choose(self, request: RoutedRequest, loads: Loads, now: float) -> ReplicaChoice:
+        return ReplicaChoice(self._random.choice([replica for replica, up in enumerate(loads.up) if up]))
 
     def moves(self, request: RoutedRequest, source: int, target: int, loads: Loads) -> bool:
         return True
@@ -157,12 +157,12 @@ class SessionPolicy(Policy):
         self._places = [place for place, _ in points]
         self._replicas = [replica for _, replica in points]
 
-    def choose(self, request: RoutedRequest, loads: Loads, now: float) -> Choice:
+    def choose(self, request: RoutedRequest, loads: Loads, now: float) -> ReplicaChoice:
         if request.session is None:
             return self._others.choose(request, loads, now)
         first, count = bisect_right(self._places, _place(request.session)), len(self._replicas)
         around = (self._replicas[(first + step) % count] for step in range(count))
-        return Choice(next(replica for replica in around if loads.up[replica]))
+        return ReplicaChoice(next(replica for replica in around if loads.up[replica]))
 
     def moves(self, request: RoutedRequest, source: int, target: int, loads: Loads) -> bool:
         return request.session is None

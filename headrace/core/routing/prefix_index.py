@@ -1,4 +1,4 @@
-"""PrefixIndex: which replica has which prompt prefix in its cache."""
+"""RoutedPrefixes: which replica has which prompt prefix in its cache."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class CacheReporter:
         )
 
 
-class PrefixIndex:
+class RoutedPrefixes:
     """Keys by replica: those that its cache has, and those of requests that wait for it or whose prompts it computes.
 
     A replica reports what it has (``changed``). Where it reports nothing, it is taken to have what it has computed, as many

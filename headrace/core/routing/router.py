@@ -11,7 +11,7 @@ from typing import NamedTuple
 from headrace.core.request import Request
 from headrace.core.routing.loads import Capacity, Loads
 from headrace.core.routing.policies import Policy, PrefixPolicy, RoutedRequest
-from headrace.core.routing.prefix_index import CacheReport, PrefixIndex, key_stride, prefix_keys
+from headrace.core.routing.prefix_index import CacheReport, RoutedPrefixes, key_stride, prefix_keys
 from headrace.errors import EngineDeadError, QueueFullError, RequestError
 
 _KEPT_DECISIONS = 256
@@ -25,7 +25,7 @@ class Binding(NamedTuple):
 
 
 @dataclasses.dataclass(slots=True)
-class Decision:
+class RoutingDecision:
     """Why a request went where it went."""
 
     request_id: str
@@ -75,7 +75,7 @@ class _Entry:
     """Sample -> its output tokens, for those that have not ended. Empty until the request is sent."""
     started: bool = False
     """Its first token is there."""
-    decision: Decision | None = None
+    decision: RoutingDecision | None = None
     """None until the request is sent."""
 
     def __lt__(self, other: _Entry) -> bool:
@@ -106,12 +106,12 @@ class Router:
         """``block_size``: of the replicas' KV caches."""
         self.loads = Loads(num_replicas)
         self.stats = [RouterStats() for _ in range(num_replicas)]
-        self.decisions: deque[Decision] = deque(maxlen=_KEPT_DECISIONS)
+        self.decisions: deque[RoutingDecision] = deque(maxlen=_KEPT_DECISIONS)
         """The latest, newest last."""
         self.num_queued = 0
         """Sequences that wait."""
         self._policy = policy
-        self._index = PrefixIndex(num_replicas) if isinstance(policy, PrefixPolicy) else None
+        self._index = RoutedPrefixes(num_replicas) if isinstance(policy, PrefixPolicy) else None
         self._block_size = block_size
         self._tokens_per_key = key_stride(block_size) * block_size
         self._by_priority = by_priority
@@ -290,7 +290,7 @@ class Router:
         self.loads.send(entry.replica, entry.rows, entry.prefill)
         entry.prompt = entry.prefill
         entry.open = dict.fromkeys(range(entry.rows), 0)
-        entry.decision = Decision(
+        entry.decision = RoutingDecision(
             entry.request.request_id, entry.replica, entry.scores, entry.moved, now - entry.queued_at, entry.hit
         )
         self.decisions.append(entry.decision)

@@ -1,4 +1,4 @@
-"""Refusal: why a foreign model cannot run here, and which of its modules is the reason."""
+"""Unfit: why a foreign model cannot run here, and which of its modules is the reason."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from headrace.errors import ConfigError
 
 
-class Refusal(Exception):
+class Unfit(Exception):
     """A foreign model needs something that headrace does not support.
 
     Args:
@@ -22,14 +22,14 @@ class Refusal(Exception):
         self.path = path
 
 
-class Broken(Refusal):
+class BrokenModel(Unfit):
     """Its code failed in a trace: the fault may lie in the way it was called."""
 
 
 @contextlib.contextmanager
 def refusals_as_errors(architecture: str, library: str = "transformers") -> Iterator[None]:
-    """Converts Refusal to ConfigError."""
+    """Converts Unfit to ConfigError."""
     try:
         yield
-    except Refusal as refusal:
+    except Unfit as refusal:
         raise ConfigError(f"{architecture} cannot run through {library}: {refusal}", "model_impl") from refusal

@@ -14,7 +14,7 @@ from torch import nn
 from headrace.attention.context import ForwardContext, TokenKinds
 from headrace.errors import ConfigError, ContradictionError
 from headrace.kernels.moe import route, router_logits
-from headrace.layers.moe import Experts, MoeMLP, Router
+from headrace.layers.moe import ExpertRouter, Experts, MoeMLP
 from headrace.model_spec import AttentionSpec, ModelSpec, MoeSpec
 from headrace.model_spec.integers import is_integer
 from headrace.models.decoder import Decoder
@@ -29,7 +29,7 @@ ARCHITECTURE = "Ernie4_5_VLMoeForConditionalGeneration"
 _VISION = "vision_experts"
 
 
-class ErnieVLRouter(Router):
+class ErnieVLRouter(ExpertRouter):
     """Chooses among the experts of text, or among those of pictures."""
 
     e_score_correction_bias: nn.Parameter
@@ -43,7 +43,7 @@ class ErnieVLRouter(Router):
         self.e_score_correction_bias = nn.Parameter(correction, requires_grad=False)
 
     def forward(self, x: torch.Tensor, kind: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """As of ``Router``, for tokens of one of ``TokenKinds``."""
+        """As of ``ExpertRouter``, for tokens of one of ``TokenKinds``."""
         logits = router_logits(x, (self.weight, self.weight_1)[kind], invariant=self.invariant)
         return route(logits, self.spec, self.e_score_correction_bias[kind])
 

@@ -18,7 +18,7 @@ from headrace.kernels.activation import ACTIVATIONS
 from headrace.layers.embedding import Embedding
 from headrace.layers.linear import Linear
 from headrace.layers.mlp import GatedMLP
-from headrace.layers.moe import Experts, Router
+from headrace.layers.moe import ExpertRouter, Experts
 from headrace.layers.norm import UnitRMSNorm
 from headrace.model_spec import AttentionSpec, MlpSpec, ModelSpec, MoeSpec
 from headrace.models.decoder import Decoder, DecoderAttention
@@ -67,7 +67,7 @@ class Gemma4Router(nn.Module):
     def __init__(self, hidden_size: int, spec: MoeSpec, eps: float, device: str | torch.device) -> None:
         super().__init__()
         self.norm = UnitRMSNorm(hidden_size, eps, dtype=torch.float32, device=device)
-        self.proj = Router(hidden_size, spec, device=device)
+        self.proj = ExpertRouter(hidden_size, spec, device=device)
         self.scale = nn.Parameter(torch.empty(hidden_size, dtype=torch.float32, device=device), requires_grad=False)
         self.per_expert_scale = nn.Parameter(
             torch.empty(spec.num_experts, dtype=torch.float32, device=device), requires_grad=False

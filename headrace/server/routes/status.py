@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 import headrace
-from headrace.core.routing import Decision
+from headrace.core.routing import RoutingDecision
 from headrace.metrics.prometheus import CONTENT_TYPE
 from headrace.metrics.stats import EngineStats
 from headrace.processes.replicas import ReplicaStatus
@@ -110,7 +110,7 @@ def _load(stats: EngineStats) -> dict[str, Any]:
     }
 
 
-def _decision(decision: Decision) -> dict[str, Any]:
+def _decision(decision: RoutingDecision) -> dict[str, Any]:
     scores = [score if math.isfinite(score) else None for score in decision.scores]
     return dataclasses.asdict(decision) | {"scores": scores, "waited": round(decision.waited, 6)}
 

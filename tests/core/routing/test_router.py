@@ -9,7 +9,7 @@ import pytest
 
 from headrace.choices import RoutingPolicy
 from headrace.core.request import Request
-from headrace.core.routing import STRIDE, CacheReport, Capacity, PrefixIndex, Router, prefix_keys
+from headrace.core.routing import STRIDE, CacheReport, Capacity, RoutedPrefixes, Router, prefix_keys
 from headrace.errors import EngineDeadError, QueueFullError, RequestError
 
 from .traffic import BLOCK, CAPACITY, request, router
@@ -195,7 +195,7 @@ def test_a_prompt_that_was_never_computed_is_forgotten() -> None:
 def test_the_index_finds_the_longest_prefix_of_each_replica() -> None:
     rng = random.Random(8)
     for _ in range(200):
-        index = PrefixIndex(6)
+        index = RoutedPrefixes(6)
         for replica in range(6):
             index.start(replica, 10_000)
         keys = [bytes([place]) for place in range(rng.randrange(1, 20))]
@@ -206,7 +206,7 @@ def test_the_index_finds_the_longest_prefix_of_each_replica() -> None:
 
 
 def test_the_index_of_a_silent_replica_is_bounded_and_loses_ends_first() -> None:
-    index = PrefixIndex(1)
+    index = RoutedPrefixes(1)
     index.start(0, 8 * STRIDE)
     first, second = ([bytes([group, place]) for place in range(6)] for group in range(2))
     for keys in (first, second):

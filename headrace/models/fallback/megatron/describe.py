@@ -14,8 +14,8 @@ from headrace.model_spec.integers import is_integer
 from headrace.models.fallback.contract import check_layer_numbers
 from headrace.models.fallback.megatron.ranks import MegatronRanks
 from headrace.models.fallback.megatron.rotary import Rotary
-from headrace.models.fallback.refusal import Refusal
-from headrace.parallel.agreement import Agreement, Alone
+from headrace.models.fallback.refusal import Unfit
+from headrace.parallel.agreement import Agreement, OneProcess
 
 INSTALL = "pip install 'megatron-core==0.16.1'"
 _FEATURES = (
@@ -78,20 +78,20 @@ def unwrapped(model: Any) -> Any:
     """Unwraps the ``GPTModel`` from a list of one chunk and from data-parallel and 16-bit wrappers.
 
     Raises:
-        Refusal: there is none, or there are several chunks.
+        Unfit: there is none, or there are several chunks.
     """
     import_megatron()
     from megatron.core.models.gpt import GPTModel
 
     if isinstance(model, (list, tuple)):
         if len(model) != 1:
-            raise Refusal(f"it is in {len(model)} chunks of a pipeline: only a model in one piece is run")
+            raise Unfit(f"it is in {len(model)} chunks of a pipeline: only a model in one piece is run")
         (model,) = model
     original = model
     while not isinstance(model, GPTModel):
         model = getattr(model, "module", None)
         if model is None:
-            raise Refusal(f"it is a {type(original).__name__}, not a GPTModel of megatron-core")
+            raise Unfit(f"it is a {type(original).__name__}, not a GPTModel of megatron-core")
     return model
 
 
@@ -104,7 +104,7 @@ def describe_megatron(model: Any, config: Any = None, num_tokens: int | None = N
         num_tokens: of the vocabulary; columns of the logits beyond it are padding. None: there are none.
 
     Raises:
-        Refusal: it cannot run on headrace's attention; names the layer or the weight, and the reason.
+        Unfit: it cannot run on headrace's attention; names the layer or the weight, and the reason.
         ConfigError: an argument is not of the kind that it must be; names the argument.
         ValueError: an argument does not belong to the model, or the layers' numbers are not consecutive.
         ImportError: there is no megatron-core.
@@ -121,7 +121,7 @@ def describe_megatron(model: Any, config: Any = None, num_tokens: int | None = N
         raise ValueError(f"vocab_size is {num_tokens}, but the model has {model.vocab_size} columns of logits")
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1:
-        raise Refusal(f"its weights are on {' and '.join(sorted(map(str, devices)))}")
+        raise Unfit(f"its weights are on {' and '.join(sorted(map(str, devices)))}")
     (device,) = devices
     check_routers(model, device)
     layers = _layers(model, device)
@@ -138,12 +138,12 @@ def describe_megatron(model: Any, config: Any = None, num_tokens: int | None = N
         no_graphs=_no_graphs(config),
     )
     group = model.pg_collection.tp
-    ranks = Alone() if torch.distributed.get_world_size(group) == 1 else MegatronRanks(group, device)
+    ranks = OneProcess() if torch.distributed.get_world_size(group) == 1 else MegatronRanks(group, device)
     return MegatronDescription(model, spec, layers, _shared_rotary(model, config, device), device, ranks)
 
 
 def _checked_config(model: Any, config: Any) -> Any:
-    """Returns the model's config. Raises Refusal for features that a step does not support."""
+    """Returns the model's config. Raises Unfit for features that a step does not support."""
     own = model.config
     if config is not None and not dataclasses.is_dataclass(config):
         raise ConfigError(f"config is a {type(config).__name__}, not the model's TransformerConfig", "config")
@@ -156,24 +156,24 @@ def _checked_config(model: Any, config: Any) -> Any:
         if differing:
             raise ValueError(f"config is not the model's: {', '.join(differing[:5])} differ")
     if not (model.pre_process and model.post_process):
-        raise Refusal("it is one stage of a pipeline: only a model in one piece is run")
+        raise Unfit("it is one stage of a pipeline: only a model in one piece is run")
     for name, runs, why in _FEATURES:
         value = getattr(own, name, runs)
         if value != runs and not (runs is None and not value):
-            raise Refusal(f"{name} is {value}: {why}")
+            raise Unfit(f"{name} is {value}: {why}")
     return own
 
 
 def _check_integer(owner: Any, name: str, path: str, least: int = 0) -> None:
-    """Raises Refusal if the owner's attribute of that name is no whole number. ``path``: of the owner."""
+    """Raises Unfit if the owner's attribute of that name is no whole number. ``path``: of the owner."""
     value = getattr(owner, name, None)
     if not is_integer(value, least):
         found = f"is {value!r}" if hasattr(owner, name) else "is missing"
-        raise Refusal(f"{name} {found}, and must be a whole number of at least {least}", path)
+        raise Unfit(f"{name} {found}, and must be a whole number of at least {least}", path)
 
 
 def check_routers(model: Any, device: torch.device) -> None:
-    """Raises Refusal if Megatron would choose experts on another device than the model's."""
+    """Raises Unfit if Megatron would choose experts on another device than the model's."""
     from megatron.core.transformer.moe.router import Router
 
     routers = [name for name, module in model.named_modules() if isinstance(module, Router)]
@@ -181,9 +181,9 @@ def check_routers(model: Any, device: torch.device) -> None:
         return
     there = asked_device()
     if there is None:
-        raise Refusal("Megatron's router asks for a CUDA device, and the model is on the CPU", routers[0])
+        raise Unfit("Megatron's router asks for a CUDA device, and the model is on the CPU", routers[0])
     if there != device:
-        raise Refusal(f"Megatron's router moves to {there}, and the model is on the CPU", routers[0])
+        raise Unfit(f"Megatron's router moves to {there}, and the model is on the CPU", routers[0])
 
 
 def asked_device() -> torch.device | None:
@@ -199,7 +199,7 @@ def _dtype(model: Any) -> torch.dtype:
     """Returns the dtype of all matrix products. Norms, sinks and routers may have others.
 
     Raises:
-        Refusal: a product would be of two dtypes; names the weight.
+        Unfit: a product would be of two dtypes; names the weight.
     """
     from megatron.core.transformer.moe.router import Router
 
@@ -212,7 +212,7 @@ def _dtype(model: Any) -> torch.dtype:
         for name, parameter in own.items():
             # Transformer Engine has a norm and the product behind it in one module.
             if parameter.dtype != dtype and not name.startswith("layer_norm"):
-                raise Refusal(
+                raise Unfit(
                     f"it is {_named(parameter.dtype)} and embedding.word_embeddings.weight is {_named(dtype)}: "
                     "what is multiplied must be of one dtype, and nothing is converted",
                     f"{path}.{name}",
@@ -235,11 +235,11 @@ def _layers(model: Any, device: torch.device) -> tuple[MegatronLayer, ...]:
     for index, module in enumerate(modules):
         path = f"decoder.layers.{index}"
         if _does_something(module, "cross_attention"):
-            raise Refusal("it attends to another sequence", f"{path}.cross_attention")
+            raise Unfit("it attends to another sequence", f"{path}.cross_attention")
         if _does_something(module, "self_attention"):
             found.append(_layer(module.self_attention, len(found), f"{path}.self_attention", device, rotaries))
     if not found:
-        raise Refusal("none of its layers attends", "decoder")
+        raise Unfit("none of its layers attends", "decoder")
     return tuple(found)
 
 
@@ -257,9 +257,9 @@ def _layer(
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
     if not isinstance(attention, (SelfAttention, MLASelfAttention)):
-        raise Refusal(f"a {type(attention).__name__} has no core_attention to replace", path)
+        raise Unfit(f"a {type(attention).__name__} has no core_attention to replace", path)
     if attention.attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
-        raise Refusal(f"its mask is {attention.attn_mask_type.name}: tokens must see those before them, and no others", path)
+        raise Unfit(f"its mask is {attention.attn_mask_type.name}: tokens must see those before them, and no others", path)
     mla = isinstance(attention, MLASelfAttention)
     rotary = None
     if mla:
@@ -320,7 +320,7 @@ def _window(attention: Any, path: str) -> int | None:
         return None
     before, after = config.window_size
     if after > 0:
-        raise Refusal(f"window_size is {tuple(config.window_size)}: its tokens see {after} of those after them", path)
+        raise Unfit(f"window_size is {tuple(config.window_size)}: its tokens see {after} of those after them", path)
     # Megatron counts the tokens before one's own.
     return None if before < 0 else int(before) + 1
 
@@ -332,7 +332,7 @@ def _shared_rotary(model: Any, config: Any, device: torch.device) -> Rotary | No
         return None
     if kind in ("rope", "yarn"):
         return Rotary(model.rotary_pos_emb, "rotary_pos_emb", device)
-    raise Refusal(f"position_embedding_type {kind}: positions are not one number a token")
+    raise Unfit(f"position_embedding_type {kind}: positions are not one number a token")
 
 
 def _no_graphs(config: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headrace.models.fallback.refusal import Refusal
+from headrace.models.fallback.refusal import Unfit
 
 
 class Rotary:
@@ -23,17 +23,17 @@ class Rotary:
         path: of the module, for errors.
 
     Raises:
-        Refusal: it is of another kind.
+        Unfit: it is of another kind.
     """
 
     def __init__(self, module: Any, path: str, device: torch.device) -> None:
         kind = type(module).__name__
         if kind not in ("RotaryEmbedding", "YarnRotaryEmbedding"):
-            raise Refusal(f"positions of a {kind} are not one number a token", path)
+            raise Unfit(f"positions of a {kind} are not one number a token", path)
         self.yarn = kind == "YarnRotaryEmbedding"
         self.interleaved = bool(module.rotary_interleaved)
         if self.yarn and self.interleaved:
-            raise Refusal("YaRN with interleaved channels is not defined in Megatron", path)
+            raise Unfit("YaRN with interleaved channels is not defined in Megatron", path)
         frequencies, self.magnitude = _yarn(module) if self.yarn else (module.inv_freq, 1.0)
         """The second: factor on the rotated channels, which Megatron's attention applies."""
         stretch = getattr(module, "seq_len_interpolation_factor", None)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from headrace.models.fallback.refusal import Refusal
+from headrace.models.fallback.refusal import Unfit
 
 
 class SplitModel:
@@ -23,7 +23,7 @@ class SplitModel:
         given: names of the arguments that the head calls them with.
 
     Raises:
-        Refusal: the layers take no positions.
+        Unfit: the layers take no positions.
     """
 
     def __init__(self, model: PreTrainedModel, path: str, given: frozenset[str]) -> None:
@@ -36,7 +36,7 @@ class SplitModel:
         """Positions ``[1, T]`` of the pass, for position tables that are called with places in the batch."""
         tables = [] if "position_ids" in parameters else [module for module in body.modules() if _is_table_of_positions(module)]
         if "position_ids" not in parameters and not open_ended and not tables:
-            raise Refusal("it takes no position_ids: where a token stands is taken from its place in the batch", path)
+            raise Unfit("it takes no position_ids: where a token stands is taken from its place in the batch", path)
         for table in tables:
             table.register_forward_pre_hook(self._place, with_kwargs=True)
         self._takes_positions = "position_ids" in parameters or open_ended
@@ -91,7 +91,7 @@ class SplitModel:
         """Runs the head: ``[1, N, hidden] -> [1, N, columns]``.
 
         Raises:
-            Refusal: it computes something other than logits of the hidden states it is given.
+            Unfit: it computes something other than logits of the hidden states it is given.
         """
         ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
         self._handed = hidden
@@ -99,7 +99,7 @@ class SplitModel:
         try:
             out = self._model(input_ids=ids, use_cache=False, **positions)
             if self._handed is not None:
-                raise Refusal("its head does not call its layers")
+                raise Unfit("its head does not call its layers")
         finally:
             self._handed = None
         logits: torch.Tensor = out.logits
@@ -108,7 +108,7 @@ class SplitModel:
     def _hand_back(self, *args: Any, **kwargs: Any) -> _Handed:
         hidden, self._handed = self._handed, None
         if hidden is None:
-            raise Refusal("its head calls its layers more than once")
+            raise Unfit("its head calls its layers more than once")
         return _Handed((hidden,))
 
 

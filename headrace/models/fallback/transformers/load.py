@@ -21,7 +21,7 @@ from headrace.config import Decision, EngineArgs, EngineConfig
 from headrace.errors import ConfigError, MissingPackageError, listed
 from headrace.model_spec import ForeignSpec
 from headrace.models.capture import one_line
-from headrace.models.fallback.refusal import Broken, Refusal, refusals_as_errors
+from headrace.models.fallback.refusal import BrokenModel, Unfit, refusals_as_errors
 from headrace.models.fallback.transformers.config_check import check_config, recorded_reads
 from headrace.models.fallback.transformers.fuse import fuse_linears
 from headrace.models.fallback.transformers.kernel_substitution import substitute_kernels
@@ -131,16 +131,16 @@ def describe(config: PretrainedConfig, args: EngineArgs, why: str) -> Described:
 
 
 def _traced(config: PretrainedConfig, trusted: bool) -> tuple[PreTrainedModel, Trace]:
-    """Builds the model without its weights and traces it. Raises Refusal."""
+    """Builds the model without its weights and traces it. Raises Unfit."""
     model = _skeleton(config, trusted, dtype=torch.bfloat16)
-    with contextlib.suppress(Broken):
+    with contextlib.suppress(BrokenModel):
         return model, trace(model)
     # Some modules compute in float32 only, and some position tables are shorter than the usual pass.
     tokens = min(TOKENS, _said_context(config, model) or TOKENS)
     model = _skeleton(config, trusted, dtype=torch.float32)
     try:
         return model, trace(model, tokens)
-    except Broken as broken:
+    except BrokenModel as broken:
         # It is not served with padding or for so few tokens, but a pass with both may show a better reason to refuse it.
         trace(_skeleton(config, trusted, dtype=torch.float32), min(tokens, _FEW), padding=True)
         raise broken
@@ -195,7 +195,7 @@ def _skeleton(config: PretrainedConfig, trusted: bool, dtype: torch.dtype) -> Pr
     """On the meta device.
 
     Raises:
-        Refusal: the model cannot be built with an attention of our own.
+        Unfit: the model cannot be built with an attention of our own.
     """
     try:
         with torch.device("meta"):
@@ -206,7 +206,7 @@ def _skeleton(config: PretrainedConfig, trusted: bool, dtype: torch.dtype) -> Pr
     except ConfigError:
         raise
     except Exception as error:
-        raise Refusal(f"transformers cannot build it: {one_line(error)}") from error
+        raise Unfit(f"transformers cannot build it: {one_line(error)}") from error
 
 
 def _said_context(config: PretrainedConfig, model: PreTrainedModel) -> int | None:

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from headrace.model_spec import AttentionSpec
 from headrace.models.capture import one_line
 from headrace.models.fallback.hooks import hooked
-from headrace.models.fallback.refusal import Broken, Refusal
+from headrace.models.fallback.refusal import BrokenModel, Unfit
 from headrace.models.fallback.transformers.head import SplitModel
 from headrace.models.fallback.transformers.legacy_attention import WINDOW
 
@@ -48,7 +48,7 @@ _QUERIES = (0, 3, 1021, 262_147)
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class TracedCall:
     """One call of the attention interface."""
 
     path: str
@@ -64,7 +64,7 @@ class Trace:
     """Path of the module that has the layers, and that the head calls."""
     given: frozenset[str]
     """Names of the arguments that the head gives it."""
-    calls: tuple[Call, ...]
+    calls: tuple[TracedCall, ...]
     """In call order: the index of a call is its layer's id."""
     hidden_size: int
     """Width of what the head is given."""
@@ -82,21 +82,21 @@ def trace(model: PreTrainedModel, tokens: int = TOKENS, padding: bool = False) -
         padding: the model keeps its token for padding, if it knows one.
 
     Raises:
-        Refusal: it asks for what headrace's attention does not do, or cannot run at all; ``Broken`` if its code failed.
+        Unfit: it asks for what headrace's attention does not do, or cannot run at all; ``BrokenModel`` if its code failed.
     """
     if not padding:
         forget_padding(model)
     stateful = getattr(model, "_is_stateful", False)
     for path, module in model.named_modules():
         if stateful and isinstance(module, nn.Conv1d):
-            raise Refusal(_CARRIES, path)
+            raise Unfit(_CARRIES, path)
     if stateful:
         # Such code may go token by token: what attends nowhere shows it in a few.
         _passed(model, _FEW, stateful)
     whole = _passed(model, tokens, stateful)
     whole.refuse_recurrent_layers()
     if not whole.body:
-        raise Refusal("its layers cannot be told from its head")
+        raise Unfit("its layers cannot be told from its head")
     set_implementation(model, _WITHOUT_MASKS)
     ids = _ids(tokens)
     body, parts = SplitModel(model, whole.body, whole.given), _Recorder(model, tokens, masked=False)
@@ -104,9 +104,9 @@ def trace(model: PreTrainedModel, tokens: int = TOKENS, padding: bool = False) -
         hidden = body.hidden(ids, torch.zeros_like(ids))
         logits = body.logits(hidden)
     if [call.path for call in parts.calls] != [call.path for call in whole.calls]:
-        raise Refusal("its layers attend in another order when they run apart from the head", whole.body)
+        raise Unfit("its layers attend in another order when they run apart from the head", whole.body)
     if hidden.shape[:2] != ids.shape or logits.shape[:2] != ids.shape:
-        raise Refusal(f"it makes hidden states {list(hidden.shape)} and logits {list(logits.shape)} of {tokens} tokens")
+        raise Unfit(f"it makes hidden states {list(hidden.shape)} and logits {list(logits.shape)} of {tokens} tokens")
     return Trace(
         body=whole.body,
         given=whole.given,
@@ -134,19 +134,19 @@ def _passed(model: PreTrainedModel, tokens: int, stateful: bool) -> _Recorder:
     """Records one pass of the whole model.
 
     Raises:
-        Refusal: it fails, or attends nowhere.
+        Unfit: it fails, or attends nowhere.
     """
     recorder, ids = _Recorder(model, tokens, masked=True), _ids(tokens)
     try:
         with recorder.watching():
             model(input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False)
-    except Broken as broken:
-        raise Refusal(_CARRIES) if stateful else broken from None
+    except BrokenModel as broken:
+        raise Unfit(_CARRIES) if stateful else broken from None
     if not recorder.calls:
         if biased := _biased(model):
-            raise Refusal("it adds biases by position to the logits (ALiBi, or learned ones), which headrace does not", biased)
+            raise Unfit("it adds biases by position to the logits (ALiBi, or learned ones), which headrace does not", biased)
         bypassed = "none of its layers calls transformers' attention interface: its attention, if it has one, is its own"
-        raise Refusal(_CARRIES if stateful else bypassed)
+        raise Unfit(_CARRIES if stateful else bypassed)
     return recorder
 
 
@@ -173,7 +173,7 @@ class _Recorder:
     """Records the calls of one pass."""
 
     def __init__(self, model: PreTrainedModel, tokens: int, masked: bool) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[TracedCall] = []
         self.reading: set[str] = set()
         """Modules that read values on the host, or make shapes that depend on values."""
         self.masks: dict[int, int | str | None] = {}
@@ -202,7 +202,7 @@ class _Recorder:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """While the model runs. Raises Refusal for whatever its code raises."""
+        """While the model runs. Raises Unfit for whatever its code raises."""
         handles: list[Any] = []
         for module, path in self._paths.items():
             handles.append(module.register_forward_pre_hook(functools.partial(self._enter, path), with_kwargs=True))
@@ -214,14 +214,14 @@ class _Recorder:
         try:
             with hooked(handles), torch.no_grad(), _MetaValues(self):
                 yield
-        except Refusal:
+        except Unfit:
             raise
         except Exception as error:
             # The model does not run on packed tokens; the refusal says why.
             reason = f"it fails on packed tokens: {one_line(error)}"
             if self.where in self.reading:
                 reason = "the shapes of what it computes depend on what it computes for a step's tokens"
-            raise Broken(reason, self.where) from error
+            raise BrokenModel(reason, self.where) from error
         finally:
             for holder in holders:
                 holder.__dict__.pop(HANDLER, None)
@@ -278,7 +278,7 @@ class _Recorder:
             kv_source=source,
         )
         self._kv.append((_storage(k), _storage(v)))
-        self.calls.append(Call(path, spec))
+        self.calls.append(TracedCall(path, spec))
         return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
 
     def _window(self, path: str, module: nn.Module, mask: torch.Tensor | None, arguments: dict[str, Any]) -> int | None:
@@ -286,15 +286,15 @@ class _Recorder:
         if mask is None:
             causal = arguments.get("is_causal")
             if self._masked and not (getattr(module, "is_causal", True) if causal is None else causal):
-                raise Refusal("its tokens see those after them", path)
+                raise Unfit("its tokens see those after them", path)
             return own
         if _storage(mask) not in self.masks:
-            raise Refusal(
+            raise Unfit(
                 "it changes the attention mask itself, or makes its own: a bias on the logits, or another pattern", path
             )
         window = self.masks[_storage(mask)]
         if isinstance(window, str):
-            raise Refusal(window, path)
+            raise Unfit(window, path)
         return min((one for one in (window, own) if one is not None), default=None)
 
     def _source(self, k: torch.Tensor, v: torch.Tensor, window: int | None) -> int | None:
@@ -316,7 +316,7 @@ class _Recorder:
         for stack in stacks:
             for name, layer in self._model.get_submodule(stack).named_children():
                 if not any(path.startswith(f"{stack}.{name}.") for path in called):
-                    raise Refusal(
+                    raise Unfit(
                         f"a {type(layer).__name__} without attention, of a model that carries a state", f"{stack}.{name}"
                     )
 
@@ -384,10 +384,10 @@ def _check_arguments(path: str, arguments: dict[str, Any]) -> None:
     for name in ("scaling", "softcap"):
         value = arguments.get(name)
         if value is not None and not isinstance(value, int | float):
-            raise Refusal(f"its {name} is a {type(value).__name__} that is computed in every step", path)
+            raise Unfit(f"its {name} is a {type(value).__name__} that is computed in every step", path)
     for name, value in arguments.items():
         if name not in _TENSORS and _holds_tensor(value):
-            raise Refusal(f"its attention takes {name}, to which headrace's has no equal", path)
+            raise Unfit(f"its attention takes {name}, to which headrace's has no equal", path)
 
 
 def _holds_tensor(value: Any) -> bool:
@@ -401,15 +401,15 @@ def _holds_tensor(value: Any) -> bool:
 def _check_shapes(path: str, tokens: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4 or tensor.shape[0] != 1:
-            raise Refusal(f"{name} has the shape {list(tensor.shape)}, not [1, heads, tokens, width]", path)
+            raise Unfit(f"{name} has the shape {list(tensor.shape)}, not [1, heads, tokens, width]", path)
     if q.shape[2] != tokens or k.shape[2] != q.shape[2] or v.shape[2] != q.shape[2]:
-        raise Refusal(
+        raise Unfit(
             f"{q.shape[2]} queries attend to {k.shape[2]} keys where {tokens} tokens were given: it attends to something else "
             "(another sequence, or blocks of tokens)",
             path,
         )
     if k.shape[3] != q.shape[3] or v.shape[1] != k.shape[1] or q.shape[1] % k.shape[1]:
-        raise Refusal(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not go together", path)
+        raise Unfit(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not go together", path)
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -423,7 +423,7 @@ def window_of(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> int
         sees: (positions of queries, positions of keys) -> whether each query sees its key.
 
     Raises:
-        Refusal: the mask is of another kind.
+        Unfit: the mask is of another kind.
     """
     counts = []
     for query in _QUERIES:
@@ -432,11 +432,11 @@ def window_of(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> int
         count = int(seen.sum())
         expected = (keys <= query) & (keys > query - count)
         if not count or not torch.equal(seen, expected):
-            raise Refusal("its attention mask is neither causal nor a sliding window")
+            raise Unfit("its attention mask is neither causal nor a sliding window")
         counts.append(count)
     window = counts[-1]
     if any(count != min(window, query + 1) for count, query in zip(counts, _QUERIES, strict=True)):
-        raise Refusal("its attention mask is neither causal nor a sliding window: how far a token sees depends on its place")
+        raise Unfit("its attention mask is neither causal nor a sliding window: how far a token sees depends on its place")
     return None if window == _QUERIES[-1] + 1 else window
 
 
@@ -466,7 +466,7 @@ def _traced_mask(
     window: int | str | None
     try:
         window = window_of(sees)
-    except Refusal as refusal:
+    except Unfit as refusal:
         # It is no matter unless a layer uses it.
         window = refusal.reason
     except Exception:
@@ -474,7 +474,7 @@ def _traced_mask(
         with contextlib.suppress(Exception), _Zeros():  # type: ignore[no-untyped-call]
             try:
                 window_of(sees)
-            except Refusal as refusal:
+            except Unfit as refusal:
                 # As for a step without padding, which is what such tensors tell of.
                 window = refusal.reason
     mask = torch.empty(1, 1, q_length, kv_length, dtype=dtype, device="meta")

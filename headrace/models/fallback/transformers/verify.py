@@ -23,7 +23,7 @@ from headrace.models.capture import one_line
 from headrace.models.fallback.contract import dense_attention
 from headrace.models.fallback.hooks import hooked
 from headrace.models.fallback.layout import TRANSFORMERS, TRANSFORMERS_OUT
-from headrace.models.fallback.refusal import Refusal
+from headrace.models.fallback.refusal import Unfit
 from headrace.models.fallback.transformers.legacy_attention import forward_patch
 from headrace.models.fallback.transformers.model import Attend, TransformersModel
 from headrace.models.fallback.transformers.trace import KNOWN
@@ -52,7 +52,7 @@ def verify(model: TransformersModel, longest: int) -> tuple[Decision, ...]:
         longest: tokens that a sequence may have.
 
     Raises:
-        Refusal: the model cannot compute a step's packed tokens; names the module.
+        Unfit: the model cannot compute a step's packed tokens; names the module.
     """
     _tokens_are_apart(model)
     _find_first_position(model)
@@ -124,12 +124,12 @@ def _tokens_are_apart(model: TransformersModel) -> None:
 
     broken = run_poisoned().isnan().flatten(1).any(1)
     if not poisoned:
-        raise Refusal("it does not use its input embedding, so nothing can be said about it")
+        raise Unfit("it does not use its input embedding, so nothing can be said about it")
     broken[_POISONED] = False
     if broken.any():
         path, _ = _culprit(model, _POISONED, lambda: run(model, ids, positions), run_poisoned)
         kind = type(model.foreign.get_submodule(path)).__name__
-        raise Refusal(f"a {kind} mixes tokens of different sequences, without attention", path)
+        raise Unfit(f"a {kind} mixes tokens of different sequences, without attention", path)
 
 
 def _find_first_position(model: TransformersModel) -> None:
@@ -146,7 +146,7 @@ def _find_first_position(model: TransformersModel) -> None:
         found = _everything(model, ids)
         if not any(_differ(a, b, model.dtype) for a, b in zip(found, expected, strict=True)):
             return
-    raise Refusal("where its tokens stand is not counted from 0, and not from behind a padding index either")
+    raise Unfit("where its tokens stand is not counted from 0, and not from behind a padding index either")
 
 
 def _everything(
@@ -168,7 +168,7 @@ def _positions_are_given(model: TransformersModel) -> None:
     def check(tensor: torch.Tensor, what: str) -> None:
         rows = tensor.flatten(1).float()
         if _differ(rows[:1], rows, model.dtype):
-            raise Refusal(f"{what} depend on where in a batch a token stands: it does not go by position_ids")
+            raise Unfit(f"{what} depend on where in a batch a token stands: it does not go by position_ids")
 
     def look(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: dict[str, Any]) -> None:
         for name, tensor in (("queries", q), ("keys", k), ("values", v)):
@@ -206,7 +206,7 @@ def _positions_are_apart(model: TransformersModel, longest: int) -> None:
     places = torch.arange(TOKENS)
     ids, positions = (3 + places) % model.spec.num_tokens, places.clamp(max=longest - 1)
     if _noticed(model, (ids, positions), 1, lambda token: longest - 1) is not None:
-        raise Refusal(
+        raise Unfit(
             "what it computes for a token depends on how far others of the batch have come "
             f"(one is at position {longest - 1}), as with rotary frequencies that are chosen by the longest sequence: a lower "
             "max_model_len may end before they change"
@@ -223,7 +223,7 @@ def _ids_are_apart(model: TransformersModel) -> None:
     token, changed = noticed
     path, what = _culprit(model, token, lambda: run(model, ids, positions), lambda: run(model, *changed))
     kind = f"a {type(model.foreign.get_submodule(path)).__name__} {what}" if path else "it computes"
-    raise Refusal(f"what {kind} for a token depends on the ids of other tokens, without attention", path)
+    raise Unfit(f"what {kind} for a token depends on the ids of other tokens, without attention", path)
 
 
 def _culprit(model: TransformersModel, token: int, before: Callable[[], Any], after: Callable[[], Any]) -> tuple[str, str]:
@@ -308,7 +308,7 @@ def _forward_patches_agree(model: TransformersModel) -> None:
         theirs = type(module).forward(module, **arguments | {"attention_mask": _causal(drawn)})[0]
         if _differ(ours, theirs, model.dtype):
             off = float((ours - theirs).abs().amax())
-            raise Refusal(
+            raise Unfit(
                 f"a {type(module).__name__} is not what it is taken for: its patch computes something else (off by {off:.2g})",
                 f"layer {index}",
             )
@@ -346,7 +346,7 @@ def _attention_is_attention(model: TransformersModel) -> tuple[Decision, ...]:
             # An argument that headrace does not know may be ignored only if the model's own function ignores it too.
             for name, value in arguments_of[index].items():
                 if name not in KNOWN and value is not None and not isinstance(value, bool):
-                    raise Refusal(
+                    raise Unfit(
                         f"the attention of a {type(module).__name__} takes {name}, which headrace's does not know, and {why}",
                         f"layer {spec.layer}",
                     )
@@ -385,7 +385,7 @@ def _compare_attention(
     spec: AttentionSpec,
     arguments: dict[str, Any],
 ) -> str:
-    """Compares a model's own function with the formula. Returns why they cannot be compared. Raises Refusal if they differ."""
+    """Compares a model's own function with the formula. Returns why they cannot be compared. Raises Unfit if they differ."""
     if function is None:
         return f"the file of {type(module).__name__} has no attention function"
     generator = torch.Generator().manual_seed(0)
@@ -401,7 +401,7 @@ def _compare_attention(
     q, k, v = (TRANSFORMERS.pack(x, "q, k or v", "") for x in (q, k, v))
     expected = dense_attention(q, k, v, spec, arguments.get("s_aux"))
     if _differ(found, expected, model.dtype):
-        raise Refusal(
+        raise Unfit(
             f"the attention of a {type(module).__name__} is not the softmax of scaled products over what a token sees "
             f"(off by {float((found - expected).abs().amax()):.2g})",
             f"layer {spec.layer}",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headrace.models.fallback.megatron.rotary import Rotary, StepRotary
-from headrace.models.fallback.refusal import Refusal
+from headrace.models.fallback.refusal import Unfit
 from models.fallback.megatron import models as small
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'headrace[megatron]'")
@@ -78,7 +78,7 @@ def test_positions_of_several_numbers_are_refused() -> None:
 
     with small.no_device_asked_for():
         module = MultimodalRotaryEmbedding(16, 1.0)
-    with pytest.raises(Refusal, match="rotary: positions of a MultimodalRotaryEmbedding are not one number a token"):
+    with pytest.raises(Unfit, match="rotary: positions of a MultimodalRotaryEmbedding are not one number a token"):
         Rotary(module, "rotary", torch.device("cpu"))
 
 

@@ -17,7 +17,7 @@ from transformers.models.gptj.modeling_gptj import GPTJAttention
 from headrace import LLM, SamplingParams
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError
-from headrace.models.fallback.refusal import Refusal
+from headrace.models.fallback.refusal import Unfit
 from headrace.models.fallback.transformers.load import describe
 from headrace.models.fallback.transformers.trace import window_of
 from headrace.models.interface import ModelInputs
@@ -379,7 +379,7 @@ def test_windows_are_read_off_the_mask(window: int) -> None:
     ids=["both ways", "chunks", "window and first tokens", "not itself"],
 )
 def test_other_masks_are_refused(mask: Any) -> None:
-    with pytest.raises(Refusal, match="neither causal nor a sliding window"):
+    with pytest.raises(Unfit, match="neither causal nor a sliding window"):
         window_of(mask)
 
 

@@ -18,7 +18,7 @@ from transformers.models.llama import modeling_llama
 from headrace import LLM
 from headrace.config import Decision
 from headrace.model_spec import ForeignSpec
-from headrace.models.fallback.refusal import Refusal
+from headrace.models.fallback.refusal import Unfit
 from headrace.models.fallback.transformers.model import ATTENTION, TransformersModel
 from headrace.models.fallback.transformers.trace import WITH_MASKS, trace
 from headrace.models.fallback.transformers.verify import TOKENS, _differ, _others_differ, verify
@@ -171,7 +171,7 @@ def llama(function: Callable[..., Any] | None, **given: Any) -> type[LlamaForCau
 @pytest.mark.parametrize("value", [torch.zeros(1), [torch.zeros(1)], {"of": (torch.zeros(1),)}], ids=["bare", "list", "dict"])
 @pytest.mark.parametrize("function", [softmax, None])
 def test_a_tensor_that_nobody_knows_is_refused(value: Any, function: Callable[..., Any] | None) -> None:
-    with pytest.raises(Refusal, match=r"model\.layers\.0\.self_attn: its attention takes bias, to which") as caught:
+    with pytest.raises(Unfit, match=r"model\.layers\.0\.self_attn: its attention takes bias, to which") as caught:
         looked_at(llama(function, bias=value))
     assert caught.value.path == "model.layers.0.self_attn"
 
@@ -179,19 +179,19 @@ def test_a_tensor_that_nobody_knows_is_refused(value: Any, function: Callable[..
 def test_attention_of_the_own_name_is_compared() -> None:
     assert looked_at(llama(softmax)) == ()
     assert looked_at(llama(softmax, slope=0.0, of_no_use="x")) == ()
-    with pytest.raises(Refusal, match="layer 0: the attention of a Attention is not the softmax"):
+    with pytest.raises(Unfit, match="layer 0: the attention of a Attention is not the softmax"):
         looked_at(llama(sloping))
-    with pytest.raises(Refusal, match="layer 0: the attention of a Attention is not the softmax"):
+    with pytest.raises(Unfit, match="layer 0: the attention of a Attention is not the softmax"):
         looked_at(llama(softmax, slope=0.5))
 
 
 def test_each_layer_is_compared() -> None:
-    with pytest.raises(Refusal, match="layer 1: the attention of a Attention is not the softmax"):
+    with pytest.raises(Unfit, match="layer 1: the attention of a Attention is not the softmax"):
         looked_at(llama(sloping_later))
 
 
 def test_nan_is_a_difference() -> None:
-    with pytest.raises(Refusal, match=r"layer 1: the attention of a Attention is not the softmax .*\(off by nan\)"):
+    with pytest.raises(Unfit, match=r"layer 1: the attention of a Attention is not the softmax .*\(off by nan\)"):
         looked_at(llama(broken))
     one, nan = torch.ones(TOKENS, 2), torch.ones(TOKENS, 2)
     nan[3, 1] = torch.nan
@@ -208,7 +208,7 @@ def test_what_cannot_be_compared_is_said(function: Callable[..., Any] | None, wh
     (decision,) = looked_at(llama(function, output_attentions=False, position_ids=torch.zeros(1)))
     assert (decision.name, decision.value) == ("attention not compared", "layers 0, 1")
     assert why in decision.reason
-    with pytest.raises(Refusal, match="layer 0: the attention of a Attention takes slope, which headrace's does not know"):
+    with pytest.raises(Unfit, match="layer 0: the attention of a Attention takes slope, which headrace's does not know"):
         looked_at(llama(function, slope=0.5))
 
 
@@ -245,5 +245,5 @@ def test_what_is_made_of_a_tokens_own_id_is_fine() -> None:
     ],
 )
 def test_models_that_mix_tokens_or_count_them_are_refused(kind: type[LlamaForCausalLM], why: str) -> None:
-    with pytest.raises(Refusal, match=why):
+    with pytest.raises(Unfit, match=why):
         looked_at(kind)

@@ -560,7 +560,7 @@ class SchedulerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything decided. Serialisable by pickle between our own processes; never received from outside."""
+    """Everything decided."""
 
     args: EngineArgs
     model: AnySpec

@@ -7,15 +7,14 @@ import asyncio
 import contextlib
 import dataclasses
 import ipaddress
-import multiprocessing
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
+import msgspec
 
 from headrace.bench.client import (
     CONNECT_SECONDS,
@@ -31,6 +30,7 @@ from headrace.bench.pictures import SentPictures
 from headrace.bench.report import facts, load_average
 from headrace.bench.transport import StreamTransport
 from headrace.errors import EngineError, RequestError
+from headrace.host.child import ChildProcess, python
 from headrace.metrics.exchanges import Exchange, summary
 
 
@@ -86,6 +86,15 @@ class Sent:
     """For all uploads of features, before the load."""
     busy: float = 0.0
     """Processor time of the client process by the time of the load: the largest, of several."""
+
+
+class Share(msgspec.Struct, frozen=True):
+    """What a client process sends of a load."""
+
+    load: LoadOptions
+    prompts: Sequence[str]
+    pictures: SentPictures | None
+    model: str
 
 
 def _http_client(load: LoadOptions) -> httpx.AsyncClient:
@@ -153,22 +162,23 @@ async def _prepared(
 
 def _send_from_processes(load: LoadOptions, prompts: Sequence[str], pictures: SentPictures | None, model: str) -> Sent:
     """Each process sends its share; all begin when the last is ready. Raises: EngineError: one has failed."""
-    context = multiprocessing.get_context("spawn")
-    shares, connections = load.shares(), []
+    shares = load.shares()
     own = [None] * len(shares) if pictures is None else pictures.shares([share.num_requests for share in shares])
-    for share, shown in zip(shares, own, strict=True):
-        ours, theirs = context.Pipe()
-        context.Process(target=_send_share, args=(theirs, share, prompts, shown, model), daemon=True).start()
-        theirs.close()
-        connections.append(ours)
+    children: list[ChildProcess] = []
     try:
-        for connection in connections:
-            connection.recv()
-        for connection in connections:
-            connection.send(None)
-        parts: list[Sent] = [connection.recv() for connection in connections]
-    except (EOFError, OSError) as error:
+        for share, shown in zip(shares, own, strict=True):
+            children.append(ChildProcess(python("headrace.bench.client_process"), "a client process"))
+            children[-1].send(msgspec.msgpack.encode(Share(share, prompts, shown, model)))
+        for child in children:
+            child.receive()
+        for child in children:
+            child.send(b"begin")
+        parts = [msgspec.msgpack.decode(child.receive(), type=Sent) for child in children]
+    except EOFError as error:
         raise EngineError("a client process failed") from error
+    finally:
+        for child in children:
+            child.end()
     return Sent(
         [exchange for part in parts for exchange in part.exchanges],
         sum(part.dropped for part in parts),
@@ -179,20 +189,10 @@ def _send_from_processes(load: LoadOptions, prompts: Sequence[str], pictures: Se
     )
 
 
-def _send_share(
-    connection: Connection, load: LoadOptions, prompts: Sequence[str], pictures: SentPictures | None, model: str
-) -> None:
-    """The main function of a client process: says that it has started, waits for the others, sends its share."""
-
-    def wait() -> None:
-        connection.send(None)
-        connection.recv()
-
-    async def main() -> Sent:
-        async with _http_client(load) as client:
-            return await _send(client, load, prompts, pictures, model, lambda text: None, wait)
-
-    connection.send(asyncio.run(main()))
+async def send_share(share: Share, wait: Callable[[], object]) -> Sent:
+    """What a client process sends, once ``wait`` returns."""
+    async with _http_client(share.load) as client:
+        return await _send(client, share.load, share.prompts, share.pictures, share.model, lambda text: None, wait)
 
 
 @dataclasses.dataclass

@@ -88,7 +88,7 @@ class JobProcesses(Generic[Answer]):
             setup: makes the message that a process receives after its limits, before the first job.
         """
         # A fork that a job ended is reported by its status, a number.
-        decode = msgspec.msgpack.Decoder(answer | int).decode  # type: ignore[operator]
+        decode = msgspec.msgpack.Decoder(answer | int).decode
         self._count = count
         # The last one used is the next, so that no more of them start than jobs are done at once.
         self._idle: LifoQueue[_JobProcess] = LifoQueue()
@@ -106,7 +106,7 @@ class JobProcesses(Generic[Answer]):
         """
         process = self._idle.get()
         try:
-            return process.call(job, admit)
+            return process.call(job, admit)  # type: ignore[no-any-return]
         finally:
             self._idle.put(process)
 

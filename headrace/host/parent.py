@@ -67,11 +67,16 @@ def run(main: Callable[[Parent], int]) -> NoReturn:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    connection = socket.socket(fileno=os.dup(0))
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    parent = Parent(connection)
+    try:
+        connection = socket.socket(fileno=os.dup(0))
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        parent = Parent(connection)
+    except (OSError, RuntimeError) as error:
+        with contextlib.suppress(OSError):  # Standard error may be a file on a full disk.
+            print(f"a process of headrace has no room to start: {error}", file=sys.stderr, flush=True)
+        end(os.EX_TEMPFAIL)
     status = 1
     try:
         if parent.receive() == b"\1":

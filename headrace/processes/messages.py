@@ -1,4 +1,4 @@
-"""Messages between the engine process and its client: msgspec tagged unions over one ZMQ PAIR socket."""
+"""Messages between the engine process and its client: msgspec tagged unions over a ``ChildProcess``'s channel."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from headrace.config import EngineArgs
 from headrace.core.request import Request
 from headrace.core.routing import CacheReport
 from headrace.engine.info import EngineInfo, Progress
+from headrace.host.channel import Data
 from headrace.metrics.stats import EngineStats
 from headrace.outputs import OutputDelta
 
@@ -28,7 +29,9 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag=True):
     args: EngineArgs
     log_level: int
     origin: float
-    """When the start-up began, on ``timeline.clock``."""
+    """When the start-up began, on ``host.clock``."""
+    stacks: int
+    """Descriptor of the file for stacks, which the engine's process has inherited."""
     replica: int = 0
     """Number of this engine among the ``args.data_parallel_size`` replicas."""
 
@@ -123,5 +126,5 @@ class Fatal(msgspec.Struct, frozen=True, array_like=True, tag=True):
 FromEngine = Starting | Ready | Accepted | Rejected | StepDeltas | Stats | CacheChanged | ControlReply | Fatal
 
 encode: Callable[[ToEngine | FromEngine], bytes] = msgspec.msgpack.Encoder().encode
-decode_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode
-decode_from_engine: Callable[[bytes], FromEngine] = msgspec.msgpack.Decoder(FromEngine).decode
+decode_to_engine: Callable[[Data], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine: Callable[[Data], FromEngine] = msgspec.msgpack.Decoder(FromEngine).decode

@@ -1,37 +1,52 @@
-"""One tensor-parallel rank's process: ``python -m headrace.processes.rank FD``.
+"""One tensor-parallel rank's process: ``python -m headrace.processes.rank``.
 
-It ends when the connection of that file descriptor closes, also while it waits for a rank that is gone.
+It ends with the process that started it, also while it waits for a rank that is gone.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import select
-import sys
-import threading
-import time
 from collections import deque
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import msgspec
+import torch
 
 from headrace.core.plan import SamplePlan, StepPlan, StepResult, decode_plan
 from headrace.engine.executor import LocalExecutor
 from headrace.engine.timeline import Timeline
 from headrace.errors import ConfigError
+from headrace.host.channel import Channel
 from headrace.host.garbage import freeze_gc
+from headrace.host.parent import Parent, run
 from headrace.parallel.group import join_group
-from headrace.processes.multiprocess import PipeAgreement, RankStart, digest
-from headrace.processes.process import kill_with_parent, outlive_terminal_signals
+from headrace.processes.multiprocess import RankAgreement
+from headrace.processes.rank_messages import (
+    Ask,
+    Collect,
+    Collected,
+    ConfigRefused,
+    Done,
+    Failed,
+    Plan,
+    RankStart,
+    ShowTokens,
+    TensorFacts,
+    Tokens,
+    ToRank,
+    UpdateWeights,
+    decode_to_rank,
+    digest,
+    empty_tensor,
+    encode,
+    tensor_pieces,
+)
+from headrace.processes.records import to_plain
 from headrace.startup import environment
 from headrace.startup.loader import load_executor
 from headrace.startup.source import FileSource
 
-_GRACE_SECONDS = 0.5
-"""In which the main thread may end by itself once the connection has closed."""
 _KEPT = 32
 """Results that are kept for the question which row differs."""
 
@@ -39,18 +54,16 @@ _KEPT = 32
 class Rank:
     """Executes the messages of the process that started it, in their order. Each rank gets the same."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        start = connection.recv()
+    def __init__(self, parent: Channel) -> None:
+        self._parent = parent
+        start = decode_to_rank(parent.receive())
         if not isinstance(start, RankStart):
             raise TypeError(f"the first message was {type(start).__name__}, not RankStart")
-        if start.by_main_thread:
-            kill_with_parent()
         self._rank = start.rank
-        self._agreement = PipeAgreement(connection, start.size)
+        self._agreement = RankAgreement(parent, start.size)
         device = environment.probe(start.args.device).device
         ordered, peers = start.args.deterministic, not start.args.disable_custom_all_reduce
-        self._group = join_group(start.rank, start.size, Path(start.store), device, ordered=ordered, peers=peers)
+        self._group = join_group(start.rank, start.size, Path(f"/dev/fd/{start.store}"), device, ordered=ordered, peers=peers)
         source = FileSource(start.args, self._agreement, self._group)
         loaded = load_executor(source, source.text(), Timeline())
         if not isinstance(loaded.executor, LocalExecutor):
@@ -58,82 +71,72 @@ class Rank:
         self._executor = loaded.executor
         self._handles: dict[int, Any] = {}
         self._results: deque[StepResult] = deque(maxlen=_KEPT)
-        connection.send(("done", (loaded.config, loaded.device, loaded.weights, loaded.profile)))
+        self._done(to_plain((loaded.config, loaded.device, loaded.weights, loaded.profile)))
 
     def run(self) -> None:
-        """Raises EOFError when the connection closes."""
+        """Raises EOFError once the parent has closed its end."""
         freeze_gc()  # A rank whose collector stops it holds up all others.
         try:
             while True:
-                self._handle(*self._connection.recv())
+                self._handle(decode_to_rank(self._parent.receive()))
         finally:
             self._executor.close()
 
-    def _handle(self, name: str, payload: Any) -> None:
-        match name:
-            case "plan":
-                plan = decode_plan(payload)
+    def _handle(self, message: ToRank) -> None:
+        match message:
+            case Plan(encoded):
+                plan = decode_plan(encoded)
                 if isinstance(plan, StepPlan):
                     self._handles[plan.step] = self._executor.execute(plan)
                 elif isinstance(plan, SamplePlan):
                     self._executor.sample(self._handles[plan.step], plan)
-            case "collect":
-                result = self._executor.collect(self._handles.pop(payload))
+            case Collect(step):
+                result = self._executor.collect(self._handles.pop(step))
                 self._group.check()
                 self._results.append(result)
-                self._done((digest(result), b"" if self._rank else msgspec.msgpack.encode(result)))
-            case "tokens":
-                kept = next((result for result in self._results if result.step == payload), None)
-                self._done(None if kept is None else (kept.seq_ids, kept.token_ids, sorted(kept.errors)))
-            case "update_weights":
+                self._done(Collected(digest(result), None if self._rank else result))
+            case ShowTokens(step):
+                self._done(next((Tokens.of(result) for result in self._results if result.step == step), None))
+            case UpdateWeights(tensors):
                 try:
-                    self._done(self._executor.update_weights(payload))
+                    self._done(self._executor.update_weights([(facts.name, self._tensor(facts)) for facts in tensors]))
                 except ConfigError as error:
-                    self._connection.send(("config", (error.message, error.param)))
-            case "capture_next":
+                    self._parent.send(encode(ConfigRefused(error.message, error.param)))
+            case Ask("capture_next"):
                 count = self._executor.capture_next()
                 if self._agreement.any(bool(count.failure)):
                     self._executor.stop_capturing("another rank could not capture a CUDA graph")
                 self._done(self._executor.graphs())
-            case "memory" | "graphs":
-                self._done(getattr(self._executor, name)())
+            case Ask("memory"):
+                self._done(self._executor.memory())
+            case Ask("graphs"):
+                self._done(self._executor.graphs())
             case _:
-                raise ValueError(f"unknown message {name}")
+                raise ValueError(f"a message {type(message).__name__} was not awaited")
+
+    def _tensor(self, facts: TensorFacts) -> torch.Tensor:
+        """The tensor whose bytes come next."""
+        tensor = empty_tensor(facts)
+        for piece in tensor_pieces(tensor):
+            piece[:] = self._parent.receive()
+        return tensor
 
     def _done(self, value: object) -> None:
-        self._connection.send(("done", value))
+        self._parent.send(encode(Done.of(value)))
 
 
-def _end_with(descriptor: int) -> None:
-    """Ends this process once the other end of the connection is closed."""
-
-    def watch() -> None:
-        poll = select.poll()
-        poll.register(descriptor, 0)  # Hang-ups are reported in any case.
-        poll.poll()
-        time.sleep(_GRACE_SECONDS)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-
-
-def main() -> None:
-    outlive_terminal_signals()
+def main(parent: Parent) -> int:
     logging.basicConfig(level=logging.WARNING, format=f"%(asctime)s %(levelname)s rank {os.getpid()} %(name)s: %(message)s")
-    descriptor = int(sys.argv[1])
-    connection = Connection(descriptor)
-    _end_with(descriptor)
     try:
-        Rank(connection).run()
+        Rank(parent).run()
     except EOFError:
-        return
+        return 0
     except ConfigError as error:
-        connection.send(("config", (error.message, error.param)))
+        parent.send(encode(ConfigRefused(error.message, error.param)))
     except Exception as error:
-        connection.send(("failed", f"{type(error).__name__}: {error}"))
+        parent.send(encode(Failed(f"{type(error).__name__}: {error}")))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
-    # Threads of libraries must not hold up the end.
-    os._exit(0)
+    run(main)

@@ -8,15 +8,14 @@ import os
 import signal
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
-
-import zmq
+from typing import Literal, NamedTuple, Protocol
 
 from headrace.config import EngineArgs
 from headrace.core.request import Request
 from headrace.engine.endings import aborted
 from headrace.engine.info import EngineInfo, Progress
 from headrace.errors import ConfigError, EngineDeadError, EngineError, listed
+from headrace.host.child import crashed
 from headrace.processes.engine_process import EngineProcess
 from headrace.processes.isolation import Isolation
 from headrace.processes.messages import (
@@ -34,7 +33,7 @@ from headrace.processes.messages import (
     ToEngine,
 )
 from headrace.processes.quarantine import Quarantine
-from headrace.processes.spawn import Spawned, crashed, spawn
+from headrace.processes.spawn import Spawned, spawn
 from headrace.processes.watchdog import Watchdog, busy_timeouts
 
 logger = logging.getLogger("headrace.engine")
@@ -119,7 +118,7 @@ class EngineSupervisor:
         self._isolation = Isolation(quarantine, self._send_request, on_turn)
         self._spawned = spawned
         self.origin = 0.0
-        """When the last start-up began, on ``timeline.clock``."""
+        """When the last start-up began, on ``host.clock``."""
         self._state: State = "new"
         self._reason = "the engine has not been started"
         self._phase = ""
@@ -212,26 +211,25 @@ class EngineSupervisor:
     # Engine processes, one after the other
 
     async def _supervise(self) -> None:
-        with zmq.Context() as context:
-            while True:
-                try:
-                    death = await self._live(context)
-                except EngineError as error:
-                    death = Death(str(error), "resources")
-                except Exception as error:
-                    # No caller awaits this task, so an exception would be lost.
-                    logger.exception("the engine's process cannot be supervised")
-                    death = Death(f"{type(error).__name__}: {error}", "resources")
-                if self._state == "closed":
-                    return
-                wait = self._after(death, self._client.pending())
-                if death.kind == "crash":
-                    self._quarantine.crashed(self._isolation.sent)
-                self._isolation.clear()
-                self._client.on_lost(self._reason, died=True)
-                if self._state == "failed":
-                    return
-                await asyncio.sleep(wait)
+        while True:
+            try:
+                death = await self._live()
+            except EngineError as error:
+                death = Death(str(error), "resources")
+            except Exception as error:
+                # No caller awaits this task, so an exception would be lost.
+                logger.exception("the engine's process cannot be supervised")
+                death = Death(f"{type(error).__name__}: {error}", "resources")
+            if self._state == "closed":
+                return
+            wait = self._after(death, self._client.pending())
+            if death.kind == "crash":
+                self._quarantine.crashed(self._isolation.sent)
+            self._isolation.clear()
+            self._client.on_lost(self._reason, died=True)
+            if self._state == "failed":
+                return
+            await asyncio.sleep(wait)
 
     def _after(self, death: Death, pending: list[str]) -> float:
         """Decides what follows a death. Returns the seconds until the next start."""
@@ -253,7 +251,7 @@ class EngineSupervisor:
             logger.error("%s; in flight: %s", self._reason, listed(pending, 50) or "nothing")
         return _backoff(self._deaths) if self._deaths > 1 else 0.0
 
-    async def _live(self, context: zmq.Context[Any]) -> Death:
+    async def _live(self) -> Death:
         """One process from its start to its end.
 
         Raises:
@@ -262,11 +260,11 @@ class EngineSupervisor:
         self._fatal, self._ready_at, self._phase = None, None, ""
         spawned, self._spawned = self._spawned or spawn(self._command), None
         self.origin = spawned.origin
-        engine_process = self._engine_process = EngineProcess(spawned, context, self._on_message)
+        engine_process = self._engine_process = EngineProcess(spawned, self._on_message)
         watchdog: asyncio.Task[Death] | None = None
         try:
             log_level = logging.getLogger("headrace").getEffectiveLevel()
-            engine_process.send(Start(self._args, log_level, spawned.origin, self._replica))
+            engine_process.send(Start(self._args, log_level, spawned.origin, spawned.stacks, self._replica))
             watchdog = asyncio.create_task(self._watch(engine_process), name="engine-watchdog")
             status = await asyncio.shield(engine_process.exited)
             # A stuck process may end while its stacks are dumped: that is not the cause.

@@ -92,7 +92,7 @@ def _become_server(parent: int, mask: Iterable[int]) -> None:
     os.setpgid(0, 0)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before it was watched
-        os._exit(1)
+        os.kill(os.getpid(), signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if sys.stderr is not None:
         faulthandler.enable(sys.stderr.fileno())

@@ -68,11 +68,17 @@ def _held(parameters: Mapping[str, torch.Tensor], parameter: str, name: str) -> 
     return parameters[parameter]
 
 
-def _check(name: str, tensor: object, expected: tuple[int, ...]) -> None:
+def check_whole(name: str, tensor: object) -> torch.Tensor:
+    """Raises: ConfigError: it is no tensor, or has no values, or a part of them."""
     if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
         raise ConfigError(f"{name} must be a tensor with values, not {type(tensor).__name__}", "tensors")
     if hasattr(tensor, "full_tensor"):
         raise ConfigError(f"{name} is distributed over processes: give what its full_tensor() returns", "tensors")
+    return tensor
+
+
+def _check(name: str, value: object, expected: tuple[int, ...]) -> None:
+    tensor = check_whole(name, value)
     if tensor.dtype not in _FLOATS:
         floats = ", ".join(_named(dtype) for dtype in _FLOATS)
         raise ConfigError(f"{name} is {_named(tensor.dtype)}, and must be one of {floats}", "tensors")

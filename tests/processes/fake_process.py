@@ -1,4 +1,4 @@
-"""The engine's process around the runner without a model: ``fake_process.py MODE SECONDS FOLDER``.
+"""The engine's process around the runner without a model: ``fake_process.py MODE SECONDS``.
 
 MODE is what goes wrong: nothing, the first start ("config", "load"), or every start after the first ("once:FILE"). With
 "scarce:FILE" a start fails for want of space while the file exists, with "still:FILE" it then stands still. With
@@ -9,6 +9,7 @@ processor time in one step.
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import signal
 import sys
@@ -26,10 +27,11 @@ from headrace.engine.core import EngineCore
 from headrace.engine.info import EngineInfo, Progress
 from headrace.engine.timeline import Timeline
 from headrace.errors import ConfigError
+from headrace.host.parent import run
 from headrace.processes.process import serve
 from headrace.startup.text import load_text
 
-mode, seconds, folder = sys.argv[1], float(sys.argv[2]), Path(sys.argv[3])
+mode, seconds = sys.argv[1], float(sys.argv[2])
 
 
 def load(args: EngineArgs, timeline: Timeline) -> tuple[EngineCore, EngineInfo]:
@@ -65,4 +67,4 @@ def load(args: EngineArgs, timeline: Timeline) -> tuple[EngineCore, EngineInfo]:
     return core, make_info(core)
 
 
-os._exit(serve(folder, load))
+run(functools.partial(serve, load))

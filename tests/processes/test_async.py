@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import logging
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
@@ -454,19 +454,22 @@ def test_a_restart_that_lacks_something_is_tried_until_it_is_there(
 ) -> None:
     """More often than a crash loop's worth. First the process cannot be made, then it cannot start."""
     monkeypatch.setattr(supervisor, "MAX_DEATHS", 1)
-    mark, nowhere = tmp_path / "mark", tmp_path / "gone"
+    mark = tmp_path / "mark"
+
+    def no_descriptor(name: str) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
 
     async def work() -> None:
         async with make(f"{trouble}:{mark}", start_timeout=1.0) as llm:
             mark.touch()
-            monkeypatch.setattr(tempfile, "tempdir", str(nowhere))
-            task = asyncio.create_task(collect(llm.generate("a", params(200))))
-            await until(lambda: llm.stats.num_running == 1)
-            os.kill(llm.engine_pid, signal.SIGKILL)
-            assert "SIGKILL" in ((await task).error or "")
-            await until(lambda: llm._supervisor._failed_starts > 1)
-            assert "cannot be started" in llm.health().reason and str(nowhere) in llm.health().reason
-            monkeypatch.setattr(tempfile, "tempdir", None)
+            with monkeypatch.context() as patch:
+                patch.setattr("headrace.processes.spawn.memory_file", no_descriptor)
+                task = asyncio.create_task(collect(llm.generate("a", params(200))))
+                await until(lambda: llm.stats.num_running == 1)
+                os.kill(llm.engine_pid, signal.SIGKILL)
+                assert "SIGKILL" in ((await task).error or "")
+                await until(lambda: llm._supervisor._failed_starts > 1)
+                assert "cannot be started" in llm.health().reason and "Too many open files" in llm.health().reason
             reason = {
                 "scarce": "No space left",
                 "still": "it stood still while it started: it has hardly used the processor for 1 s",
@@ -634,15 +637,15 @@ async def main():
     llm = AsyncLLM(EngineArgs(model={str(tiny_folder)!r}, load_format="dummy"))
     llm._supervisor._command = (sys.executable, {str(FAKE)!r}, "fine", "0.01")
     await llm.start()
-    print(llm.engine_pid, llm._supervisor._engine_process._folder, flush=True)
+    print(llm.engine_pid, flush=True)
     await asyncio.sleep(60)
 
 asyncio.run(main())
 """
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as client:
         assert client.stdout is not None
-        pid, folder = client.stdout.readline().split()
-        assert psutil.pid_exists(int(pid)) and Path(folder).stat().st_mode & 0o777 == 0o700
+        pid = client.stdout.readline()
+        assert psutil.pid_exists(int(pid))
         client.kill()
     deadline = time.monotonic() + 60
     while psutil.pid_exists(int(pid)) and psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE:

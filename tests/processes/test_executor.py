@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,24 @@ from headrace.config import EngineArgs
 from headrace.core.plan import SamplePlan, StepPlan, StepResult, encode_plan
 from headrace.errors import ConfigError, EngineError, RankKilledError
 from headrace.frontend.local import LocalEngine, open_local
+from headrace.host.channel import Channel
 from headrace.outputs import TokenLogprobs
-from headrace.processes.multiprocess import MultiprocessExecutor, PipeAgreement, digest, start_ranks
+from headrace.processes.multiprocess import MultiprocessExecutor, RankAgreement, start_ranks
+from headrace.processes.rank_messages import (
+    Collect,
+    Collected,
+    Done,
+    Failed,
+    FromRank,
+    Least,
+    Plan,
+    ShowTokens,
+    Tokens,
+    decode_to_rank,
+    digest,
+    encode,
+)
+from headrace.processes.records import from_plain, to_plain
 from headrace.processes.watchdog import Watchdog
 from headrace.sampling_params import SamplingParams
 from headrace.startup.source import FileSource
@@ -135,7 +150,7 @@ def test_a_rank_that_draws_another_token_is_named(ranks: LocalEngine, monkeypatc
 
     def execute(plan: StepPlan) -> int:
         other = tuple(msgspec.structs.replace(seq, seed=seq.seed + 1) for seq in plan.new)
-        executor.send(("plan", encode_plan(plan)), ("plan", encode_plan(msgspec.structs.replace(plan, new=other))))
+        executor.send(Plan(encode_plan(plan)), Plan(encode_plan(msgspec.structs.replace(plan, new=other))))
         return plan.step
 
     monkeypatch.setattr(executor, "execute", execute)
@@ -159,16 +174,16 @@ def test_a_killed_rank_ends_the_engine(folder: Path) -> None:
     executor: MultiprocessExecutor = engine.executor  # type: ignore[assignment]
     engine.core.add(engine.inputs.request({"prompt_token_ids": [1, 2, 3]}, PARAMS["greedy"], request_id="x"))
     engine.core.step()
-    os.kill(executor.processes[1].pid, signal.SIGKILL)
+    os.kill(executor.ranks[1].pid, signal.SIGKILL)
     with pytest.raises(EngineError, match="rank 1 ended with signal 9"):
         while True:
             engine.core.step()
     engine.core.close()
-    assert all(process.returncode is not None for process in executor.processes)
+    assert all(rank.process.returncode is not None for rank in executor.ranks)
 
 
 def test_a_start_that_fails_leaves_no_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.processes.multiprocess.sys.executable", "/bin/false")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(EngineError, match=r"rank [01] ended with status 1"):
         start_ranks(args_of(folder), 2)
 
@@ -176,27 +191,42 @@ def test_a_start_that_fails_leaves_no_process(folder: Path, monkeypatch: pytest.
 # The protocol, with ranks that are threads
 
 
-RankThread = Callable[[Connection], None]
+RankThread = Callable[[Channel], None]
+
+
+class FakeRank(Channel):
+    """This process's end of the channel to a rank that is a thread, or to a process that says nothing."""
+
+    def __init__(self, process: Any = None) -> None:
+        ours, theirs = socket.socketpair()
+        super().__init__(ours)
+        self.other = Channel(theirs)
+        self.process = process or subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        self.pid, self.kill = self.process.pid, self.process.kill
 
 
 def executor_of(*ranks: RankThread) -> MultiprocessExecutor:
-    pairs = [Pipe() for _ in ranks]
-    for rank, (_, theirs) in zip(ranks, pairs, strict=True):
-        threading.Thread(target=rank, args=(theirs,), daemon=True).start()
-    return MultiprocessExecutor([ours for ours, _ in pairs], [])
+    fakes: list[Any] = [FakeRank() for _ in ranks]
+    for rank, fake in zip(ranks, fakes, strict=True):
+        threading.Thread(target=rank, args=(fake.other,), daemon=True).start()
+    return MultiprocessExecutor(fakes)
+
+
+def reply(rank: Channel, message: FromRank) -> None:
+    rank.send(encode(message))
 
 
 def sampling(*tokens: int) -> RankThread:
     """A rank that samples these in the second of two rows, one a step."""
 
-    def serve(connection: Connection) -> None:
+    def serve(rank: Channel) -> None:
         for step, token in enumerate(tokens):
-            while connection.recv()[0] != "collect":
+            while decode_to_rank(rank.receive()) != Collect(step):
                 pass
             result = StepResult(step, [4, 9], [[1], [token]])
-            connection.send(("done", (digest(result), msgspec.msgpack.encode(result))))
-        assert connection.recv() == ("tokens", len(tokens) - 1)
-        connection.send(("done", (result.seq_ids, result.token_ids, [])))
+            reply(rank, Done.of(Collected(digest(result), result)))
+        assert decode_to_rank(rank.receive()) == ShowTokens(len(tokens) - 1)
+        reply(rank, Done.of(Tokens.of(result)))
 
     return serve
 
@@ -214,36 +244,32 @@ def test_ranks_agree_through_the_executor() -> None:
     found: list[list[object]] = [[], []]
 
     def asking(index: int, number: int, value: bytes) -> RankThread:
-        def serve(connection: Connection) -> None:
-            ranks = PipeAgreement(connection, 2)
+        def serve(rank: Channel) -> None:
+            ranks = RankAgreement(rank, 2)
             found[index] += [ranks.least(number), ranks.any(index == 1), ranks.any(False)]
             found[index] += [ranks.alike(b"same"), ranks.alike(value)]
-            connection.send(("done", index))
+            reply(rank, Done.of(index))
 
         return serve
 
-    assert executor_of(asking(0, 7, b"a"), asking(1, 3, b"b")).gather() == [0, 1]
+    executor = executor_of(asking(0, 7, b"a"), asking(1, 3, b"b"))
+    assert executor.gather(int) == [0, 1]
     assert found == [[3, True, False, True, False]] * 2
+    executor._broken("the end")
 
 
 def test_ranks_that_ask_different_questions_are_out_of_step() -> None:
-    def least(connection: Connection) -> None:
-        connection.send(("least", 1))
-
-    def done(connection: Connection) -> None:
-        connection.send(("done", None))
-
-    with pytest.raises(EngineError, match="out of step: they sent done and least"):
-        executor_of(least, done).gather()
+    executor = executor_of(lambda rank: reply(rank, Least(1)), lambda rank: reply(rank, Done.of(None)))
+    with pytest.raises(EngineError, match="out of step: they sent Done and Least"):
+        executor.gather(type(None))
 
 
 def test_a_rank_that_ends_while_nothing_is_asked_of_it_is_noticed() -> None:
-    ours, theirs = Pipe()
-    rank = subprocess.Popen([sys.executable, "-c", ""])
-    executor = MultiprocessExecutor([ours], [rank])
+    rank: Any = FakeRank(subprocess.Popen([sys.executable, "-c", ""]))
+    executor = MultiprocessExecutor([rank])
     assert not select.select(executor.sentinels(), [], [], 0)[0]
     executor.check()
-    theirs.close()
+    rank.other.close()
     assert select.select(executor.sentinels(), [], [], 0)[0]
     with pytest.raises(EngineError, match="rank 0 ended with status 0"):
         executor.check()
@@ -251,41 +277,55 @@ def test_a_rank_that_ends_while_nothing_is_asked_of_it_is_noticed() -> None:
 
 def test_ranks_that_do_not_finish_a_step_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.processes.multiprocess._LOOK_SECONDS", 0.01)
-
     over = threading.Event()
 
-    def silent(connection: Connection) -> None:
+    def silent(rank: Channel) -> None:
         over.wait()
 
-    def answering(connection: Connection) -> None:
-        connection.send(("done", None))
+    def answering(rank: Channel) -> None:
+        reply(rank, Done.of(None))
         over.wait()
 
     with pytest.raises(RankKilledError, match=r"rank 1 did not finish a step: it has hardly used the processor for 0\.05 s"):
-        executor_of(answering, silent).gather(Watchdog(0.05, dict))
+        executor_of(answering, silent).gather(type(None), Watchdog(0.05, dict))
     over.set()
 
 
+def test_a_rank_that_does_not_read_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that is longer than its socket holds does not hold up the engine."""
+    monkeypatch.setattr("headrace.processes.multiprocess._LOOK_SECONDS", 0.01)
+    rank: Any = FakeRank()
+    executor = MultiprocessExecutor([rank])
+    rank.process.send_signal(signal.SIGSTOP)
+    executor.send(Plan(bytes(10_000_000)))
+    assert rank.unsent
+    with pytest.raises(RankKilledError, match="rank 0 was stopped by a signal"):
+        executor.gather(type(None))
+
+
 def test_a_rank_that_fails_because_another_was_killed_is_not_blamed() -> None:
-    """It may be heard first: the connection of the one that was killed is still open here."""
-
-    def failing(connection: Connection) -> None:
-        connection.send(("failed", "RuntimeError: Connection closed by peer"))
-
-    (ours, theirs), (other, _) = Pipe(), Pipe()
-    sleepers = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)]
-    executor = MultiprocessExecutor([ours, other], sleepers)
-    failing(theirs)
-    sleepers[1].kill()
+    """It may be heard first: the channel of the one that was killed is still open here."""
+    ranks: list[Any] = [FakeRank(), FakeRank()]
+    executor = MultiprocessExecutor(ranks)
+    reply(ranks[0].other, Failed("RuntimeError: Connection closed by peer"))
+    ranks[1].kill()
     with pytest.raises(RankKilledError, match="rank 1 ended with signal 9"):
-        executor.gather()
-    for sleeper in sleepers:
-        sleeper.communicate()
+        executor.gather(type(None))
 
 
 def test_what_went_wrong_in_a_rank_is_told() -> None:
-    def failing(connection: Connection) -> None:
-        connection.send(("failed", "ValueError: a bad plan"))
-
     with pytest.raises(EngineError, match="rank 0: ValueError: a bad plan"):
-        executor_of(failing).gather()
+        executor_of(lambda rank: reply(rank, Failed("ValueError: a bad plan"))).gather(type(None))
+
+
+def test_a_configuration_comes_back_equal(folder: Path) -> None:
+    """With specs in it that have no tags, and a selector's config, which is of a subclass."""
+    executor: Any = open_local(FileSource(args_of(folder, sparse_prefill="mean", max_num_batched_tokens=256))).executor
+    config = executor.runner.config
+    copy = from_plain(msgspec.msgpack.decode(msgspec.msgpack.encode(to_plain(config))))
+    assert copy == config and copy.sparse is not None and type(copy.sparse.selector) is type(config.sparse.selector)
+    for data in (["os:environ", 1], ["headrace.errors:listed", "x"], ["headrace.host.child:ChildProcess"]):
+        with pytest.raises(TypeError, match="is no record"):
+            from_plain(data)
+    with pytest.raises(TypeError, match="is no record"):
+        to_plain(folder)

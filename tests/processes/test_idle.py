@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import socket
 import time
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from engine.fakes import FakeRunner, make_core
 
 from headrace.errors import RankLostError
+from headrace.host.channel import Channel as SocketChannel
 from headrace.processes import process
-from headrace.processes.messages import Shutdown, Stats, ToEngine
+from headrace.processes.messages import Shutdown, Stats, decode_from_engine, encode
 from headrace.processes.process import EngineLoop
 from headrace.runner.graphs import GraphCount
 
@@ -37,15 +39,15 @@ class Channel:
     def __init__(self, looks: int) -> None:
         self.looks, self.sent = looks, []  # type: tuple[int, list[Any]]
 
-    def waiting(self) -> bool:
+    def poll(self) -> bytes | None:
         self.looks -= 1
-        return self.looks < 0
+        return encode(Shutdown()) if self.looks < 0 else None
 
-    def receive(self) -> ToEngine:
-        return Shutdown()
+    def wait(self, timeout: float | None, others: Sequence[int]) -> None:
+        pass
 
-    def send(self, message: Any) -> None:
-        self.sent.append(message)
+    def send(self, message: bytes) -> None:
+        self.sent.append(decode_from_engine(message))
 
 
 def idle(most: int, looks: int) -> tuple[Capturing, Channel]:
@@ -65,8 +67,8 @@ def test_all_graphs_are_captured_and_told() -> None:
 
 
 def test_a_message_waits_for_one_capture_at_most() -> None:
-    runner, _ = idle(most=100, looks=6)
-    assert runner.captured == 3, "each turn looks twice: whether there is a message, and again before it captures"
+    runner, _ = idle(most=100, looks=3)
+    assert runner.captured == 3
 
 
 def test_with_work_nothing_is_captured() -> None:
@@ -92,13 +94,15 @@ class Ranks(FakeRunner):
         return GraphCount(0, 0)
 
 
-def test_ranks_are_asked_again_while_the_engine_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_asked_again_while_the_engine_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "_IDLE_SECONDS", 0.01)
-    core, channel = make_core(None), process.Channel(tmp_path)
-    monkeypatch.setattr(channel, "wait", lambda _, wait=channel.wait: wait(()))
+    core, (ours, theirs) = make_core(None), socket.socketpair()
+    channel = SocketChannel(ours)
+    monkeypatch.setattr(channel, "wait", lambda seconds, _, wait=channel.wait: wait(seconds))
     core.executor = Ranks()  # type: ignore[assignment]
     begin = time.monotonic()
     with pytest.raises(RankLostError):
         EngineLoop(core, channel).run()
     channel.close()
+    theirs.close()
     assert core.executor.asked == 3 and time.monotonic() - begin >= 0.02  # type: ignore[attr-defined]

@@ -28,6 +28,6 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("message", [AddRequest(REQUEST), Start(ARGS, 20, 0.0)], ids=["request", "arguments"])
+@pytest.mark.parametrize("message", [AddRequest(REQUEST), Start(ARGS, 20, 0.0, 3)], ids=["request", "arguments"])
 def test_a_message_is_not_checked_where_it_arrives(message: Any) -> None:
     assert decode_to_engine(encode(message)) == message

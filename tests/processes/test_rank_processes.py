@@ -142,7 +142,7 @@ import os, sys
 from headrace import LLM, SamplingParams
 llm = LLM(sys.argv[1], load_format="dummy", device="cpu", num_kv_blocks=64, num_threads=1, tensor_parallel_size=2)
 print(llm.generate(["hello"], SamplingParams(max_tokens=3, temperature=0))[0].outputs[0].token_ids, flush=True)
-print(*(process.pid for process in llm._engine.executor.processes), flush=True)
+print(*(rank.pid for rank in llm._engine.executor.ranks), flush=True)
 sys.stdin.readline()
 """
 

@@ -40,7 +40,7 @@ BUSY = {
 }
 """Modules with more imports, each with its reason."""
 
-SHARED = {"Channel", "Checked", "Choice", "Conversation", "Entry", "Group", "Mark", "Message", "Reasoning"}
+SHARED = {"Checked", "Choice", "Conversation", "Entry", "Group", "Mark", "Message", "Reasoning"}
 """Names that classes of several modules have, each known in its own room alone."""
 
 

@@ -1,8 +1,8 @@
-"""An engine's process whose steps take the times of a model: ``sleeping_process.py FACTOR FOLDER``."""
+"""An engine's process whose steps take the times of a model: ``sleeping_process.py FACTOR``."""
 
 from __future__ import annotations
 
-import os
+import functools
 import sys
 from pathlib import Path
 
@@ -14,10 +14,11 @@ from headrace.engine.core import EngineCore
 from headrace.engine.info import EngineInfo
 from headrace.engine.outputs import OutputProcessor
 from headrace.engine.timeline import Timeline
+from headrace.host.parent import run
 from headrace.processes.process import serve
 from sim.examples import SHAPE, RealTime, SleepingExecutor, slower
 
-factor, folder = float(sys.argv[1]), Path(sys.argv[2])
+factor = float(sys.argv[1])
 
 
 def load(args: EngineArgs, timeline: Timeline) -> tuple[EngineCore, EngineInfo]:
@@ -46,4 +47,4 @@ def load(args: EngineArgs, timeline: Timeline) -> tuple[EngineCore, EngineInfo]:
     return core, info
 
 
-os._exit(serve(folder, load))
+run(functools.partial(serve, load))

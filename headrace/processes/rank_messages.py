@@ -1,0 +1,168 @@
+"""Messages between tensor-parallel ranks and the process that started them: msgspec tagged unions.
+
+Each rank gets the same messages, but for the first. Questions are answered with ``Done``, ``ConfigRefused`` or ``Failed``; on
+its way to an answer a rank may ask what all ranks agree on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import msgspec
+import torch
+
+from headrace.config import EngineArgs
+from headrace.core.plan import StepResult
+from headrace.weights.update import check_whole
+
+_PIECE_BYTES = 2**28
+"""Most bytes of a tensor in one message."""
+
+
+# To a rank
+
+
+class RankStart(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The first message. Answered with ``Loaded`` as plain data."""
+
+    args: EngineArgs
+    rank: int
+    size: int
+    store: int
+    """Descriptor of the file by which the ranks find each other."""
+
+
+class Plan(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Not answered."""
+
+    plan: bytes
+    """As ``encode_plan`` makes it."""
+
+
+class Collect(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Answered with Collected."""
+
+    step: int
+
+
+class ShowTokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Answered with Tokens, or None where the step's result is not kept."""
+
+    step: int
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A method of the executor to call, and answer with its result."""
+
+    name: Literal["capture_next", "memory", "graphs"]
+
+
+class TensorFacts(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class UpdateWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The bytes of the tensors follow, each in messages of its own (``tensor_pieces``). Answered with how many were written."""
+
+    tensors: list[TensorFacts]
+
+
+class Agreed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The answer to Least or Alike."""
+
+    value: int
+
+
+ToRank = RankStart | Plan | Collect | ShowTokens | Ask | UpdateWeights | Agreed
+
+
+# From a rank
+
+
+class Done(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """An answer, of the type that the question names."""
+
+    value: msgspec.Raw = msgspec.Raw(b"\xc0")
+
+    @classmethod
+    def of(cls, value: Any) -> Done:
+        return cls(msgspec.Raw(msgspec.msgpack.encode(value)))
+
+
+class Least(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Asks for the least number of all ranks."""
+
+    number: int
+
+
+class Alike(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Asks whether all ranks have the same value."""
+
+    digest: bytes
+
+
+class ConfigRefused(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A ConfigError."""
+
+    message: str
+    param: str | None
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The last message of a rank that cannot go on."""
+
+    message: str
+
+
+FromRank = Done | Least | Alike | ConfigRefused | Failed
+
+
+class Collected(msgspec.Struct, frozen=True, array_like=True):
+    digest: bytes
+    """Of what ranks must agree on in the step."""
+    result: StepResult | None
+    """None: the rank is not rank 0."""
+
+
+class Tokens(msgspec.Struct, frozen=True, array_like=True):
+    """What ranks agree on in a step."""
+
+    seq_ids: list[int]
+    token_ids: list[list[int]]
+    errors: list[int]
+
+    @classmethod
+    def of(cls, result: StepResult) -> Tokens:
+        return cls(result.seq_ids, result.token_ids, sorted(result.errors))
+
+
+def digest(result: StepResult) -> bytes:
+    """Of what ranks must agree on in a step."""
+    agreed = msgspec.msgpack.encode((result.step, Tokens.of(result)))
+    return hashlib.blake2b(agreed, digest_size=4).digest()
+
+
+encode: Callable[[ToRank | FromRank], bytes] = msgspec.msgpack.Encoder().encode
+decode_to_rank: Callable[[bytearray], ToRank] = msgspec.msgpack.Decoder(ToRank).decode
+decode_from_rank: Callable[[bytearray], FromRank] = msgspec.msgpack.Decoder(FromRank).decode
+
+
+def tensor_facts(name: str, tensor: torch.Tensor) -> TensorFacts:
+    """Raises: ConfigError: it is no tensor with values, or has a part of them."""
+    check_whole(name, tensor)
+    return TensorFacts(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+def empty_tensor(facts: TensorFacts) -> torch.Tensor:
+    return torch.empty(facts.shape, dtype=getattr(torch, facts.dtype))
+
+
+def tensor_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The bytes of a contiguous tensor on the CPU, where they are."""
+    data = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    for first in range(0, len(data), _PIECE_BYTES):
+        yield data[first : first + _PIECE_BYTES]

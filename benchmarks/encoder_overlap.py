@@ -25,6 +25,7 @@ from headrace.bench.workloads import Workload, build, placeholder
 from headrace.config import EngineArgs
 from headrace.frontend.llm import LLM
 from headrace.kernels.transfer import SideStream
+from headrace.runner.parts.media import MediaTables
 from headrace.sampling_params import SamplingParams
 from headrace.sources.files import find_model
 
@@ -46,7 +47,7 @@ def measure(args: EngineArgs, load: Workload, repetitions: int) -> dict[str, Any
     before = load_average()
     llm = LLM(**vars(args))
     core: Any = llm._engine
-    media = core.executor.runner.media
+    (media,) = (part for part in core.executor.runner.parts if isinstance(part, MediaTables))
     streams = dict(zip(WAYS, (media._side, SideStream(torch.device("cpu"))), strict=True))
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     number = 0

@@ -12,7 +12,8 @@ from headrace.models.update import weight_update
 from headrace.models.vision.interface import VISION_NAME
 from headrace.parallel.agreement import Agreement
 from headrace.runner.graphs import GraphCount
-from headrace.runner.runner import ModelRunner, StepHandle
+from headrace.runner.part import StepHandle
+from headrace.runner.runner import ModelRunner
 from headrace.weights.update import Named, WeightUpdate
 
 Handle = TypeVar("Handle")
@@ -95,8 +96,7 @@ class LocalExecutor(Executor[StepHandle]):
         # Refused in one process, refused in all: nothing is written anywhere.
         if self._ranks.any(refusal is not None) or update is None:
             raise refusal or ConfigError("the update was refused in another process that shares the model", "tensors")
-        if self.runner.recorder is not None:
-            self.runner.recorder.write(RunnerEvent("weights"))
+        self.runner.note(RunnerEvent("weights"))
         try:
             return update.write()
         except Exception as error:
@@ -104,7 +104,7 @@ class LocalExecutor(Executor[StepHandle]):
 
     def _refuse_encoder(self, names: Iterable[str]) -> None:
         """Raises ConfigError for a weight of the vision encoder, which would keep its old values."""
-        if self.runner.media is None or not self.runner.media.has_encoder:
+        if self.runner.encoder is None:
             return
         for name in names:
             if VISION_NAME.fullmatch(name):

@@ -10,6 +10,7 @@ import torch
 
 from headrace.attention.context import ForwardContext
 from headrace.model_spec import ModelFacts
+from headrace.parallel.group import Group
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,6 +80,11 @@ class Model(Protocol):
 
     @property
     def spec(self) -> ModelFacts: ...
+
+    @property
+    def group(self) -> Group:
+        """The tensor-parallel ranks that hold the model together."""
+        ...
 
     def __call__(self, inputs: ModelInputs, ctx: ForwardContext) -> torch.Tensor:
         """``[T, hidden]``, as ``logits`` takes them.

@@ -29,6 +29,7 @@ class _RecordedModel:
 
     def __init__(self, model: Model) -> None:
         self.spec: ModelFacts = model.spec
+        self.group = model.group
         self.layers = RecordedLayers.of(model)  # type: ignore[arg-type]
         self.logits = model.logits
         self._model = model

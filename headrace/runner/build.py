@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from headrace.attention.backend import AttentionBackend, LayerCache
 from headrace.attention.select import create_for, modes_of
 from headrace.cache.planes import allocate
 from headrace.config import EngineConfig
+from headrace.models.interface import Model
 from headrace.models.vision.interface import VisionEncoder
-from headrace.runner.media import MediaTables
-from headrace.runner.record import Recorder
+from headrace.runner.inputs import ForwardPass, StepBuffers
+from headrace.runner.part import RunnerPart
+from headrace.runner.parts.media import MediaTables
+from headrace.runner.parts.pieces import Pieces
+from headrace.runner.parts.record import Recorder
+from headrace.runner.parts.sparse import SparseTables
 
 
 def make_caches(config: EngineConfig) -> list[LayerCache]:
@@ -31,21 +38,24 @@ def make_backends(config: EngineConfig) -> list[AttentionBackend]:
     )
 
 
-def make_media(config: EngineConfig, encoder: VisionEncoder | None) -> MediaTables | None:
-    """Items of the slots' sequences; None: the model reads text alone."""
-    if config.model.vision is None:
-        return None
-    return MediaTables(
-        config.model,
-        encoder,
-        config.scheduler.max_num_seqs,
-        getattr(torch, config.dtype),
-        torch.device(config.device),
-        config.args.mm_encoder_cache_bytes,
-    )
+def make_parts(config: EngineConfig, model: Model, encoder: VisionEncoder | None) -> list[RunnerPart]:
+    """Returns the optional subsystems that the configuration needs. Raises ConfigError if the record cannot be written."""
+    parts: list[RunnerPart] = []
+    device = torch.device(config.device)
+    if config.args.record_steps is not None:
+        parts.append(Recorder(config.args.record_steps, config))
+    if config.sparse is not None:
+        parts.append(SparseTables(config, config.sparse, device, model.group))
+    if config.model.vision is not None:
+        slots, dtype, kept = config.scheduler.max_num_seqs, getattr(torch, config.dtype), config.args.mm_encoder_cache_bytes
+        parts.append(MediaTables(config.model, config.model.vision, encoder, slots, dtype, device, kept))
+    return parts
 
 
-def make_recorder(config: EngineConfig) -> Recorder | None:
-    """Raises ConfigError if the record cannot be written."""
-    path = config.args.record_steps
-    return None if path is None else Recorder(path, config)
+def make_pieces(
+    config: EngineConfig, model: Model, forward: ForwardPass, buffers: StepBuffers, parts: Sequence[RunnerPart]
+) -> list[Pieces]:
+    """Returns what computes prompts by layers, for a model with routers; otherwise nothing."""
+    if config.sparse is None or not config.sparse.routed:
+        return []
+    return [Pieces(model, forward, buffers, tables) for tables in parts if isinstance(tables, SparseTables)]

@@ -18,13 +18,14 @@ import functools
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import torch
 
 from headrace.attention.backend import ReplayLengths
 from headrace.config import EngineConfig
+from headrace.errors import EngineError
 from headrace.kernels import gpu
 from headrace.models.capture import eager_reason, no_host_sync
 from headrace.models.interface import Model
@@ -94,6 +95,33 @@ class GraphCount(NamedTuple):
     total: int
     failure: str = ""
     """Why a capture failed, after which no other is tried; empty: none did."""
+
+
+class EagerSteps:
+    """Stands for ``StepGraphs`` where no step is captured: every step runs kernel by kernel."""
+
+    nbytes = 0
+
+    def count(self) -> GraphCount:
+        return GraphCount(0, 0)
+
+    def capture_next(self) -> GraphCount:
+        return GraphCount(0, 0)
+
+    def stop_capturing(self, reason: str) -> None:
+        """Nothing is ever captured."""
+
+    def shape_of(self, rows: RowArrays) -> None:
+        return None
+
+    def sample_shape_of(self, rows: RowArrays, masks: HostMasks | None) -> None:
+        return None
+
+    def forward(self, shape: Shape, query_start: np.ndarray, places: np.ndarray, ends: np.ndarray) -> NoReturn:
+        raise EngineError(f"{shape} is not captured")
+
+    def sample(self, shape: SampleShape, masks: HostMasks | None) -> NoReturn:
+        raise EngineError(f"{shape} is not captured")
 
 
 class StepGraphs:

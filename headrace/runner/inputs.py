@@ -12,12 +12,11 @@ import torch
 
 from headrace.attention.backend import AttentionBackend, LayerCache, StepMetadata, distinct
 from headrace.attention.context import ForwardContext
-from headrace.attention.sparse_rows import SparseRows
 from headrace.config import EngineConfig
 from headrace.errors import EngineError
 from headrace.kernels.inputs import LogitsInputs, RowTensors, StepInputs, logits_inputs, step_inputs
 from headrace.models.interface import Model, ModelInputs
-from headrace.runner.media import MediaTables, StepMedia
+from headrace.runner.part import NO_EXTRAS, RunnerPart, StepExtras
 from headrace.runner.slots import RowArrays, SlotTables
 
 PAD_SLOT = -1
@@ -163,41 +162,26 @@ class ForwardPass:
         backends: Sequence[AttentionBackend],
         tables: SlotTables,
         buffers: StepBuffers,
-        media: MediaTables | None = None,
+        parts: Sequence[RunnerPart] = (),
     ) -> None:
         self._model, self._caches, self._backends = model, caches, backends
-        self._tables, self._buffers, self._media = tables, buffers, media
+        self._tables, self._buffers, self._parts = tables, buffers, parts
         self.to_plan = distinct(backends)
 
-    def __call__(self, bounds: Bounds, media: StepMedia | None = None, sparse: SparseRows | None = None) -> torch.Tensor:
-        """Runs the rows that have been sent; returns ``[T, hidden]``.
-
-        Args:
-            media: None: there are no tokens of items.
-            sparse: None: every row attends densely.
-        """
+    def __call__(self, bounds: Bounds, extras: StepExtras = NO_EXTRAS) -> torch.Tensor:
+        """Runs the rows that have been sent; returns ``[T, hidden]``."""
         rows = self._buffers.rows(bounds.num_rows)
-        given, ctx = self.begin(rows, bounds, media, sparse)
+        given, ctx = self.begin(rows, bounds, extras)
         inputs = ModelInputs(given.ids, given.positions)
-        if self._media is not None and self._media.sectioned:
-            # Padding rows are at position 0, and a sequence with pictures has positions behind those of its tokens.
-            rope = given.positions + self._media.delta[_token_slots(rows, bounds.num_tokens)]
-            inputs = dataclasses.replace(inputs, rope_positions=rope.clamp_(min=0))
-        if media is not None:
-            inputs = dataclasses.replace(
-                inputs,
-                inputs_embeds=media.inputs_embeds,
-                embeds_mask=media.embeds_mask,
-                extras=media.extras,
-                rope_positions=media.rope_positions if media.rope_positions is not None else inputs.rope_positions,
-            )
+        for part in self._parts:
+            inputs = part.adapt(inputs, rows)
+        if extras.inputs:
+            inputs = dataclasses.replace(inputs, **extras.inputs)
         hidden = self._model(inputs, ctx)
         self.end(hidden, rows, bounds, given, self._buffers.logits(hidden))
         return hidden
 
-    def begin(
-        self, rows: RowTensors, bounds: Bounds, media: StepMedia | None = None, sparse: SparseRows | None = None
-    ) -> tuple[StepInputs, ForwardContext]:
+    def begin(self, rows: RowTensors, bounds: Bounds, extras: StepExtras = NO_EXTRAS) -> tuple[StepInputs, ForwardContext]:
         """Gathers the inputs of the rows, and plans the attention backends for them."""
         tables = self._tables
         given = step_inputs(
@@ -220,26 +204,17 @@ class ForwardPass:
             query_start_host=bounds.query_start,
             seq_lens_host=bounds.seq_lens,
             bounded=bounds.captured,
-            visible_ends=None if media is None else media.visible_ends,
-            sparse=sparse,
             longest=tables.block_tables[0].tensor.shape[1] * tables.block_size,
+            **extras.metadata,
         )
         for backend in self.to_plan:
             backend.plan(step)
-        kinds = None if media is None else media.kinds
-        return given, ForwardContext(step, self._caches, self._backends, kinds)
+        return given, ForwardContext(step, self._caches, self._backends, **extras.context)
 
     def end(self, hidden: torch.Tensor, rows: RowTensors, bounds: Bounds, given: StepInputs, out: LogitsInputs) -> None:
         """Writes the logits inputs of the rows, and advances their slots."""
         single = bounds.max_queries == 1 and bounds.num_tokens == bounds.num_rows
         logits_inputs(hidden, rows, given.seq_lens, self._tables.num_computed, out, single=single)
-
-
-def _token_slots(rows: RowTensors, num_tokens: int) -> torch.Tensor:
-    """``[T]`` int64: the slot of each token; any slot for tokens of no row."""
-    tokens = torch.arange(num_tokens, dtype=torch.int32, device=rows.slots.device)
-    row = torch.searchsorted(rows.query_start[1:], tokens, right=True).clamp_(max=len(rows.slots) - 1)
-    return rows.slots[row].long().clamp_(min=0)
 
 
 def _aligned(count: int) -> int:

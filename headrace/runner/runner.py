@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Sequence
 
@@ -14,24 +13,31 @@ import torch
 from headrace.attention.backend import AttentionBackend, LayerCache, workspace_bytes
 from headrace.cache.blocks import ArenaBlocks
 from headrace.config import EngineConfig
-from headrace.core.plan import LayerRange, NewSequence, Row, RunnerEvent, SamplePlan, StepPlan, StepResult, pack_tokens
+from headrace.core.plan import (
+    LayerRange,
+    NewSequence,
+    Recorded,
+    Row,
+    RunnerEvent,
+    SamplePlan,
+    StepPlan,
+    StepResult,
+    pack_tokens,
+)
 from headrace.errors import EngineError, RequestError
 from headrace.kernels.transfer import upload
-from headrace.models.decoder import Decoder
 from headrace.models.interface import Model
 from headrace.models.vision.interface import VisionEncoder
 from headrace.outputs import Failure, TokenLogprobs
-from headrace.parallel.group import ALONE
-from headrace.runner.build import make_backends, make_caches, make_media, make_recorder
+from headrace.runner.build import make_backends, make_caches, make_parts, make_pieces
 from headrace.runner.clock import Stopwatch
-from headrace.runner.graphs import GraphCount, StepGraphs
+from headrace.runner.graphs import EagerSteps, GraphCount, StepGraphs
 from headrace.runner.inputs import Bounds, ForwardPass, StepBuffers
-from headrace.runner.pieces import Pieces
-from headrace.runner.record import Recorder
+from headrace.runner.part import StepExtras, StepHandle
+from headrace.runner.parts.pieces import NoPieces, Pieces
 from headrace.runner.slots import RowArrays, SlotTables
-from headrace.runner.sparse import SparseResults, SparseTables
 from headrace.sampling.device import to_host
-from headrace.sampling.feature import Indices, LogitsRows
+from headrace.sampling.feature import LogitsRows
 from headrace.sampling.logprobs import Measured, measure_in_slices
 from headrace.sampling.masks import HostMasks
 from headrace.sampling.sampler import FAULTS, NOT_FINITE, Sampler
@@ -41,40 +47,7 @@ logger = logging.getLogger("headrace.engine")
 
 _LOGITS_BYTES = 64 * 2**20
 """The most that the logits of prompt tokens take at a time."""
-FEATURES = "features of pictures"
-"""What the runner's memory for them is called."""
-PIECE = "hidden states of a piece"
 BROKEN = Failure("the model gave hidden states that are not finite")
-
-
-@dataclasses.dataclass
-class StepHandle:
-    """A step in flight. What comes from the device is on the host once the stopwatch's last mark is past."""
-
-    step: int
-    stopwatch: Stopwatch
-    rows: RowArrays | None = None
-    """Those that are complete after the step; None: the plan has no rows."""
-    seq_ids: Indices = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
-    """``[R]``: of all rows of the plan."""
-    places: Indices = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
-    """``[R]``: row -> its place in column 1 of ``outcome``."""
-    num_places: int = 0
-    refused: dict[int, Failure] = dataclasses.field(default_factory=dict)
-    """seq_id -> why it was not taken in at all."""
-    prompt_logprobs: dict[int, list[Measured]] = dataclasses.field(default_factory=dict)
-    replayed: bool | None = None
-    """As ``StepResult.replayed``, and so is ``padding_tokens``."""
-    padding_tokens: int = 0
-    sparse: list[SparseResults] = dataclasses.field(default_factory=list)
-    """Of the rows that attend sparsely, by forward pass."""
-    # Of the draw:
-    outcome: torch.Tensor | None = None
-    """As ``LogitsInputs.outcome``. None: the step has not been sampled."""
-    counts: torch.Tensor | None = None
-    """As ``Sampled.counts``."""
-    logprobs: list[tuple[Indices, Measured]] = dataclasses.field(default_factory=list)
-    """As ``Sampled.logprobs``."""
 
 
 class ModelRunner:
@@ -86,7 +59,6 @@ class ModelRunner:
         token_bytes: the text of tokens; None: sequences with bad words are refused.
         caches: the KV of each layer; None: allocated as the config says.
         backends: the attention of each layer, where layers may share one; None: those that the config names.
-        recorder: gets each plan before it is executed; None: as the config says.
         encoder: of pictures and videos; None: the model has none, or is used without.
 
     Raises:
@@ -101,7 +73,6 @@ class ModelRunner:
         *,
         caches: Sequence[LayerCache] | None = None,
         backends: Sequence[AttentionBackend] | None = None,
-        recorder: Recorder | None = None,
         encoder: VisionEncoder | None = None,
     ) -> None:
         self.config = config
@@ -110,18 +81,17 @@ class ModelRunner:
         self._caches = make_caches(config) if caches is None else caches
         self._blocks = ArenaBlocks(config.cache, self._caches) if len(config.cache.groups) > 1 else None
         self._backends = make_backends(config) if backends is None else backends
-        self.recorder = make_recorder(config) if recorder is None else recorder
+        self.encoder = encoder
         with torch.inference_mode():
             self.slots = SlotTables(config, self.device)
-            group = model.group if isinstance(model, Decoder) else ALONE
-            self._sparse = None if config.sparse is None else SparseTables(config, config.sparse, self.device, group)
             self.sampler = Sampler(config.scheduler.max_num_seqs, model.spec.vocab_size, self.device, token_bytes)
             self._buffers = StepBuffers(config, self.device)
-            self.media = make_media(config, encoder)
-        self._forward = ForwardPass(model, self._caches, self._backends, self.slots, self._buffers, self.media)
-        self._pieces: Pieces | None = None
-        if self._sparse is not None and config.sparse is not None and config.sparse.routed:
-            self._pieces = Pieces(model, self._forward, self._buffers, self._sparse)
+            self.parts = make_parts(config, model, encoder)
+            """Optional subsystems; those that the model does not need are not in it."""
+        self._forward = ForwardPass(model, self._caches, self._backends, self.slots, self._buffers, self.parts)
+        pieces = make_pieces(config, model, self._forward, self._buffers, self.parts)
+        self.parts += pieces
+        self._pieces: Pieces | NoPieces = pieces[0] if pieces else NoPieces()
         self._unsampled: StepHandle | None = None
         """Executed, and not sampled yet."""
         self._prompt_logprobs: dict[int, NewSequence] = {}
@@ -138,9 +108,9 @@ class ModelRunner:
         """The attention of each layer."""
         return self._backends
 
-    def _make_graphs(self) -> StepGraphs | None:
+    def _make_graphs(self) -> StepGraphs | EagerSteps:
         if not self.config.graph_rows or any(not backend.capturable for backend in self._forward.to_plan):
-            return None
+            return EagerSteps()
         return StepGraphs(self._model, self._forward, self.slots, self._buffers, self.sampler, self.config)
 
     @torch.inference_mode()
@@ -148,19 +118,21 @@ class ModelRunner:
         """Captures one CUDA graph more, the most useful one that is missing; to be called between steps."""
         if self._unsampled is not None:
             raise EngineError(f"step {self._unsampled.step} has not been sampled")
-        if self._graphs is None:
-            return GraphCount(0, 0)
         before, count = self._graphs.count(), self._graphs.capture_next()
-        if self.recorder is not None and count != before:
-            self.recorder.write(RunnerEvent("capture"))
+        if count != before:
+            self.note(RunnerEvent("capture"))
         return count
 
     def stop_capturing(self, reason: str) -> None:
-        if self._graphs is not None:
-            self._graphs.stop_capturing(reason)
+        self._graphs.stop_capturing(reason)
 
     def graphs(self) -> GraphCount:
-        return GraphCount(0, 0) if self._graphs is None else self._graphs.count()
+        return self._graphs.count()
+
+    def note(self, event: Recorded) -> None:
+        """Tells the parts what is about to be executed, or what else bears on later steps."""
+        for part in self.parts:
+            part.note(event)
 
     # ------------------------------------------------------------------ a step
 
@@ -173,8 +145,7 @@ class ModelRunner:
         """
         if self._unsampled is not None:
             raise EngineError(f"step {plan.step} comes before step {self._unsampled.step} has been sampled")
-        if self.recorder is not None:
-            self.recorder.write(plan)
+        self.note(plan)
         if plan.moves:
             self._move_blocks(plan)
         self._change_slots(plan)
@@ -206,21 +177,21 @@ class ModelRunner:
         step.rows = own if rows.unfinished.any() else rows
         step.refused = self._refusals(plan)
         self.slots.end(step.rows)
-        if self.media is not None:
-            self.media.advance(step.rows)
+        for part in self.parts:
+            part.end(step.rows, step)
 
     def _run_batch(self, plan: StepPlan, step: StepHandle, rows: RowArrays) -> None:
         """Runs rows that compute all layers."""
         wants_logprobs = self._prompt_logprobs and any(
             slot in self._prompt_logprobs for slot in rows.slots[~rows.decode].tolist()
         )
-        media, failed = (None, {}) if self.media is None else self.media.gather(rows)
-        self._refused |= failed
-        sparse = None if self._sparse is None else self._sparse.rows(rows)
-        eager = self._graphs is None or wants_logprobs or media is not None or sparse is not None
-        shape = None if self._graphs is None or eager else self._graphs.shape_of(rows)
+        extras = StepExtras()
+        for part in self.parts:
+            part.take(rows, extras)
+        self._refused |= extras.refused
+        shape = None if wants_logprobs or extras.eager else self._graphs.shape_of(rows)
         step.stopwatch.mark()
-        if shape is not None and self._graphs is not None:
+        if shape is not None:
             step.num_places = shape.rows
             step.places = self._buffers.send(rows, shape.decode_rows, shape.rows, shape.decode_tokens)
             query_start = self._buffers.query_start(shape.rows)
@@ -229,23 +200,17 @@ class ModelRunner:
         else:
             step.replayed, step.num_places = False, len(rows)
             step.places = self._buffers.send(rows, rows.num_decode_rows, len(rows))
-            hidden = self._forward(Bounds.of(rows), media, sparse)
-            if self._sparse is not None and sparse is not None:
-                step.sparse.append(self._sparse.results(rows, sparse))
+            hidden = self._forward(Bounds.of(rows), extras)
             step.prompt_logprobs = self._measure_prompts(plan.rows, hidden)
 
     def _run_piece(self, plan: StepPlan, layers: LayerRange, step: StepHandle, logits_row: int) -> None:
         """Runs layers of the last row, behind the others. ``logits_row``: of its last token, if it has one."""
-        if self._pieces is None or self._sparse is None:
-            raise EngineError(f"step {plan.step} has layers of a piece, and the model has no routers")
         own = plan.rows[-1:]
         rows, place = RowArrays(msgspec.structs.replace(plan, rows=own, num_decode_rows=0)), step.num_places
         step.places = np.append(step.places, place)
         step.num_places = place + 1
-        done = self._pieces.run(own[0], rows, layers, place, logits_row)
-        if done is not None:
-            hidden, sparse = done
-            step.sparse.append(self._sparse.results(rows, sparse))
+        hidden = self._pieces.run(own[0], rows, layers, step, place, logits_row)
+        if hidden is not None:
             step.prompt_logprobs |= self._measure_prompts(own, hidden)
 
     @torch.inference_mode()
@@ -258,18 +223,18 @@ class ModelRunner:
         if step is not self._unsampled or plan.step != step.step:
             raise EngineError(f"a sample plan of step {plan.step} for step {step.step}, which is not the one to be sampled")
         self._unsampled = None
-        if plan and self.recorder is not None:
-            self.recorder.write(plan)
+        if plan:
+            self.note(plan)
         rows = step.rows
         if rows is None:
             return
         masks = HostMasks.of(plan, rows.seq_ids[rows.row_of], self._model.spec.vocab_size) if rows.num_logits_rows else None
-        shape = None if self._graphs is None else self._graphs.sample_shape_of(rows, masks)
+        shape = self._graphs.sample_shape_of(rows, masks)
         if shape is None:
             step.stopwatch.mark()
             if rows.num_logits_rows:
                 self._draw(step, rows, masks)
-        elif self._graphs is not None:
+        else:
             self._graphs.sample(shape, masks)
         step.outcome = self._buffers.fetch(max(step.num_places, rows.num_logits_rows))
         step.stopwatch.mark()
@@ -347,21 +312,21 @@ class ModelRunner:
         return errors | step.refused
 
     def close(self) -> None:
-        if self.recorder is not None:
-            self.recorder.close()
+        for part in self.parts:
+            part.close()
 
     def memory(self) -> list[tuple[str, int]]:
         """(what, bytes) of everything that the runner itself holds on the device now."""
         storages = [cache.rows.untyped_storage() for cache in self._caches]
-        return [
-            ("KV cache", sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())),
-            ("attention workspaces", workspace_bytes(self._forward.to_plan)),
-            ("slots", self.slots.nbytes + self._buffers.nbytes + (0 if self._sparse is None else self._sparse.nbytes)),
-            ("penalty histograms", self.sampler.nbytes),
-            *([] if self.media is None else [(FEATURES, self.media.nbytes)]),
-            *([] if self._pieces is None else [(PIECE, self._pieces.nbytes)]),
-            ("CUDA graphs", 0 if self._graphs is None else self._graphs.nbytes),
-        ]
+        held = {
+            "KV cache": sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()),
+            "attention workspaces": workspace_bytes(self._forward.to_plan),
+            "slots": self.slots.nbytes + self._buffers.nbytes,
+            "penalty histograms": self.sampler.nbytes,
+        }
+        for part in self.parts:
+            held[part.memory_label] = held.get(part.memory_label, 0) + part.nbytes
+        return [*held.items(), ("CUDA graphs", self._graphs.nbytes)]
 
     # ------------------------------------------------------------------ parts of a step
 
@@ -378,18 +343,17 @@ class ModelRunner:
             self.sampler.remove(slot)
             self._prompt_logprobs.pop(slot, None)
             self._refused.pop(slot, None)
-            if self.media is not None:
-                self.media.release(slot)
-            if self._pieces is not None:
-                self._pieces.release(slot)
-        if not plan.new:
-            return
+        if plan.released:
+            for part in self.parts:
+                part.release(plan.released)
+        if plan.new:
+            self._take_in(plan)
+        for part in self.parts:
+            part.begin(plan)
+
+    def _take_in(self, plan: StepPlan) -> None:
         known = [self._with_known_tokens(seq) for seq in plan.new]
         self.slots.take(known)
-        if self.media is not None:
-            self.media.take(known)
-        if self._sparse is not None:
-            self._sparse.take(known)
         for seq in known:
             try:
                 self.sampler.add(seq.slot, seq)

@@ -8,7 +8,7 @@ from headrace.config import EngineConfig, MemoryLine
 from headrace.models.size import weight_bytes
 from headrace.resolve import DeviceFacts
 from headrace.resolve.memory import CUDA_SLACK
-from headrace.runner.runner import FEATURES
+from headrace.runner.parts.media import MediaTables
 from headrace.startup.profile import Profile
 
 _FOR = "CUDA graphs, slots, libraries and fragments"
@@ -27,7 +27,7 @@ def ledger(
     beside = [MemoryLine(name, nbytes) for name, nbytes in held if name != "KV cache"]
     if profile is not None and profile.vision:
         # What they may take is held back, whatever they take now.
-        beside = [line for line in beside if line.name != FEATURES]
+        beside = [line for line in beside if line.name != MediaTables.memory_label]
     if profile is None:
         return [*weights, *cache_lines(config), *filter(_some, beside)]
     other = profile.held - sum(line.nbytes for line in weights)

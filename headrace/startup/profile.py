@@ -17,8 +17,8 @@ from headrace.core.plan import NewSequence, Row, StepPlan, pack_tokens
 from headrace.models.interface import HiddenStates, Model, ModelInputs
 from headrace.resolve.memory import CUDA_SLACK
 from headrace.runner.build import make_backends
+from headrace.runner.parts.sparse import SparseTables
 from headrace.runner.slots import RowArrays
-from headrace.runner.sparse import SparseTables
 from headrace.sampling_params import SamplingParams
 
 
@@ -152,6 +152,6 @@ def _sparse_rows(config: EngineConfig, lengths: list[int], device: torch.device)
         NewSequence(slot, slot, pack_tokens(()), length, sampling, 0, 0, [], None, sparse=b"")
         for slot, length in enumerate(lengths)
     ]
-    tables.take(prompts)
+    tables.begin(StepPlan(0, (), tuple(prompts), (), 0))
     rows = tuple(Row(slot, slot, 0, length, 0, ()) for slot, length in enumerate(lengths))
     return tables.rows(RowArrays(StepPlan(0, (), (), rows, 0)))

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from runner.harness import media_of
 from server.harness import running
 from typer.testing import CliRunner
 
@@ -122,7 +123,7 @@ def test_the_encoders_stream_is_timed_against_the_models(
     used: list[object] = []
 
     def generate(llm: Any, load: Workload) -> float:
-        used.append(llm._engine.executor.runner.media._side)
+        used.append(media_of(llm._engine.executor.runner)._side)
         assert load.media[0]["image"][0].size == (40, 30)
         return float(len(used))
 

@@ -33,7 +33,7 @@ from headrace.engine.outputs import OutputProcessor
 from headrace.errors import EngineError, RequestError
 from headrace.outputs import OutputDelta
 from headrace.parallel.agreement import OneProcess
-from headrace.runner.record import replay
+from headrace.runner.replay import replay
 from headrace.runner.runner import ModelRunner
 from headrace.sampling_params import SamplingParams, StructuredOutputsParams
 from headrace.text.parse.format import Choice, Vocabulary

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.runner.graphs import StepGraphs
+
 from .conftest import CUDA
 from .driver import driving
 from .test_invariants import PLAIN, REQUESTS, WAYS, arguments, close, expected, graphs_ran, null_blocks_are_untouched, together
@@ -42,7 +44,7 @@ def test_greedy_tokens_are_the_defaults(family: str, device: str, folder_of: Cal
     with driving(arguments(folder_of(family), device, "bfloat16", **ASKED)) as driver:
         found = together(driver, greedy)
         graphs = driver.runner._graphs
-        assert graphs is not None and graphs._replanned, "the graphs are not FlashInfer's"
+        assert isinstance(graphs, StepGraphs) and graphs._replanned, "the graphs are not FlashInfer's"
         assert all(backend.graph_version == 0 for backend in graphs._replanned), (
             "a graph was captured before its kernel was there"
         )

@@ -23,6 +23,7 @@ from runner.test_invariants import FEATURES
 
 from headrace.config import EngineArgs
 from headrace.core.request import Request
+from headrace.runner.graphs import StepGraphs
 
 from .conftest import CUDA
 from .driver import Driver, Sample, Samples, chosen, driving, of_prompt
@@ -337,7 +338,7 @@ def behind_the_best(sample: Sample, text: list[int]) -> list[float]:
 def graphs_ran(driver: Driver, device: str, way: str) -> None:
     """They are captured when they are first launched."""
     if device == "cuda" and way != "without graphs":
-        assert driver.runner._graphs is not None and driver.runner._graphs._captured
+        assert isinstance(driver.runner._graphs, StepGraphs) and driver.runner._graphs._captured
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import pytest
 import tiny_vision
 import torch
 from PIL import Image
+from runner.harness import media_of
 from transformers import PreTrainedModel
 
 from headrace import LLM, SamplingParams
@@ -333,7 +334,7 @@ def test_times_are_for_prompts_that_say_them() -> None:
 def encoded(own: Served, prompt: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     """The prompt with features in place of its media, all of one modality."""
     request = own.request(prompt)
-    encoder = own.llm._engine.executor.runner.media._encoder  # type: ignore[attr-defined]
+    encoder = media_of(own.llm._engine.executor.runner)._encoder  # type: ignore[attr-defined]
     made = [encoder.encode([item])[0] for item in request.media]
     if own.kind in ALONE:
         media = MultiModalData.of(prompt["multi_modal_data"]).items()
@@ -388,7 +389,7 @@ def test_a_wrong_picture_ends_the_call() -> None:
 def test_the_encoders_memory_is_measured_with_full_calls_and_large_pictures(kind: str) -> None:
     own = served(kind)
     loaded: Any = own.llm._engine
-    encoder = loaded.executor.runner.media._encoder
+    encoder = media_of(loaded.executor.runner)._encoder
     usual, large = encoder_calls(loaded.files, loaded.config, encoder)
     rows = sum(item.num_rows for item in usual.args[0])  # type: ignore[attr-defined]
     assert CALL_ROWS <= rows < CALL_ROWS + 512
@@ -398,11 +399,11 @@ def test_the_encoders_memory_is_measured_with_full_calls_and_large_pictures(kind
 
 def test_what_a_tower_makes_is_freed_after_use() -> None:
     own = served("qwen2_5_vl")
-    cache = own.llm._engine.executor.runner.media.cache  # type: ignore[attr-defined]
+    cache = media_of(own.llm._engine.executor.runner).cache  # type: ignore[attr-defined]
     assert cache.num_used == 0 and cache.nbytes > 0
     none = engine(own.folder, mm_encoder_cache_bytes=0)
     generate(none, *prompts("qwen2_5_vl").values())
-    cache = none._engine.executor.runner.media.cache  # type: ignore[attr-defined]
+    cache = media_of(none._engine.executor.runner).cache  # type: ignore[attr-defined]
     assert (cache.num_used, cache.nbytes) == (0, 0)
 
 

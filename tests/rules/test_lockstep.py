@@ -23,7 +23,8 @@ ALLOWED = {
     "headrace/attention/flashinfer/kernels.py": "measures how long compiling takes; ranks wait for it before the first step",
     "headrace/runner/clock.py": "measures steps for statistics",
     "headrace/runner/graphs.py": "counts the memory of graphs for the report",
-    "headrace/runner/record.py": "writes what is launched",
+    "headrace/runner/parts/record.py": "writes what is launched",
+    "headrace/runner/replay.py": "reads the plans that are to be launched",
 }
 """Files that observe, and why no rank launches anything else for that."""
 

@@ -27,6 +27,7 @@ from headrace.models.families.gemma4 import Gemma4Spec
 from headrace.models.registry import build
 from headrace.models.vision.interface import EncodedItem, device_tensor
 from headrace.outputs import Failure, TokenLogprobs
+from headrace.runner.parts.media import MediaTables
 from headrace.runner.runner import ModelRunner
 from headrace.sampling_params import SamplingParams
 from headrace.text.bad_words import compile_bad_words
@@ -365,3 +366,9 @@ def same_logprobs(found: list[TokenLogprobs], expected: list[TokenLogprobs], whe
     for one, other in zip(found, expected, strict=True):
         assert (one.token_ids, one.rank) == (other.token_ids, other.rank), where
         assert one.logprobs == pytest.approx(other.logprobs, abs=2e-4), where
+
+
+def media_of(runner: ModelRunner) -> MediaTables:
+    """The runner's part for pictures and videos."""
+    (media,) = (part for part in runner.parts if isinstance(part, MediaTables))
+    return media

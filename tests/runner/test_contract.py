@@ -9,7 +9,8 @@ import torch
 
 from headrace.core.plan import NewSequence, Row, SamplePlan, StepPlan, StepResult, pack_tokens
 from headrace.errors import ConfigError, EngineError
-from headrace.runner.runner import BROKEN, ModelRunner, StepHandle
+from headrace.runner.part import StepHandle
+from headrace.runner.runner import BROKEN, ModelRunner
 
 from .harness import BLOCK, EOS, MAX_LEN, VOCAB, World, model, prompt, request, serve
 from .plans import blocks_for, new, plan, row

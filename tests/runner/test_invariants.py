@@ -18,7 +18,7 @@ import torch
 from headrace.core.request import Request
 from headrace.core.sequence import Sequence
 from headrace.outputs import TokenLogprobs
-from headrace.runner.record import replay
+from headrace.runner.replay import replay
 
 from .harness import EOS, FAMILIES, IN_FP8, VOCAB, Engine, Outcomes, World, alone, model, prompt, request, same, serve, text_of
 

@@ -19,9 +19,9 @@ from headrace.core.request import Request
 from headrace.errors import EngineError
 from headrace.kernels import gpu
 from headrace.models.capture import no_host_sync
-from headrace.runner.pieces import Pieces
-from headrace.runner.record import replay
-from headrace.runner.runner import PIECE, ModelRunner
+from headrace.runner.parts.pieces import Pieces
+from headrace.runner.replay import replay
+from headrace.runner.runner import ModelRunner
 
 from .harness import Engine, Outcomes, alone, prompt, request, same
 from .sparse_world import SparseWorld, captured_runner, elastic
@@ -72,7 +72,7 @@ class Watched(Engine):
 
     @property
     def paused(self) -> int:
-        return dict(self.runner.memory())[PIECE]
+        return dict(self.runner.memory())[Pieces.memory_label]
 
     def parts(self) -> list[tuple[int, StepPlan, LayerRange]]:
         """(sequence, plan, layers) of every step with layers of a piece."""

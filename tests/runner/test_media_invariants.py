@@ -23,10 +23,24 @@ from headrace.kernels.inputs import RowTensors
 from headrace.kv import Item
 from headrace.models.vision.interface import EncodedItem, encoded_item
 from headrace.multimodal.positions import Run, rope_positions
-from headrace.runner.inputs import _token_slots
-from headrace.runner.record import replay
+from headrace.runner.parts.media import _token_slots
+from headrace.runner.replay import replay
 
-from .harness import MEDIA_IN_FP8, SPECS, WITH_MEDIA, Encoder, Engine, Outcomes, World, alone, prompt, request, same, serve
+from .harness import (
+    MEDIA_IN_FP8,
+    SPECS,
+    WITH_MEDIA,
+    Encoder,
+    Engine,
+    Outcomes,
+    World,
+    alone,
+    media_of,
+    prompt,
+    request,
+    same,
+    serve,
+)
 from .test_graphs import runner as graph_runner
 
 HIDDEN = 32
@@ -104,11 +118,9 @@ def shuffled(family: str, seed: int) -> list[Request]:
 
 def finished(engine: Engine) -> None:
     """No slot holds features any more."""
-    media = engine.runner.media
-    assert media is not None
+    media = media_of(engine.runner)
     # The last plan's slots are released by the next one.
-    for slot in list(media._slots):
-        media.release(slot)
+    media.release(list(media._slots))
     assert media.cache.num_used == 0
 
 
@@ -172,8 +184,8 @@ def test_company_and_order_change_nothing(family: str, seed: int) -> None:
     engine.add(*shuffled(family, seed))
     same(engine.run(), expected(family))
     finished(engine)
-    assert isinstance(engine.runner.media._encoder, Encoder)  # type: ignore[union-attr]
-    assert engine.runner.media._encoder.num_encoded == 6, "one picture is in two prompts"  # type: ignore[union-attr]
+    assert isinstance(media_of(engine.runner)._encoder, Encoder)
+    assert media_of(engine.runner)._encoder.num_encoded == 6, "one picture is in two prompts"
 
 
 @families
@@ -218,7 +230,7 @@ def test_cache_hits_change_nothing(family: str) -> None:
         for each in shuffled(family, turn):
             engine.add(each)
             engine.run()
-        counts.append(engine.runner.media._encoder.num_encoded)  # type: ignore[union-attr]
+        counts.append(media_of(engine.runner)._encoder.num_encoded)
     same(engine.outcomes, expected(family))
     assert engine.scheduler.stats().prefix_hit_tokens > 50
     assert counts[0] == counts[1] == 6
@@ -288,8 +300,8 @@ def test_a_cache_in_fp8_changes_as_little(family: str) -> None:
 @families
 def test_a_picture_that_breaks_the_encoder_fails_alone(family: str) -> None:
     engine = Engine(World(family))
-    encoder = engine.runner.media._encoder  # type: ignore[union-attr]
-    usual = encoder.encode  # type: ignore[union-attr]
+    encoder = media_of(engine.runner)._encoder
+    usual = encoder.encode
 
     def encode(items: Listing[ItemInputs]) -> object:
         if any(item.num_rows == 9 for item in items):
@@ -341,16 +353,16 @@ class Delayed:
 
 @families
 def test_features_are_used_once_they_are_there(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.runner.media.SideStream", Delayed)
+    monkeypatch.setattr("headrace.runner.parts.media.SideStream", Delayed)
     engine = Engine(World(family, max_num_batched_tokens=64))
-    media: Any = engine.runner.media
+    media: Any = media_of(engine.runner)
     side, encode = media._side, media._encoder.encode
 
     def delayed(item: EncodedItem) -> EncodedItem:
         return EncodedItem(*(None if part is None else side.launched(part) for part in item))
 
     monkeypatch.setattr(media._encoder, "encode", lambda items: [delayed(item) for item in encode(items)])
-    monkeypatch.setattr("headrace.runner.media.encoded_item", lambda *given: delayed(encoded_item(*given)))
+    monkeypatch.setattr("headrace.runner.parts.media.encoded_item", lambda *given: delayed(encoded_item(*given)))
     engine.add(*requests(family))
     same(engine.run(), expected(family))
     assert not side.pending

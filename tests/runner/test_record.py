@@ -11,7 +11,8 @@ import pytest
 from headrace.core.plan import RunnerEvent, SamplePlan, encode_plan
 from headrace.errors import ConfigError
 from headrace.runner.graphs import GraphCount
-from headrace.runner.record import Recorder, fingerprint, read_plans, replay
+from headrace.runner.parts.record import Recorder, fingerprint
+from headrace.runner.replay import read_plans, replay
 
 from .harness import World, prompt
 from .plans import new, plan, row
@@ -26,7 +27,7 @@ PLANS = [
 def recorded(path: Path) -> Path:
     recorder = Recorder(path, World().config())
     for each in PLANS:
-        recorder.write(each)
+        recorder.note(each)
     recorder.close()
     return path
 
@@ -39,7 +40,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
 
 def test_plans_are_in_the_file_before_the_recorder_is_closed(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "plans", World().config())
-    recorder.write(PLANS[0])
+    recorder.note(PLANS[0])
     assert list(read_plans(tmp_path / "plans")[1]) == PLANS[:1]
     recorder.close()
 
@@ -67,10 +68,10 @@ def test_a_full_disk_ends_the_recording_alone(tmp_path: Path, caplog: pytest.Log
         Recorder("/dev/full", World().config())
     assert caught.value.param == "record_steps"
     recorder = Recorder(tmp_path / "plans", World().config())
-    recorder.write(PLANS[0])
+    recorder.note(PLANS[0])
     before, recorder._file = recorder._file, open("/dev/full", "wb")  # noqa: SIM115
     for each in PLANS[1:]:
-        recorder.write(each)
+        recorder.note(each)
     recorder.close()
     recorder.close()
     assert before is not None
@@ -171,7 +172,7 @@ def test_when_graphs_were_captured_is_recorded_and_replayed(tmp_path: Path) -> N
 def test_a_replay_ends_where_weights_were_updated(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "plans", World().config())
     for each in (*PLANS[:2], RunnerEvent("weights"), PLANS[2]):
-        recorder.write(each)
+        recorder.note(each)
     recorder.close()
     results = replay(tmp_path / "plans", World().runner())
     assert [next(results).step, next(results).step] == [1, 2]

@@ -12,7 +12,7 @@ import torch
 
 from headrace.core.plan import SamplePlan, StepPlan, StepResult
 from headrace.errors import EngineError
-from headrace.runner.record import read_plans, replay
+from headrace.runner.replay import read_plans, replay
 from headrace.runner.runner import ModelRunner
 from headrace.sampling.feature import LogitsRows
 from headrace.sampling.sampler import NOTHING_ALLOWED, Sampled

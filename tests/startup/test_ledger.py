@@ -15,7 +15,7 @@ from runner.sparse_world import model as sparse_model
 
 from headrace.config import EngineConfig, MemoryLine
 from headrace.resolve.memory import CUDA_SLACK
-from headrace.runner.runner import FEATURES
+from headrace.runner.parts.media import MediaTables
 from headrace.startup import profile as profiles
 from headrace.startup.ledger import cache_lines, ledger, planned_ledger
 from headrace.startup.profile import Profile, largest_step, measure, paused_states
@@ -122,9 +122,9 @@ def test_the_encoder_runs_beside_the_largest_step() -> None:
 def test_features_are_part_of_what_is_held_back_for_the_encoder() -> None:
     profile = dataclasses.replace(MEASURED, vision=2 * GIB)
     config = sized(profile.room)
-    held = [("attention workspaces", GIB), (FEATURES, 5000), ("slots", 70)]
+    held = [("attention workspaces", GIB), (MediaTables.memory_label, 5000), ("slots", 70)]
     lines = ledger([MemoryLine("weights", HELD)], config, held, profile)
-    assert summed(lines) == profile.total and FEATURES not in of(lines)
+    assert summed(lines) == profile.total and MediaTables.memory_label not in of(lines)
     assert of(lines)["vision encoder, activations and features"] == 2 * GIB
 
 

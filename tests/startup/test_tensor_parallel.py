@@ -19,7 +19,7 @@ from headrace.errors import ConfigError
 from headrace.frontend.local import LocalEngine, open_local
 from headrace.outputs import OutputDelta
 from headrace.parallel.group import ThreadGroup
-from headrace.runner.record import replay
+from headrace.runner.replay import replay
 from headrace.runner.runner import ModelRunner
 from headrace.sampling_params import SamplingParams
 from headrace.startup import environment

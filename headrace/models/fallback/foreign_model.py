@@ -11,6 +11,7 @@ from headrace.attention.context import ForwardContext
 from headrace.model_spec import ForeignSpec
 from headrace.models.fallback.contract import ContextCell, check_inputs, finished_logits
 from headrace.models.interface import ModelInputs
+from headrace.parallel.group import ALONE
 from headrace.weights.names import NameTable
 from headrace.weights.update import Named, WeightUpdate
 
@@ -22,6 +23,7 @@ class ForeignModel(nn.Module):
         dtype: of the hidden states.
     """
 
+    group = ALONE
     foreign: Any
     """The library's own model."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,31 +13,19 @@ import torch
 
 from headrace.attention.context import TokenKinds
 from headrace.core.media import ItemInputs, RopePositions
-from headrace.core.plan import NewSequence
+from headrace.core.plan import StepPlan
+from headrace.kernels.inputs import RowTensors
 from headrace.kernels.transfer import SideStream, upload
 from headrace.kv import Item
-from headrace.model_spec import ModelFacts
+from headrace.model_spec import ModelFacts, VisionSpec
+from headrace.models.interface import ModelInputs
 from headrace.models.vision.interface import EncodedItem, VisionEncoder, encoded_item
 from headrace.outputs import Failure
-from headrace.runner.encoder_cache import EncoderCache
+from headrace.runner.part import RunnerPart, StepExtras, StepHandle
+from headrace.runner.parts.encoder_cache import EncoderCache
 from headrace.runner.slots import RowArrays
 
 logger = logging.getLogger("headrace.engine")
-
-
-@dataclasses.dataclass(frozen=True)
-class StepMedia:
-    """Inputs of an eager step with tokens of items. T tokens, packed row after row."""
-
-    inputs_embeds: torch.Tensor | None = None
-    """As in ``ModelInputs``, and so are the next three."""
-    embeds_mask: torch.Tensor | None = None
-    extras: Mapping[int, torch.Tensor] | None = None
-    rope_positions: torch.Tensor | None = None
-    visible_ends: torch.Tensor | None = None
-    """As in ``StepMetadata``."""
-    kinds: TokenKinds | None = None
-    """As in ``ForwardContext``."""
 
 
 @dataclasses.dataclass
@@ -53,7 +42,10 @@ class _SlotItems:
         return self.items[-1][0].end if self.items else 0
 
 
-class MediaTables:
+_NOTHING = _SlotItems([], None)
+
+
+class MediaTables(RunnerPart):
     """Index space: slot. Rotary positions after a prompt are ``delta`` ahead of the tokens' own, in all sections.
 
     Args:
@@ -61,16 +53,19 @@ class MediaTables:
         cache_bytes: as of ``EncoderCache``.
     """
 
+    memory_label = "features of pictures"
+
     def __init__(
         self,
         model: ModelFacts,
+        vision: VisionSpec,
         encoder: VisionEncoder | None,
         num_slots: int,
         dtype: torch.dtype,
         device: torch.device,
         cache_bytes: int,
     ) -> None:
-        self._model, self._encoder = model, encoder
+        self._model, self._vision, self._encoder = model, vision, encoder
         self._dtype, self._device = dtype, device
         self._slots: dict[int, _SlotItems] = {}
         self._side = SideStream(device)
@@ -81,21 +76,18 @@ class MediaTables:
         self._delta: npt.NDArray[np.int64] = np.zeros(len(self.delta), dtype=np.int64)
 
     @property
-    def has_encoder(self) -> bool:
-        return self._encoder is not None
-
-    @property
     def nbytes(self) -> int:
         return self.cache.nbytes + self.delta.nbytes
 
-    def take(self, new: Sequence[NewSequence]) -> None:
-        """New sequences take their slots."""
+    def begin(self, plan: StepPlan) -> None:
+        """Keeps the items and rotary positions of new sequences."""
+        new = plan.new
         for seq in new:
             if seq.items or seq.rope is not None:
                 self._slots[seq.slot] = _SlotItems(list(zip(seq.items, seq.media, strict=True)), _positions(seq.rope))
             for item in seq.items:
                 self.cache.acquire(item.content_hash)
-        if not self.sectioned:
+        if not (new and self.sectioned):
             return
         slots = np.array([seq.slot for seq in new], dtype=np.int64)
         deltas = np.array([0 if seq.rope is None else seq.rope.delta for seq in new], dtype=np.int64)
@@ -103,13 +95,13 @@ class MediaTables:
             self._delta[slots] = deltas
             self.delta.index_copy_(0, upload(slots, self._device), upload(deltas, self._device))
 
-    def release(self, slot: int) -> None:
-        """The slot's sequence has left."""
-        left = self._slots.pop(slot, None)
-        for item, _ in left.items if left is not None else ():
-            self.cache.release(item.content_hash)
+    def release(self, slots: Sequence[int]) -> None:
+        """Drops the items of sequences that have left."""
+        for slot in slots:
+            for item, _ in self._slots.pop(slot, _NOTHING).items:
+                self.cache.release(item.content_hash)
 
-    def advance(self, rows: RowArrays) -> None:
+    def end(self, rows: RowArrays, step: StepHandle) -> None:
         """Drops items that the rows of a launched step have computed. Launches are in order, so what they read stays valid."""
         if not self._slots:
             return
@@ -118,37 +110,35 @@ class MediaTables:
             while own is not None and own.items and own.items[0][0].end <= end:
                 self.cache.release(own.items.pop(0)[0].content_hash)
 
-    def gather(self, rows: RowArrays) -> tuple[StepMedia | None, dict[int, Failure]]:
-        """What the rows' items ask of a step.
-
-        Returns:
-            None for the inputs: the step is one of text. And slot -> why its items cannot be encoded.
-        """
+    def take(self, rows: RowArrays, extras: StepExtras) -> None:
+        """Adds features of the rows' items, and what else their tokens need. Encodes what the cache lacks."""
         if not self._slots:
-            return None, {}
+            return
         batch = _Batch(rows, self._slots)
-        if not batch.parts and not batch.positioned:
-            return None, {}
-        failed = self._encode(batch.parts)
-        embeds = mask = extras = ends = kinds = None
         if batch.parts:
-            embeds, mask, extras = self._features([part for part in batch.parts if part.slot not in failed], batch.num_tokens)
-        if self._model.vision is not None and self._model.vision.bidirectional and batch.parts:
-            ends = upload(batch.visible_ends(), self._device)
-        if self._model.vision is not None and self._model.vision.own_experts and batch.parts:
-            kinds = TokenKinds(*(upload(tokens, self._device) for tokens in batch.kinds()))
-        rope = upload(batch.rope(self._delta), self._device) if batch.positioned else None
-        return StepMedia(embeds, mask, extras, rope, ends, kinds), failed
+            failed = self._encode(batch.parts)
+            extras.refused.update(failed)
+            extras.inputs.update(self._features([part for part in batch.parts if part.slot not in failed], batch.num_tokens))
+            if self._vision.bidirectional:
+                extras.metadata["visible_ends"] = upload(batch.visible_ends(), self._device)
+            if self._vision.own_experts:
+                extras.context["kinds"] = TokenKinds(*(upload(tokens, self._device) for tokens in batch.kinds()))
+        if batch.positioned:
+            extras.inputs["rope_positions"] = upload(batch.rope(self._delta), self._device)
 
-    def _features(
-        self, parts: Sequence[_Part], num_tokens: int
-    ) -> tuple[torch.Tensor, torch.Tensor, Mapping[int, torch.Tensor] | None]:
-        """Places the features of items at their tokens."""
+    def adapt(self, inputs: ModelInputs, rows: RowTensors) -> ModelInputs:
+        """Moves rotary positions to those behind a prompt's items. Padding rows are at position 0."""
+        if not self.sectioned:
+            return inputs
+        rope = inputs.positions + self.delta[_token_slots(rows, len(inputs.positions))]
+        return dataclasses.replace(inputs, rope_positions=rope.clamp_(min=0))
+
+    def _features(self, parts: Sequence[_Part], num_tokens: int) -> dict[str, Any]:
+        """Places the features of items at their tokens. Returns fields of ``ModelInputs``."""
         hidden = self._model.hidden_size
         embeds = torch.zeros(num_tokens, hidden, dtype=self._dtype, device=self._device)
         known = np.zeros(num_tokens, dtype=np.bool_)
-        levels = 0 if self._model.vision is None else self._model.vision.deepstack_layers
-        extras = {layer: torch.zeros_like(embeds) for layer in range(levels)}
+        extras = {layer: torch.zeros_like(embeds) for layer in range(self._vision.deepstack_layers)}
         for part in parts:
             features, deep = self.cache[part.item.content_hash]
             for token, row, count in part.runs():
@@ -157,7 +147,7 @@ class MediaTables:
                 for layer, extra in extras.items():
                     if deep is not None:
                         extra[token : token + count] = deep[layer, row : row + count]
-        return embeds, upload(known, self._device), extras or None
+        return {"inputs_embeds": embeds, "embeds_mask": upload(known, self._device), "extras": extras or None}
 
     def _encode(self, parts: Sequence[_Part]) -> dict[int, Failure]:
         """Computes the features that the cache lacks, all in one go. Returns slot -> why there are none.
@@ -290,3 +280,10 @@ class _Batch:
 
 def _positions(rope: RopePositions | None) -> npt.NDArray[np.int32] | None:
     return None if rope is None else np.frombuffer(rope.prompt, dtype="<i4").reshape(3, -1)
+
+
+def _token_slots(rows: RowTensors, num_tokens: int) -> torch.Tensor:
+    """``[T]`` int64: the slot of each token; any slot for tokens of no row."""
+    tokens = torch.arange(num_tokens, dtype=torch.int32, device=rows.slots.device)
+    row = torch.searchsorted(rows.query_start[1:], tokens, right=True).clamp_(max=len(rows.slots) - 1)
+    return rows.slots[row].long().clamp_(min=0)

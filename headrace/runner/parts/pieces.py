@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -14,8 +15,9 @@ from headrace.kernels.inputs import LogitsInputs, RowTensors
 from headrace.kernels.transfer import upload
 from headrace.models.interface import HiddenStates, LayeredModel, Model, ModelInputs
 from headrace.runner.inputs import Bounds, ForwardPass, StepBuffers
+from headrace.runner.part import RunnerPart, StepExtras, StepHandle
+from headrace.runner.parts.sparse import SparseTables
 from headrace.runner.slots import RowArrays
-from headrace.runner.sparse import SparseTables
 
 
 @dataclasses.dataclass
@@ -30,7 +32,7 @@ class PausedPiece:
     """Layers computed."""
 
 
-class Pieces:
+class Pieces(RunnerPart):
     """Runs layers of pieces. At most one is paused; it is dropped with its slot.
 
     Args:
@@ -39,6 +41,8 @@ class Pieces:
     Raises:
         ValueError: it is none.
     """
+
+    memory_label = "hidden states of a piece"
 
     def __init__(self, model: Model, forward: ForwardPass, buffers: StepBuffers, sparse: SparseTables) -> None:
         if not isinstance(model, LayeredModel):
@@ -54,29 +58,31 @@ class Pieces:
         """Bytes of the states that are held between two steps."""
         return 0 if self._paused is None else self._paused.states.nbytes
 
-    def release(self, slot: int) -> None:
-        if self._paused is not None and self._paused.row.slot == slot:
+    def release(self, slots: Sequence[int]) -> None:
+        """Drops the paused piece if its sequence has left."""
+        if self._paused is not None and self._paused.row.slot in slots:
             self._paused = None
 
     def run(
-        self, row: Row, rows: RowArrays, layers: LayerRange, place: int, logits_row: int
-    ) -> tuple[torch.Tensor, SparseRows] | None:
+        self, row: Row, rows: RowArrays, layers: LayerRange, step: StepHandle, place: int, logits_row: int
+    ) -> torch.Tensor | None:
         """Computes layers of a piece.
 
         Args:
             rows: ``row`` alone.
+            step: gets the results of its sparse attention.
             place: of the row in column 1 of ``LogitsInputs.outcome``.
             logits_row: of its last token, if it has one.
 
         Returns:
-            ``[T, hidden]`` and what came of its blocks, after the last layer; None: layers are left.
+            ``[T, hidden]`` after the last layer; None: layers are left.
 
         Raises:
             EngineError: the layers are not those that come next.
         """
         sparse = self._sparse_rows(row, rows, layers)
         tensors, bounds = self._tensors(row), Bounds.of(rows)
-        given, ctx = self._forward.begin(tensors, bounds, sparse=sparse)
+        given, ctx = self._forward.begin(tensors, bounds, StepExtras(metadata={"sparse": sparse}))
         inputs = ModelInputs(given.ids, given.positions)
         if self._paused is None:
             self._paused = PausedPiece(row, sparse, self._model.first_states(inputs))
@@ -87,12 +93,13 @@ class Pieces:
             self._flag(piece.states, place)
             return None
         self._paused = None
+        step.sparse.append(self._tables.results(rows, sparse))
         hidden = self._model.last_states(piece.states)
         out = self._buffers.logits(hidden)
         if not place:
             # The only row of the step.
             self._forward.end(hidden, tensors, bounds, given, out)
-            return hidden, sparse
+            return hidden
         if self._logits is None:
             self._logits = LogitsInputs(*(torch.empty_like(tensor) for tensor in out))
         own = self._logits
@@ -102,7 +109,7 @@ class Pieces:
             out.hidden[logits_row] = own.hidden[0]
             out.slots[logits_row] = own.slots[0]
             out.positions[logits_row] = own.positions[0]
-        return hidden, sparse
+        return hidden
 
     def _sparse_rows(self, row: Row, rows: RowArrays, layers: LayerRange) -> SparseRows:
         """Those of the paused piece, which the layers must continue, or of a new one."""
@@ -131,3 +138,12 @@ class Pieces:
         if states.residual is not None:
             total += states.residual.sum(-1, dtype=torch.float32)
         self._buffers.logits(states.x).outcome[place, 1] = ~total.isfinite().all()
+
+
+class NoPieces:
+    """Stands for ``Pieces`` where the model has no routers: no prompt is computed by layers."""
+
+    def run(
+        self, row: Row, rows: RowArrays, layers: LayerRange, step: StepHandle, place: int, logits_row: int
+    ) -> torch.Tensor | None:
+        raise EngineError(f"step {step.step} has layers of a piece, and the model has no routers")

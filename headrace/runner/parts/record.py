@@ -1,4 +1,4 @@
-"""Recording the stream of plans, and replaying it.
+"""Recording the stream of plans.
 
 A file is a header and then the plans, in the order of their execution, with the events between them that bear on later steps:
 when a CUDA graph was captured is decided by a clock, and what an update of weights wrote is in no plan. Each record is four
@@ -13,25 +13,22 @@ import hashlib
 import itertools
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 
 from headrace.config import EngineConfig
-from headrace.core.plan import Recorded, RunnerEvent, SamplePlan, StepPlan, StepResult, decode_plan, encode_plan
+from headrace.core.plan import Recorded, RunnerEvent, encode_plan
 from headrace.errors import ConfigError
 from headrace.host.user_files import is_stream, open_stream
 from headrace.model_spec import ModelSpec
-
-if TYPE_CHECKING:
-    from headrace.runner.runner import ModelRunner
+from headrace.runner.part import RunnerPart
 
 logger = logging.getLogger("headrace.engine")
 
 FORMAT = "headrace plans 3"
-_LENGTH_BYTES = 4
+LENGTH_BYTES = 4
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -60,7 +57,7 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=dict).encode()).hexdigest()[:16]
 
 
-class Recorder:
+class Recorder(RunnerPart):
     """Writes plans to a file, each before it is executed, so that the file includes the plan that crashed.
 
     A failing write ends the recording, not the engine. What was written before stays readable.
@@ -79,13 +76,14 @@ class Recorder:
             raise ConfigError(f"the steps cannot be recorded in {path}: {error.strerror}", "record_steps") from error
         logger.info("steps are recorded in %s", self._file.name)
 
-    def write(self, plan: Recorded) -> None:
+    def note(self, event: Recorded) -> None:
+        """Writes it."""
         if self._file is None:
             return
         try:
-            self._put(self._file, encode_plan(plan))
+            self._put(self._file, encode_plan(event))
         except OSError as error:
-            where = f"an event ({plan.what})" if isinstance(plan, RunnerEvent) else f"step {plan.step}"
+            where = f"an event ({event.what})" if isinstance(event, RunnerEvent) else f"step {event.step}"
             logger.error("the recording in %s ends before %s: %s", self._file.name, where, error.strerror)
             self.close()
 
@@ -98,7 +96,7 @@ class Recorder:
 
     @staticmethod
     def _put(file: BinaryIO, data: bytes) -> None:
-        file.write(len(data).to_bytes(_LENGTH_BYTES, "little"))
+        file.write(len(data).to_bytes(LENGTH_BYTES, "little"))
         file.write(data)
         file.flush()
 
@@ -117,70 +115,3 @@ def _create_new(path: Path) -> BinaryIO | None:
         return path.open("xb")
     except FileExistsError:
         return None
-
-
-def read_plans(path: str | Path) -> tuple[Header, Iterator[Recorded]]:
-    """The header, and the plans in their order. What a crash cut off at the end is left out.
-
-    Raises:
-        ConfigError: there is no such file, or it holds something else.
-    """
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"recorded steps cannot be read from {path}: {error.strerror}", "record_steps") from error
-    records = _records(data)
-    try:
-        header = msgspec.msgpack.decode(next(records, b""), type=Header)
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{path} holds no recorded steps", "record_steps") from error
-    if header.format != FORMAT:
-        raise ConfigError(f"{path} holds {header.format!r}, not {FORMAT!r}", "record_steps")
-    return header, map(decode_plan, records)
-
-
-def _records(data: bytes) -> Iterator[bytes]:
-    place = 0
-    while place + _LENGTH_BYTES <= len(data):
-        end = place + _LENGTH_BYTES + int.from_bytes(data[place : place + _LENGTH_BYTES], "little")
-        if end > len(data):
-            return
-        yield data[place + _LENGTH_BYTES : end]
-        place = end
-
-
-def replay(path: str | Path, runner: ModelRunner) -> Iterator[StepResult]:
-    """Runs recorded plans through a runner that has run nothing yet and records nothing now, and yields their results.
-
-    Raises:
-        ConfigError: the plans were made for another model or configuration; names what differs.
-    """
-    header, plans = read_plans(path)
-    ours = fingerprint(runner.config)
-    theirs = header.fingerprint
-    differing = [f"{name} ({theirs.get(name)}, not {ours[name]})" for name in ours if theirs.get(name) != ours[name]]
-    if differing:
-        raise ConfigError(f"the steps were recorded under another configuration: {', '.join(differing)}", "record_steps")
-    runner.recorder = None
-    return _results(plans, runner)
-
-
-def _results(plans: Iterator[Recorded], runner: ModelRunner) -> Iterator[StepResult]:
-    """A step is sampled by the plan that follows its own, or by an empty one. Raises ConfigError where weights were updated."""
-    plan, last = next(plans, None), 0
-    while isinstance(plan, StepPlan | RunnerEvent):
-        if isinstance(plan, RunnerEvent):
-            if plan.what == "weights":
-                raise ConfigError(f"weights were updated after step {last}: what follows needs the new ones", "record_steps")
-            runner.capture_next()
-            plan = next(plans, None)
-            continue
-        last = plan.step
-        step, following = runner.execute(plan), next(plans, None)
-        if isinstance(following, SamplePlan):
-            runner.sample(step, following)
-            following = next(plans, None)
-        else:
-            runner.sample(step, SamplePlan(plan.step))
-        yield runner.collect(step)
-        plan = following

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -11,12 +10,13 @@ import torch
 from headrace.attention.sparse import streamed_pairs
 from headrace.attention.sparse_rows import RoutedRows, SparseRows
 from headrace.config import EngineConfig, SparseConfig
-from headrace.core.plan import NewSequence, SparseOutcome
+from headrace.core.plan import SparseOutcome, StepPlan
 from headrace.core.sparse import block_pairs, num_segments, segment_length
 from headrace.errors import EngineError
 from headrace.kernels.transfer import upload
 from headrace.model_spec import POOLED
 from headrace.parallel.group import ALONE, Group
+from headrace.runner.part import RunnerPart, StepExtras, StepHandle
 from headrace.runner.slots import Ints, RowArrays
 from headrace.sampling.device import to_host
 
@@ -41,7 +41,7 @@ class SparseResults:
         return {seq_id: SparseOutcome(found[row], kept[row]) for row, seq_id in enumerate(self.seq_ids)}
 
 
-class SparseTables:
+class SparseTables(RunnerPart):
     """Index space: slot, ``[S]``. A rank of several keeps its own heads' classes, and reports and takes those of all heads."""
 
     def __init__(self, config: EngineConfig, sparse: SparseConfig, device: torch.device, group: Group = ALONE) -> None:
@@ -57,6 +57,8 @@ class SparseTables:
         """Length of the prompt's segments."""
         self._count: Ints = np.ones(slots, dtype=np.int64)
         """Of the segments."""
+        self._launched: list[tuple[RowArrays, SparseRows]] = []
+        """Of the step under way."""
         self._classes: torch.Tensor | None = None
         self._heads: torch.Tensor | None = None
         if sparse.routed:
@@ -71,9 +73,9 @@ class SparseTables:
     def nbytes(self) -> int:
         return sum(table.nbytes for table in (self._classes, self._heads) if table is not None)
 
-    def take(self, new: Sequence[NewSequence]) -> None:
-        """New sequences take their slots. Raises EngineError for a decision of another shape."""
-        for seq in new:
+    def begin(self, plan: StepPlan) -> None:
+        """Keeps what is known of new prompts. Raises EngineError for a decision of another shape."""
+        for seq in plan.new:
             slot, sparse = seq.slot, self._config
             self._is_sparse[slot] = seq.sparse is not None
             if seq.sparse is None:
@@ -89,6 +91,18 @@ class SparseTables:
                     raise EngineError(f"sequence {seq.seq_id} has {len(seq.sparse)} classes of heads, not {shape}")
                 classes = np.frombuffer(seq.sparse, dtype=np.int8).reshape(*shape[:2], self._group.size, self._kv_heads)
                 self._classes[slot, :count] = upload(classes[:, :, self._group.rank].copy(), self._device)
+
+    def take(self, rows: RowArrays, extras: StepExtras) -> None:
+        """Adds the rows that attend sparsely."""
+        sparse = self.rows(rows)
+        if sparse is not None:
+            extras.metadata["sparse"] = sparse
+            self._launched.append((rows, sparse))
+
+    def end(self, rows: RowArrays, step: StepHandle) -> None:
+        """Launches the transfer of what the step's sparse rows came to."""
+        step.sparse += [self.results(*each) for each in self._launched]
+        self._launched.clear()
 
     def rows(self, rows: RowArrays) -> SparseRows | None:
         """The rows that attend sparsely; None: there are none.
@@ -142,7 +156,7 @@ class SparseTables:
         )
 
     def results(self, rows: RowArrays, sparse: SparseRows) -> SparseResults:
-        """Launches the transfer of what the step's sparse rows came to."""
+        """Launches the transfer of what the sparse rows of a forward pass came to."""
         seq_ids, slots = rows.seq_ids[sparse.first :].tolist(), rows.slots[sparse.first :]
         routed = np.flatnonzero(~self._decided[slots]).tolist()
         classes = None

@@ -1,0 +1,121 @@
+"""RunnerPart: what an optional subsystem of the runner does in a step; and a step in flight."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from headrace.core.plan import Recorded, SparseOutcome, StepPlan
+from headrace.kernels.inputs import RowTensors
+from headrace.models.interface import ModelInputs
+from headrace.outputs import Failure
+from headrace.runner.clock import Stopwatch
+from headrace.runner.slots import RowArrays
+from headrace.sampling.feature import Indices
+from headrace.sampling.logprobs import Measured
+
+
+class Outcomes(Protocol):
+    """Results of a part that are on their way to the host with a step's own."""
+
+    def outcomes(self) -> dict[int, SparseOutcome]: ...
+
+
+@dataclasses.dataclass
+class StepHandle:
+    """A step in flight. What comes from the device is on the host once the stopwatch's last mark is past."""
+
+    step: int
+    stopwatch: Stopwatch
+    rows: RowArrays | None = None
+    """Those that are complete after the step; None: the plan has no rows."""
+    seq_ids: Indices = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
+    """``[R]``: of all rows of the plan."""
+    places: Indices = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
+    """``[R]``: row -> its place in column 1 of ``outcome``."""
+    num_places: int = 0
+    refused: dict[int, Failure] = dataclasses.field(default_factory=dict)
+    """seq_id -> why it was not taken in at all."""
+    prompt_logprobs: dict[int, list[Measured]] = dataclasses.field(default_factory=dict)
+    replayed: bool | None = None
+    """As ``StepResult.replayed``, and so is ``padding_tokens``."""
+    padding_tokens: int = 0
+    sparse: list[Outcomes] = dataclasses.field(default_factory=list)
+    """Results of the rows that attend sparsely, by forward pass."""
+    # Of the draw:
+    outcome: torch.Tensor | None = None
+    """As ``LogitsInputs.outcome``. None: the step has not been sampled."""
+    counts: torch.Tensor | None = None
+    """As ``Sampled.counts``."""
+    logprobs: list[tuple[Indices, Measured]] = dataclasses.field(default_factory=list)
+    """As ``Sampled.logprobs``."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepExtras:
+    """What parts add to a step, by names of fields. A step with any of it runs eagerly."""
+
+    inputs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields of ``ModelInputs``."""
+    metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields of ``StepMetadata``."""
+    context: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields of ``ForwardContext``."""
+    refused: dict[int, Failure] = dataclasses.field(default_factory=dict)
+    """slot -> why its sequence cannot be served; no reason to run eagerly."""
+
+    @property
+    def eager(self) -> bool:
+        return bool(self.inputs or self.metadata or self.context)
+
+
+NO_EXTRAS = StepExtras()
+
+
+class RunnerPart:
+    """An optional subsystem of the runner, which calls each part of its list at these places of a step, in this order.
+
+    What a part holds is a function of the plans. It launches on the step's stream and does not wait for the device.
+    """
+
+    memory_label = "slots"
+    """The line of the memory report that ``nbytes`` is in."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the part holds on the device now."""
+        return 0
+
+    def note(self, event: Recorded) -> None:
+        """Called with each plan of a step or of sampling before it is executed, and with what else bears on later steps."""
+
+    def release(self, slots: Sequence[int]) -> None:
+        """The slots' sequences have left."""
+
+    def begin(self, plan: StepPlan) -> None:
+        """Reads the plan's changes: new sequences have taken their slots.
+
+        Raises:
+            EngineError: the plan breaks the contract.
+        """
+
+    def take(self, rows: RowArrays, extras: StepExtras) -> None:
+        """Adds what the rows that compute all layers need of the part.
+
+        Raises:
+            EngineError: the plan breaks the contract.
+        """
+
+    def adapt(self, inputs: ModelInputs, rows: RowTensors) -> ModelInputs:
+        """Returns the inputs with what tables of the part say of the rows' slots. A CUDA graph may capture this."""
+        return inputs
+
+    def end(self, rows: RowArrays, step: StepHandle) -> None:
+        """Called when the model of the step is launched. ``rows``: those that are complete after it."""
+
+    def close(self) -> None:
+        """Frees what is not memory."""

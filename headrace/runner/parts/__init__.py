@@ -1,0 +1,1 @@
+"""Optional subsystems of the runner: media, sparse prompts, the record of plans."""

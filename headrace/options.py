@@ -18,7 +18,7 @@ import operator
 import os
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, dataclass_transform
 
@@ -32,6 +32,17 @@ FLOAT32_TINY = 2.0**-126
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 
+Endpoint = Literal["chat", "completions", "messages", "count_tokens", "responses"]
+Origin = Literal["OpenAI", "Codex", "Anthropic", "vLLM", "SGLang", "llama.cpp", "headrace"]
+"""The API that a request field comes from."""
+
+
+def api(origin: Origin, *endpoints: Endpoint) -> dict[Endpoint, Origin]:
+    """``OptionSpec.apis`` of a field; its endpoints are chat and completions where none is named."""
+    return dict.fromkeys(endpoints or ("chat", "completions"), origin)
+
+
+_MAX_LABEL, _MAX_LABELS = 64, 16
 _KINDS = {bool: "bool", int: "int", float: "float", str: "str", Path: "path"}
 _NAMED = {INT32_MAX: "2^31 - 1", INT64_MAX: "2^63 - 1", -INT64_MAX - 1: "-2^63", FLOAT32_MAX: "3.4e38", FLOAT32_TINY: "1.2e-38"}
 """Bounds as the documentation writes them."""
@@ -86,6 +97,10 @@ class OptionSpec:
     """JSON Schema of the values, where the type does not tell it."""
     hints: Mapping[str, str] | None = None
     """Words that other engines take in place of one of these values, in lower case, and what to write here."""
+    labels: bool = False
+    """An object of at most 16 entries whose keys have at most 64 characters."""
+    apis: Mapping[Endpoint, Origin] = dataclasses.field(default_factory=dict)
+    """HTTP endpoint that takes the parameter -> the API that it comes from."""
 
     @property
     def bounds(self) -> str:
@@ -136,6 +151,11 @@ class Option:
         return self.default if self.factory is None else self.factory()
 
     @property
+    def required(self) -> bool:
+        """Whether the field has no default."""
+        return self.default is dataclasses.MISSING and self.factory is None
+
+    @property
     def environment(self) -> str | None:
         """The environment variable that gives the field's default where it is set."""
         field = getattr(self.owner, "__dataclass_fields__", {}).get(self.name)
@@ -182,14 +202,18 @@ class Option:
     def _check(self, hint: Any, value: Any, where: str) -> None:
         origin, arguments = typing.get_origin(hint), typing.get_args(hint)
         if origin is Literal:
-            if not isinstance(value, str) or value not in arguments:
-                raise _invalid(where, "one of " + ", ".join(map(repr, arguments)), value, hint=self._hint(value))
+            if not is_one_of(value, arguments):
+                raise _invalid(where, "one of " + ", ".join(map(repr, arguments)), value, hint=self._hint(value, arguments))
         elif origin in (list, tuple):
             self._check_items(origin, arguments[0], value, where)
+        elif origin is dict and arguments[0] is int:
+            self._check_biases(value, where)
         elif origin is dict:
-            self._check_dict(value, where)
-        elif origin in (typing.Union, types.UnionType):  # of a number and a word
-            if not isinstance(value, str) or value not in typing.get_args(arguments[1]):
+            self._check_object(arguments[0], arguments[1], value, where)
+        elif hint is Any:
+            return
+        elif origin in (typing.Union, types.UnionType):  # with words, or with None
+            if not is_one_of(value, typing.get_args(arguments[1]) or [None]):
                 self._check(arguments[0], value, where)
         elif hint is bool:
             if not isinstance(value, bool):
@@ -203,12 +227,12 @@ class Option:
         elif is_declared(hint) and not isinstance(value, hint):
             raise _invalid(where, f"an object of {', '.join(options(hint))}", value, "invalid_type")
 
-    def _hint(self, value: Any) -> str:
+    def _hint(self, value: Any, choices: Iterable[Any]) -> str:
         """What to write in place of a word that is none of the values; empty where nothing is near."""
         if not isinstance(value, str):
             return ""
         known = (self.spec.hints or {}).get(value.lower())
-        return did_you_mean(value, typing.get_args(self.type)) if known is None else f": {known}"
+        return did_you_mean(value, [each for each in choices if isinstance(each, str)]) if known is None else f": {known}"
 
     def _check_number(self, hint: Any, value: Any, where: str) -> None:
         kind = "an integer" if hint is int else "a number"
@@ -243,7 +267,18 @@ class Option:
             return False
         return sizes is values or _is_utf8("".join(values))
 
-    def _check_dict(self, value: Any, where: str) -> None:
+    def _check_object(self, key_type: Any, item: Any, value: Any, where: str) -> None:
+        if not isinstance(value, dict):
+            raise _invalid(where, "an object", value, "invalid_type")
+        if self.spec.labels and (len(value) > _MAX_LABELS or max(map(len, value), default=0) > _MAX_LABEL):
+            raise _invalid(
+                where, f"an object of at most {_MAX_LABELS} entries by names of up to {_MAX_LABEL} characters", value
+            )
+        for key, entry in value.items() if item is not Any else ():
+            self._check(key_type, key, f"a key of {where}")
+            self._check(item, entry, f"{where}.{shown(key)[1:-1]}")
+
+    def _check_biases(self, value: Any, where: str) -> None:
         """Token id -> number."""
         if not isinstance(value, dict):
             raise _invalid(where, "an object from token id to number", value, "invalid_type")
@@ -259,7 +294,7 @@ class Option:
         """A JSON value in the field's type where JSON has no such type: object keys as token ids, one string as a list."""
         if self.spec.single and isinstance(value, str):
             return [value]
-        if typing.get_origin(self.type) is dict and isinstance(value, dict):
+        if self.type == dict[int, float] and isinstance(value, dict):
             return {int(k) if isinstance(k, str) and _is_token_id(k) else k: v for k, v in value.items()}
         if is_declared(self.type) and isinstance(value, dict):
             return nested(self.type, value, self.name)
@@ -283,14 +318,21 @@ class Option:
             return {"enum": list(arguments)}
         if origin is list:
             return {"type": "array", "items": self._schema(arguments[0]), **({} if self.spec.empty else {"minItems": 1})}
+        if hint is Any:
+            return {}
         if origin is dict:
-            return {"type": "object", "additionalProperties": self._schema(float)}
+            return {"type": "object", "additionalProperties": self._schema(arguments[1])}
         if hint is str:
             bounds = {"minLength": self.spec.min, "maxLength": self.spec.max}
         else:
             bounds = {"minimum": self.spec.min, "maximum": self.spec.max, "exclusiveMinimum": self.spec.above}
         kinds = {bool: "boolean", int: "integer", float: "number", str: "string"}
         return {"type": kinds[hint], **{name: bound for name, bound in bounds.items() if bound is not None}}
+
+
+def is_one_of(value: Any, admitted: Iterable[Any]) -> bool:
+    """Equality of type and value: 0 is not False."""
+    return any(type(value) is type(each) and value == each for each in admitted)
 
 
 def is_declared(hint: Any) -> bool:
@@ -358,7 +400,10 @@ def _helps(cls: Any) -> dict[str, str]:
     """Field -> the string below it, read from the source: Python keeps none of these strings."""
     module = ast.parse(Path(inspect.getfile(cls)).read_text(encoding="utf-8"))
     (declaration,) = (node for node in module.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
-    found = {}
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__[1:]):
+        if vars(base).get("__annotations__"):
+            found |= _helps(base)
     for field, below in itertools.pairwise(declaration.body):
         if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
             found[ast.unparse(field.target)] = " ".join(str(below.value.value).split())
@@ -367,12 +412,14 @@ def _helps(cls: Any) -> dict[str, str]:
 
 def _default(cls: Any, name: str) -> tuple[Any, Any]:
     """The default and the default factory of a field."""
+    field: Any
+    missing: Any
     if dataclasses.is_dataclass(cls):
-        field = cls.__dataclass_fields__[name]
-        return field.default, None if field.default_factory is dataclasses.MISSING else field.default_factory
-    names, defaults = cls.__struct_fields__, cls.__struct_defaults__
-    place = names.index(name) - (len(names) - len(defaults))
-    return (defaults[place] if place >= 0 else dataclasses.MISSING), None
+        field, missing = cls.__dataclass_fields__[name], dataclasses.MISSING
+    else:
+        (field,), missing = (each for each in msgspec.structs.fields(cls) if each.name == name), msgspec.NODEFAULT
+    factory = None if field.default_factory is missing else field.default_factory
+    return dataclasses.MISSING if field.default is missing else field.default, factory
 
 
 def from_environment(variable: str, default: int) -> Any:
@@ -463,7 +510,7 @@ def from_json(cls: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
     """
     known = options(cls)
     if unknown := sorted(fields.keys() - known.keys()):
-        message = f"{shown(unknown[0])[1:-1]} is not a parameter"
+        message = f"{shown(unknown[0])[1:-1]} is not a parameter{did_you_mean(unknown[0], known)}"
         if dataclasses.is_dataclass(cls):
             raise ConfigError(message, unknown[0])
         raise RequestError(message, unknown[0], code="unknown_parameter")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from headrace.errors import RequestError
-from headrace.options import FLOAT32_MAX, FLOAT32_TINY, INT32_MAX, INT64_MAX, CheckedStructType, OptionSpec, check
+from headrace.options import FLOAT32_MAX, FLOAT32_TINY, INT32_MAX, INT64_MAX, CheckedStructType, OptionSpec, api, check
 
 LogprobsMode = Literal["raw", "processed"]
 MAX_SEED = INT64_MAX
@@ -20,6 +20,11 @@ MAX_STRING = 4096
 CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 """Fields of StructuredOutputsParams that hold a constraint; a request has exactly one."""
 _SCHEMA = {"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "boolean"}]}
+
+_EXTRA = api("vLLM", "responses") | api("headrace", "messages")
+"""Of a parameter that the other protocols do not have."""
+_OPENAI_EXTRA, _VLLM_EXTRA = api("OpenAI") | _EXTRA, api("vLLM") | _EXTRA
+_OPENAI_AND_ANTHROPIC = api("OpenAI", "chat", "completions", "responses") | api("Anthropic", "messages")
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, metaclass=CheckedStructType):
@@ -113,59 +118,88 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """
 
     max_tokens: Annotated[
-        int | None, OptionSpec(min=1, max=INT32_MAX, default="what is left of the context", metavar="INTEGER")
+        int | None,
+        OptionSpec(min=1, max=INT32_MAX, default="what is left of the context", metavar="INTEGER", apis=api("OpenAI", "chat")),
     ] = None
     """Largest number of tokens to generate for each sample."""
-    min_tokens: Annotated[int, OptionSpec(min=0, max=INT32_MAX, metavar="INTEGER")] = 0
+    min_tokens: Annotated[
+        int, OptionSpec(min=0, max=INT32_MAX, metavar="INTEGER", apis=api("vLLM", "chat", "completions", "responses"))
+    ] = 0
     """Number of tokens to generate before the end-of-sequence token, a stop token or a stop string can end the output."""
-    temperature: Annotated[float, OptionSpec(min=0.0, max=FLOAT32_MAX, default="the model's, else 1.0")] = 1.0
+    temperature: Annotated[
+        float, OptionSpec(min=0.0, max=FLOAT32_MAX, default="the model's, else 1.0", apis=_OPENAI_AND_ANTHROPIC)
+    ] = 1.0
     """Divides the logits before sampling. 0 always takes the most likely token; higher values are more random."""
-    top_p: Annotated[float, OptionSpec(above=0.0, max=1.0, default="the model's, else 1.0")] = 1.0
+    top_p: Annotated[float, OptionSpec(above=0.0, max=1.0, default="the model's, else 1.0", apis=_OPENAI_AND_ANTHROPIC)] = 1.0
     """Nucleus sampling: sample from the smallest set of most likely tokens whose probabilities sum to at least this."""
-    top_k: Annotated[int, OptionSpec(min=-1, max=INT32_MAX, default="the model's, else 0")] = 0
+    top_k: Annotated[
+        int,
+        OptionSpec(
+            min=-1,
+            max=INT32_MAX,
+            default="the model's, else 0",
+            apis=api("vLLM", "chat", "completions", "responses") | api("Anthropic", "messages"),
+        ),
+    ] = 0
     """Sample from this many most likely tokens. 0 or -1: from all."""
-    min_p: Annotated[float, OptionSpec(min=0.0, max=1.0, default="the model's, else 0.0")] = 0.0
+    min_p: Annotated[float, OptionSpec(min=0.0, max=1.0, default="the model's, else 0.0", apis=_VLLM_EXTRA)] = 0.0
     """Leave out tokens whose probability is below this fraction of the most likely token's."""
     seed: Annotated[
-        int | None, OptionSpec(min=-INT64_MAX - 1, max=INT64_MAX, flags=("--sampling-seed",), default="drawn from --seed")
+        int | None,
+        OptionSpec(
+            min=-INT64_MAX - 1,
+            max=INT64_MAX,
+            flags=("--sampling-seed",),
+            default="drawn from --seed",
+            apis=_OPENAI_EXTRA,
+        ),
     ] = None
     """Seed of the random numbers. The same seed, prompt and parameters generate the same tokens."""
-    n: Annotated[int, OptionSpec(min=1, max=MAX_SAMPLES, flags=("--n", "-n"))] = 1
+    n: Annotated[int, OptionSpec(min=1, max=MAX_SAMPLES, flags=("--n", "-n"), apis=api("OpenAI"))] = 1
     """Number of independent samples of each prompt. They share the KV cache of the prompt."""
-    repetition_penalty: Annotated[float, OptionSpec(min=FLOAT32_TINY, max=FLOAT32_MAX, default="the model's, else 1.0")] = 1.0
+    repetition_penalty: Annotated[
+        float, OptionSpec(min=FLOAT32_TINY, max=FLOAT32_MAX, default="the model's, else 1.0", apis=_VLLM_EXTRA)
+    ] = 1.0
     """Applied to tokens in the prompt or the output: divides a positive logit and multiplies a negative one. Values above 1
     make these tokens less likely."""
-    presence_penalty: Annotated[float, OptionSpec(min=-2.0, max=2.0)] = 0.0
+    presence_penalty: Annotated[float, OptionSpec(min=-2.0, max=2.0, apis=_OPENAI_EXTRA)] = 0.0
     """Subtracted once from the logit of each token that was generated so far."""
-    frequency_penalty: Annotated[float, OptionSpec(min=-2.0, max=2.0)] = 0.0
+    frequency_penalty: Annotated[float, OptionSpec(min=-2.0, max=2.0, apis=_OPENAI_EXTRA)] = 0.0
     """Subtracted from a token's logit for each time it was generated so far."""
-    logit_bias: Annotated[dict[int, float] | None, OptionSpec(min=-100.0, max=100.0, metavar="JSON")] = None
+    logit_bias: Annotated[dict[int, float] | None, OptionSpec(min=-100.0, max=100.0, metavar="JSON", apis=_OPENAI_EXTRA)] = None
     """JSON object from token id to a number that is added to its logit."""
-    allowed_token_ids: Annotated[list[int] | None, OptionSpec(min=0, max=INT32_MAX, empty=False, metavar="IDS")] = None
+    allowed_token_ids: Annotated[
+        list[int] | None, OptionSpec(min=0, max=INT32_MAX, empty=False, metavar="IDS", apis=_VLLM_EXTRA)
+    ] = None
     """The only token ids that may be generated."""
-    bad_words: Annotated[list[str] | None, OptionSpec(min=1, max=MAX_STRING, flags=("--bad-word",))] = None
+    bad_words: Annotated[list[str] | None, OptionSpec(min=1, max=MAX_STRING, flags=("--bad-word",), apis=_VLLM_EXTRA)] = None
     """Strings that never appear in the output, however they are tokenised."""
-    stop: Annotated[list[str] | None, OptionSpec(min=1, max=MAX_STRING, single=True)] = None
+    stop: Annotated[
+        list[str] | None, OptionSpec(min=1, max=MAX_STRING, single=True, apis=api("OpenAI") | api("vLLM", "responses"))
+    ] = None
     """Strings that end the output."""
-    include_stop_str_in_output: bool = False
+    include_stop_str_in_output: Annotated[bool, OptionSpec(apis=api("vLLM"))] = False
     """Keep the stop string at the end of the text."""
-    stop_token_ids: Annotated[list[int] | None, OptionSpec(min=0, max=INT32_MAX, metavar="IDS")] = None
+    stop_token_ids: Annotated[list[int] | None, OptionSpec(min=0, max=INT32_MAX, metavar="IDS", apis=_VLLM_EXTRA)] = None
     """Token ids that end the output."""
-    ignore_eos: bool = False
+    ignore_eos: Annotated[bool, OptionSpec(apis=_VLLM_EXTRA)] = False
     """Continue after the end-of-sequence token, up to max_tokens. For benchmarks."""
     logprobs: Annotated[int | None, OptionSpec(min=-1, max=INT32_MAX)] = None
     """Number of most likely tokens to report at each output position, with log-probabilities, beside the generated token.
     -1: the whole vocabulary."""
-    logprobs_mode: LogprobsMode = "raw"
+    logprobs_mode: Annotated[LogprobsMode, OptionSpec(apis=api("headrace"))] = "raw"
     """raw: log-probabilities of the model's logits. processed: of the distribution that tokens are sampled from."""
-    prompt_logprobs: Annotated[int | None, OptionSpec(min=-1, max=INT32_MAX)] = None
+    prompt_logprobs: Annotated[int | None, OptionSpec(min=-1, max=INT32_MAX, apis=api("vLLM"))] = None
     """Number of most likely tokens to report at each prompt position. -1: the whole vocabulary."""
-    structured_outputs: Annotated[StructuredOutputsParams | None, OptionSpec(metavar="JSON")] = None
+    structured_outputs: Annotated[StructuredOutputsParams | None, OptionSpec(metavar="JSON", apis=api("vLLM"))] = None
     """What the output must be: exactly one of json, json_object, regex, choice and grammar, with options."""
-    sparse_prefill: Annotated[bool | None, OptionSpec(default="as --sparse-prefill says")] = None
+    sparse_prefill: Annotated[
+        bool | None,
+        OptionSpec(default="as --sparse-prefill says", apis=api("headrace", "chat", "completions", "responses", "messages")),
+    ] = None
     """Attend sparsely in the prompt: false computes it densely; true computes it sparsely, however short it is, and needs a
     server that was started with --sparse-prefill, or a model with elastic attention."""
-    skip_special_tokens: bool = True
+    skip_special_tokens: Annotated[bool, OptionSpec(apis=api("vLLM"))] = True
     """Leave special tokens out of the text."""
     detokenize: bool = True
     """Convert the output tokens to text."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 
 from headrace.errors import RequestError, wrong_type
-from headrace.options import OptionSpec, options, shown
+from headrace.options import OptionSpec, api, options, shown
 
 _SCHEMA = {"anyOf": [{"type": "object"}, {"type": "string"}]}
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -18,25 +18,27 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 class ConstraintFields(msgspec.Struct, frozen=True, kw_only=True):
     """The declaration of these names."""
 
-    response_format: Annotated[Any, OptionSpec(schema={"type": "object"})] = None
+    response_format: Annotated[
+        Any, OptionSpec(schema={"type": "object"}, apis=api("OpenAI", "chat") | api("vLLM", "completions"))
+    ] = None
     """Form of the output: an object with type text, json_object, json_schema or structural_tag."""
-    guided_json: Annotated[Any, OptionSpec(schema=_SCHEMA)] = None
+    guided_json: Annotated[Any, OptionSpec(schema=_SCHEMA, apis=api("vLLM"))] = None
     """Older name of structured_outputs.json."""
-    guided_regex: str | None = None
+    guided_regex: Annotated[str | None, OptionSpec(apis=api("vLLM"))] = None
     """Older name of structured_outputs.regex."""
-    guided_choice: list[str] | None = None
+    guided_choice: Annotated[list[str] | None, OptionSpec(apis=api("vLLM"))] = None
     """Older name of structured_outputs.choice."""
-    guided_grammar: str | None = None
+    guided_grammar: Annotated[str | None, OptionSpec(apis=api("vLLM"))] = None
     """Older name of structured_outputs.grammar."""
-    guided_whitespace_pattern: str | None = None
+    guided_whitespace_pattern: Annotated[str | None, OptionSpec(apis=api("vLLM"))] = None
     """Older name of structured_outputs.whitespace_pattern."""
-    json_schema: Annotated[Any, OptionSpec(schema=_SCHEMA)] = None
+    json_schema: Annotated[Any, OptionSpec(schema=_SCHEMA, apis=api("SGLang"))] = None
     """SGLang's and llama.cpp's name of structured_outputs.json."""
-    regex: str | None = None
+    regex: Annotated[str | None, OptionSpec(apis=api("SGLang"))] = None
     """SGLang's name of structured_outputs.regex."""
-    ebnf: str | None = None
+    ebnf: Annotated[str | None, OptionSpec(apis=api("SGLang"))] = None
     """SGLang's name of structured_outputs.grammar."""
-    grammar: str | None = None
+    grammar: Annotated[str | None, OptionSpec(apis=api("llama.cpp"))] = None
     """llama.cpp's name of structured_outputs.grammar."""
 
 

@@ -8,8 +8,10 @@ import msgspec
 
 from headrace.core.media import ItemInputs, RopePositions
 from headrace.kv import CacheIdentity, Item
-from headrace.options import INT64_MAX, OptionSpec
+from headrace.options import INT64_MAX, OptionSpec, api
 from headrace.sampling_params import SamplingParams
+
+_EXTRA = api("vLLM", "chat", "completions", "responses") | api("headrace", "messages")
 
 
 class BadWordsTable(msgspec.Struct, frozen=True, array_like=True):
@@ -80,9 +82,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     bad_words: BadWordsTable | None = None
     constraint: Constraint | None = None
     prompt: str | None = None
-    priority: Annotated[int, OptionSpec(min=-INT64_MAX - 1, max=INT64_MAX)] = 0
+    priority: Annotated[int, OptionSpec(min=-INT64_MAX - 1, max=INT64_MAX, apis=_EXTRA)] = 0
     """A lower value runs first under --policy priority."""
-    cache_salt: Annotated[str | None, OptionSpec(min=1, max=256)] = None
+    cache_salt: Annotated[str | None, OptionSpec(min=1, max=256, apis=_EXTRA)] = None
     """Cached prefixes are shared only among requests with the same salt."""
     session: str | None = None
     """Requests of one session go to the same replica under --dp-routing-policy session."""

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from fastapi import Request
 
 from headrace.errors import RequestError
-from headrace.server.fields import Endpoint, rules, takes
+from headrace.options import Endpoint
+from headrace.server.fields import rules, takes
 from headrace.server.shape import items, messages
 from headrace.server.shape.unknown_keys import unknown_keys
 from headrace.server.state import Serving

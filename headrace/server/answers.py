@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from headrace.server.fields import Endpoint
+from headrace.options import Endpoint
 from headrace.server.generation import Generation
 from headrace.server.request import body_schema, checked_body, parsed_body, tenant
 from headrace.server.schema import SampledBody
@@ -59,7 +59,7 @@ def answers(router: APIRouter, url: str, prefix: str, kind: type[B], endpoint: E
 
     def decorate(build: Callable[[Serving, B, str, str | None], Awaitable[Begun]]) -> AnswerRoute[B]:
         route = AnswerRoute(url, prefix, kind, endpoint, build)
-        router.post(url, name=build.__name__, description=build.__doc__, openapi_extra=body_schema(kind))(route.post)
+        router.post(url, name=build.__name__, description=build.__doc__, openapi_extra=body_schema(kind, endpoint))(route.post)
         return route
 
     return decorate

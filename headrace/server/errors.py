@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
-from headrace.errors import EngineDeadError, EngineError, HeadraceError, QueueFullError, RequestError, missing, unknown
+from headrace.errors import EngineDeadError, EngineError, HeadraceError, QueueFullError, RequestError
 
 _MESSAGES = "/v1/messages"
 """The paths under it speak Anthropic's dialect."""
@@ -94,26 +93,6 @@ def api_error(error: BaseException, retry_after: int) -> ApiError:
         code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
         return ApiError(error.status_code, str(error.detail), code=code, headers=error.headers)
     return ApiError(500, "the server failed on this request; its log says why", code="internal_error")
-
-
-def validation_error(error: ValidationError) -> RequestError:
-    """Describes the first error in a body and its location."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    path = field_path(first["loc"])
-    if first["type"] == "missing":
-        return missing(path)
-    if first["type"] == "extra_forbidden":
-        return unknown(path)
-    message = f"{path}: {first['msg'].removeprefix('Value error, ')}"
-    return RequestError(message, path, code="invalid_type" if first["type"].endswith("_type") else None)
-
-
-def field_path(loc: Sequence[int | str]) -> str:
-    """``("messages", 0, "content")`` -> ``messages[0].content``"""
-    path = ""
-    for part in loc:
-        path += f"[{part}]" if isinstance(part, int) else f".{shown(part)}" if path else shown(part)
-    return path
 
 
 def shown(text: str, limit: int = 64) -> str:

@@ -175,19 +175,20 @@ def render_messages(serving: Serving, body: ChatBody | TokenizeBody, tools: Sequ
         messages = _escaped(messages, serving.llm.inputs.special_texts, mark)
     processor = serving.llm.inputs.multimodal
     media = None if processor is None else ConversationMedia(processor.neutral, processor.written)
-    serving.llm.inputs.check_processor_options(body.mm_processor_kwargs)
+    kwargs = body.mm_processor_kwargs or {}
+    serving.llm.inputs.check_processor_options(kwargs)
     text = need_tokenizer(serving, "messages").render_chat(
         messages,
         add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        chat_template_kwargs={**_effort_variables(body, answers), **body.chat_template_kwargs},
+        continue_final_message=bool(body.continue_final_message),
+        chat_template_kwargs={**_effort_variables(body, answers), **(body.chat_template_kwargs or {})},
         strict=True,
         **({"tools": tools} if tools else {}),
         **({"media": media} if media is not None else {}),
         **({"spell_tools": True} if answers is not None and answers.spells_tools else {}),
     )
     parts = text.split(mark) if mark else [text]
-    return RenderedChat(parts, () if media is None else media.parts, body.mm_processor_kwargs)
+    return RenderedChat(parts, () if media is None else media.parts, kwargs)
 
 
 def _escaped(messages: Any, specials: Sequence[str], mark: str) -> Any:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from fastapi import Request
-from pydantic import ValidationError
 
+from headrace.errors import RequestError, did_you_mean, missing, unknown
+from headrace.options import Endpoint, check_value, options
 from headrace.server.agents import without_extras
 from headrace.server.body import json_object
-from headrace.server.errors import validation_error
-from headrace.server.fields import Endpoint, applied_fields
+from headrace.server.errors import shown
+from headrace.server.fields import applied_fields
 from headrace.server.middleware import TENANT
-from headrace.server.schema import RequestBody, SampledBody
+from headrace.server.schema import RequestBody, applied_options
 from headrace.server.state import Serving
 
 B = TypeVar("B", bound=RequestBody)
@@ -34,12 +36,24 @@ async def checked_body(request: Request, serving: Serving, kind: type[B], endpoi
 
 def parsed_body(fields: dict[str, Any], kind: type[B], endpoint: Endpoint | None = None) -> B:
     """Raises: RequestError, naming what is wrong."""
+    declared = options(kind)
     if endpoint is not None:
         fields = applied_fields(endpoint, fields)
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        raise validation_error(error) from None
+    elif (extra := next((name for name in fields if name not in declared), None)) is not None:
+        raise unknown(shown(extra), did_you_mean(shown(extra), declared))
+    if absent := next((name for name, option in declared.items() if option.required and name not in fields), None):
+        raise missing(absent)
+    own = {name: declared[name].from_json(value) for name, value in fields.items() if name in declared}
+    for name, value in own.items():
+        check_value(declared[name], value, RequestError)
+    return trusted_body(fields | own, kind)
+
+
+def trusted_body(fields: Mapping[str, Any], kind: type[B]) -> B:
+    """A body of fields that are checked. Those that are not its own are sampling parameters."""
+    own = {name: value for name, value in fields.items() if name in options(kind)}
+    sampling = {name: value for name, value in fields.items() if name not in own}
+    return kind(**own, **({"sampling": sampling} if sampling else {}))
 
 
 def tenant(request: Request) -> str:
@@ -47,21 +61,10 @@ def tenant(request: Request) -> str:
     return str(request.scope.get(TENANT, ""))
 
 
-def body_schema(kind: type[RequestBody]) -> dict[str, Any]:
+def body_schema(kind: type[RequestBody], endpoint: Endpoint | None = None) -> dict[str, Any]:
     """The body's entry in /openapi.json, which FastAPI cannot derive because the routes read the body themselves."""
-    schema = kind.model_json_schema()
-    if issubclass(kind, SampledBody):
-        schema["properties"] |= kind.sampling_schema()
-    inlined = _inline(schema, schema.pop("$defs", {}))
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": inlined}}}}
-
-
-def _inline(node: Any, definitions: dict[str, Any]) -> Any:
-    """Puts definitions in the place of references, which would point outside of the document's part."""
-    if isinstance(node, list):
-        return [_inline(item, definitions) for item in node]
-    if not isinstance(node, dict):
-        return node
-    if "$ref" in node:
-        return _inline(definitions[node["$ref"].rpartition("/")[2]], definitions)
-    return {key: _inline(value, definitions) for key, value in node.items()}
+    declared = options(kind) if endpoint is None else applied_options(endpoint)
+    properties = {name: option.json_schema() for name, option in declared.items()}
+    required = [name for name, option in declared.items() if option.required]
+    schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

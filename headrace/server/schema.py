@@ -1,165 +1,191 @@
-"""Request bodies: the fields that are applied, with their types.
-
-Sampling parameters are not among the fields of a model here: ``SamplingParams`` declares and checks them.
-"""
+"""Request bodies: the declaration of every field that an endpoint applies, beside those of SamplingParams, Request and
+ConstraintFields."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema
+import msgspec
 
 from headrace.constrain.fields import ConstraintFields
 from headrace.core.request import Request
-from headrace.options import INT32_MAX, options
+from headrace.errors import RequestError
+from headrace.options import INT32_MAX, CheckedStructType, Endpoint, Option, OptionSpec, api, check, options
 from headrace.sampling_params import SamplingParams
 
-_SAMPLING = options(SamplingParams)
-_REQUEST = options(Request)
-_CONSTRAINTS = options(ConstraintFields)
-
-Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
-# Checked by hand (prompts.py): a union would be tried variant by variant, and report an error for each.
-Prompt = Annotated[
-    Any,
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}},
-                {"type": "array", "items": {"type": "integer"}},
-                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
-            ]
-        }
-    ),
-]
-# Checked by text/chat.py, where errors can name the part of a message.
-Messages = Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "object"}, "minItems": 1})]
-# Checked by tools.py.
-Tools = Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "object"}})]
+_MAX_TOKENS = options(SamplingParams)["max_tokens"]
+_OPENAI = api("OpenAI")
+_CHAT = api("OpenAI", "chat")
+_TEXT = api("OpenAI", "completions")
+_RESPONSES = api("OpenAI", "responses")
+_MESSAGES = api("Anthropic", "messages")
+_COUNTED = api("Anthropic", "messages", "count_tokens")
+_OBJECTS: Mapping[str, Any] = {"type": "array", "items": {"type": "object"}}
+_OBJECT: Mapping[str, Any] = {"type": "object"}
+_PROMPTS: Mapping[str, Any] = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}},
+        {"type": "array", "items": {"type": "integer"}},
+        {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+    ]
+}
 
 
-class RequestBody(BaseModel):
-    """Strict: no field that it does not know, no coercion between types, no NaN and no infinity."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True, protected_namespaces=())
+def _choice(*names: str) -> Mapping[str, Any]:
+    return {"anyOf": [{"type": "string", "enum": list(names)}, _OBJECT]}
 
 
-class ResponsesStreamOptions(RequestBody):
+class RequestBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of a body, which ``parsed_body`` has checked. Where the type is Any, the reader of the field checks it: it can
+    name a part of the value."""
+
+
+class ResponsesStreamOptions(msgspec.Struct, frozen=True, kw_only=True, metaclass=CheckedStructType):
+    """Raises: RequestError, which names the field."""
+
     include_obfuscation: Literal[False] = False
+    """May only be false."""
+
+    def validate(self) -> None:
+        """Checks the fields."""
+        check(self, RequestError)
 
 
-class StreamOptions(ResponsesStreamOptions):
+class StreamOptions(ResponsesStreamOptions, frozen=True, kw_only=True):
     include_usage: bool = False
+    """Send the usage of tokens in a last chunk."""
     continuous_usage_stats: bool = False
+    """Send the usage of tokens in every chunk."""
 
 
-class SampledBody(RequestBody):
-    """What all requests for text share. The table of fields has refused every other name before."""
+class SampledBody(RequestBody, frozen=True, kw_only=True):
+    """What all requests for text share."""
 
-    model_config = ConfigDict(extra="allow")
-
-    model: str | None = None
-    cache_salt: Annotated[Any, WithJsonSchema(_REQUEST["cache_salt"].json_schema())] = None
-    priority: Annotated[Any, WithJsonSchema(_REQUEST["priority"].json_schema())] = 0
-    stream: bool = False
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """The sampling parameters, unchecked."""
-        return self.model_extra or {}
-
-    @classmethod
-    def sampling_schema(cls) -> dict[str, Any]:
-        """JSON Schema of the sampling parameters."""
-        known = {name: option for name, option in _SAMPLING.items() if name not in cls.model_fields and name != "detokenize"}
-        known |= _CONSTRAINTS
-        return {name: option.json_schema() for name, option in known.items()}
+    sampling: dict[str, Any] = {}
+    """The other fields that the endpoint takes: sampling parameters, unchecked."""
+    model: Annotated[str | None, OptionSpec(apis=_OPENAI | _RESPONSES | _COUNTED)] = None
+    """Name of the model, one of /v1/models. Default: the model that is served."""
+    stream: Annotated[bool, OptionSpec(apis=_OPENAI | _RESPONSES | _MESSAGES)] = False
+    """Answer with server-sent events."""
+    # Declared by Request, and checked where it is made.
+    cache_salt: Any = None
+    priority: Any = 0
 
 
-def _choice_schema(*names: str) -> dict[str, Any]:
-    return {"anyOf": [{"type": "string", "enum": list(names)}, {"type": "object"}]}
-
-
-class GenerationBody(SampledBody):
+class GenerationBody(SampledBody, frozen=True, kw_only=True):
     """What chat and text completions share."""
 
-    return_token_ids: bool = False
-    return_metrics: bool = False
-    return_attention_report: bool = False
-    stream_options: StreamOptions | None = None
-    user: str | None = None
+    return_token_ids: Annotated[bool, OptionSpec(apis=api("vLLM"))] = False
+    """Add token_ids and prompt_token_ids to the answer."""
+    return_metrics: Annotated[bool, OptionSpec(apis=api("vLLM"))] = False
+    """Add metrics, the times of this request, to the answer or to its last chunk; needs one choice."""
+    return_attention_report: Annotated[bool, OptionSpec(apis=api("headrace"))] = False
+    """Add attention, how the prompt attended, to the answer or to its last chunk; needs one prompt."""
+    stream_options: Annotated[StreamOptions | None, OptionSpec(apis=_OPENAI)] = None
+    """Object with include_usage and vLLM's continuous_usage_stats. include_obfuscation may only be false."""
+    user: Annotated[str | None, OptionSpec(apis=_OPENAI)] = None
+    """Session of the request for --dp-routing-policy session, without the header X-Session-ID."""
 
 
-class ChatBody(GenerationBody):
-    messages: Messages
-    logprobs: bool = False
-    top_logprobs: Count | None = None
-    max_completion_tokens: Annotated[Any, WithJsonSchema(_SAMPLING["max_tokens"].json_schema())] = None
-    add_special_tokens: bool = False
-    chat_template_kwargs: dict[str, Any] = {}
-    mm_processor_kwargs: dict[str, Any] = {}
-    add_generation_prompt: bool | None = None
-    """None: unless the final message is continued."""
-    continue_final_message: bool = False
-    tools: Tools = None
-    tool_choice: Annotated[Any, WithJsonSchema(_choice_schema("none", "auto", "required"))] = None
-    parallel_tool_calls: bool = True
-    functions: Tools = None
-    function_call: Annotated[Any, WithJsonSchema(_choice_schema("none", "auto"))] = None
-    reasoning_effort: str | None = None
-    thinking_token_budget: int | None = None
-    include_reasoning: bool = True
-    separate_reasoning: bool = True
-    stop_in_reasoning: bool = False
+class ChatBody(GenerationBody, frozen=True, kw_only=True):
+    messages: Annotated[Any, OptionSpec(apis=_CHAT, schema={**_OBJECTS, "minItems": 1})]
+    """Conversation. Roles system, developer (rendered as system), user, assistant and tool; text content."""
+    logprobs: Annotated[bool, OptionSpec(apis=_CHAT)] = False
+    """true: report log-probabilities of the generated tokens."""
+    top_logprobs: Annotated[int | None, OptionSpec(min=0, max=INT32_MAX, apis=_CHAT)] = None
+    """Number of most likely tokens to report at each position; needs logprobs."""
+    max_completion_tokens: Annotated[Any, OptionSpec(apis=_CHAT, schema=_MAX_TOKENS.json_schema())] = None
+    """Newer name of max_tokens; if both are given, they must agree."""
+    add_special_tokens: Annotated[bool, OptionSpec(apis=api("vLLM", "chat"))] = False
+    """Add the tokenizer's special tokens. Default: false for chat, whose template has them; true for completions."""
+    chat_template_kwargs: Annotated[dict[str, Any], OptionSpec(apis=api("vLLM", "chat"))] = {}
+    """Further variables for the chat template."""
+    mm_processor_kwargs: Annotated[dict[str, Any], OptionSpec(apis=api("vLLM", "chat"))] = {}
+    """Options of the model's processor of pictures and videos, such as min_pixels and max_pixels."""
+    add_generation_prompt: Annotated[bool | None, OptionSpec(apis=api("vLLM", "chat"))] = None
+    """End the prompt with the start of the assistant's turn. Default: true."""
+    continue_final_message: Annotated[bool, OptionSpec(apis=api("vLLM", "chat"))] = False
+    """Continue the last message instead of starting a new turn."""
+    tools: Annotated[Any, OptionSpec(apis=_CHAT, schema=_OBJECTS)] = None
+    """Functions that the model may call. With strict: true, arguments hold the function's parameters."""
+    tool_choice: Annotated[Any, OptionSpec(apis=_CHAT, schema=_choice("none", "auto", "required"))] = None
+    """none, auto (default), required, a function, or allowed_tools."""
+    parallel_tool_calls: Annotated[bool, OptionSpec(apis=_CHAT)] = True
+    """false: the answer ends with its first call."""
+    functions: Annotated[Any, OptionSpec(apis=_CHAT, schema=_OBJECTS)] = None
+    """Older form of tools: a list of functions. The answer has one call at most, as function_call."""
+    function_call: Annotated[Any, OptionSpec(apis=_CHAT, schema=_choice("none", "auto"))] = None
+    """Older name of tool_choice."""
+    reasoning_effort: Annotated[str | None, OptionSpec(apis=_CHAT)] = None
+    """none, minimal, low, medium, high, xhigh or max, as far as the chat template has variables for it."""
+    thinking_token_budget: Annotated[int | None, OptionSpec(apis=api("vLLM", "chat"))] = None
+    """Number of tokens of reasoning at most; then its end is forced. -1 (default): no limit; a model that does not reason keeps
+    any."""
+    include_reasoning: Annotated[bool, OptionSpec(apis=api("vLLM", "chat"))] = True
+    """false: leave reasoning out of the answer."""
+    separate_reasoning: Annotated[bool, OptionSpec(apis=api("SGLang", "chat"))] = True
+    """false: leave reasoning in the content, as the model writes it."""
+    stop_in_reasoning: Annotated[bool, OptionSpec(apis=api("headrace", "chat"))] = False
+    """true: stop strings end the answer in reasoning too. Default: in content only."""
 
 
-EXTRAS = (
-    "temperature top_p top_k min_p seed frequency_penalty presence_penalty repetition_penalty logit_bias stop_token_ids "
-    "bad_words allowed_token_ids ignore_eos sparse_prefill"
-)
-"""Sampling parameters that every protocol takes by the same names."""
+class CompletionBody(GenerationBody, frozen=True, kw_only=True):
+    prompt: Annotated[Any, OptionSpec(apis=_TEXT, schema=_PROMPTS)]
+    """String, list of strings, token ids, or list of lists of token ids."""
+    suffix: Annotated[str | None, OptionSpec(apis=_TEXT)] = None
+    """Text that follows the generated one: the model fills in the middle. Needs a vocabulary with tokens for it."""
+    echo: Annotated[bool, OptionSpec(apis=_TEXT)] = False
+    """Return the prompt before the text; with logprobs, those of the prompt too."""
+    logprobs: Annotated[int | None, OptionSpec(min=0, max=INT32_MAX, apis=_TEXT)] = None
+    """Number of most likely tokens to report at each position; 0: the generated token alone."""
+    max_tokens: Annotated[int | None, OptionSpec(min=0, max=INT32_MAX, apis=_TEXT)] = None
+    """Largest number of tokens to generate for each sample. With echo, 0 returns the prompt alone."""
+    best_of: Annotated[int | None, OptionSpec(min=0, max=INT32_MAX, apis=_TEXT)] = None
+    """Must equal n: headrace returns every sample that it generates."""
+    add_special_tokens: Annotated[bool, OptionSpec(apis=api("vLLM", "completions"))] = True
+    """Add the tokenizer's special tokens. Default: false for chat, whose template has them; true for completions."""
 
 
-class ProtocolBody(SampledBody):
-    """A request of another protocol, from which a chat request is made."""
+class CountTokensBody(SampledBody, frozen=True, kw_only=True):
+    """A conversation of Anthropic's API, which shape/messages.py reads."""
 
-    chat_template_kwargs: dict[str, Any] = {}
-
-    @classmethod
-    def sampling_schema(cls) -> dict[str, Any]:
-        return {name: _SAMPLING[name].json_schema() for name in EXTRAS.split()}
-
-
-class CountTokensBody(RequestBody):
-    """The parts that are not typed here are checked by shape/messages.py, which names places within them."""
-
-    model: str | None = None
-    messages: Messages
-    system: Any = None
-    tools: Tools = None
-    tool_choice: Annotated[Any, WithJsonSchema({"type": "object"})] = None
-    thinking: Annotated[Any, WithJsonSchema({"type": "object"})] = None
-    output_config: Annotated[Any, WithJsonSchema({"type": "object"})] = None
-    chat_template_kwargs: dict[str, Any] = {}
+    messages: Annotated[Any, OptionSpec(apis=_COUNTED, schema={**_OBJECTS, "minItems": 1})]
+    """Conversation: text, tool_use, tool_result, thinking and redacted_thinking blocks."""
+    system: Annotated[Any, OptionSpec(apis=_COUNTED)] = None
+    """System prompt: a string or text blocks."""
+    tools: Annotated[Any, OptionSpec(apis=_COUNTED, schema=_OBJECTS)] = None
+    """Tools that the client runs: name, description, input_schema, input_examples, strict. Others: see --unsupported-tools."""
+    tool_choice: Annotated[Any, OptionSpec(apis=_COUNTED, schema=_OBJECT)] = None
+    """auto (default), any, tool or none, with disable_parallel_tool_use."""
+    thinking: Annotated[Any, OptionSpec(apis=_COUNTED, schema=_OBJECT)] = None
+    """enabled with budget_tokens, adaptive or disabled: sets enable_thinking of the chat template; a model that does not reason
+    keeps any budget."""
+    output_config: Annotated[Any, OptionSpec(apis=_COUNTED, schema=_OBJECT)] = None
+    """Object with effort and format, a JSON schema of the answer."""
+    chat_template_kwargs: Annotated[dict[str, Any], OptionSpec(apis=api("headrace", "messages", "count_tokens"))] = {}
+    """Further variables for the chat template."""
 
 
-class MessagesBody(CountTokensBody, ProtocolBody):
-    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)]
-    stop_sequences: list[str] | None = None
+class MessagesBody(CountTokensBody, frozen=True, kw_only=True):
+    max_tokens: Annotated[int, OptionSpec(min=1, max=INT32_MAX, apis=_MESSAGES)]
+    """Largest number of tokens to generate. Where the context ends before, so does the answer."""
+    stop_sequences: Annotated[list[str] | None, OptionSpec(apis=_MESSAGES)] = None
+    """Strings that end the output."""
 
 
-Label = Annotated[str, Field(max_length=64)]
-Metadata = Annotated[dict[Label, Annotated[str, Field(max_length=512)]], Field(max_length=16)]
+class ResponsesBody(SampledBody, frozen=True, kw_only=True):
+    """A conversation of OpenAI's Responses, which shape/responses.py reads."""
 
-
-class ResponsesBody(ProtocolBody):
-    """The parts that are not typed here are checked by shape/responses.py, which names places within them."""
-
-    input: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]})]
-    instructions: str | None = None
-    max_output_tokens: Annotated[Any, WithJsonSchema(_SAMPLING["max_tokens"].json_schema())] = None
-    top_logprobs: Count | None = None
+    input: Annotated[Any, OptionSpec(apis=_RESPONSES, schema={"anyOf": [{"type": "string"}, _OBJECTS]})]
+    """A string, or items: message, function_call, custom_tool_call, their outputs, reasoning and item_reference."""
+    instructions: Annotated[str | None, OptionSpec(apis=_RESPONSES)] = None
+    """System prompt of this request; later ones do not inherit it."""
+    max_output_tokens: Annotated[Any, OptionSpec(apis=_RESPONSES, schema=_MAX_TOKENS.json_schema())] = None
+    """Largest number of tokens to generate."""
+    top_logprobs: Annotated[int | None, OptionSpec(min=0, max=INT32_MAX, apis=_RESPONSES)] = None
+    """Number of most likely tokens to report at each position; needs include."""
     include: Annotated[
         list[
             Literal[
@@ -173,54 +199,84 @@ class ResponsesBody(ProtocolBody):
                 "code_interpreter_call.outputs",
             ]
         ],
-        FailFast(),
+        OptionSpec(apis=_RESPONSES),
     ] = []
-    text: dict[str, Any] | None = None
-    tools: Tools = None
-    tool_choice: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]})] = None
-    parallel_tool_calls: bool = True
-    max_tool_calls: Count | None = None
-    reasoning: dict[str, Any] | None = None
-    store: bool | None = None
-    previous_response_id: str | None = None
-    stream_options: ResponsesStreamOptions | None = None
-    metadata: Metadata = {}
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    """List of message.output_text.logprobs and reasoning.encrypted_content. Others belong to tools that it does not run and
+    have no effect."""
+    text: Annotated[dict[str, Any] | None, OptionSpec(apis=_RESPONSES)] = None
+    """Object with format (text, json_object or json_schema) and verbosity, as in chat."""
+    tools: Annotated[Any, OptionSpec(apis=_RESPONSES, schema=_OBJECTS)] = None
+    """Functions, custom tools, whose format may be text or a grammar, and namespaces of both. Others: see
+    --unsupported-tools."""
+    tool_choice: Annotated[Any, OptionSpec(apis=_RESPONSES, schema=_choice("none", "auto", "required"))] = None
+    """As in chat: auto (default), none, required, a function or custom tool, allowed_tools."""
+    parallel_tool_calls: Annotated[bool, OptionSpec(apis=_RESPONSES)] = True
+    """false: the answer ends with its first call."""
+    max_tool_calls: Annotated[int | None, OptionSpec(min=0, max=INT32_MAX, apis=_RESPONSES)] = None
+    """Repeated in the response; it counts tools that the server would run."""
+    reasoning: Annotated[dict[str, Any] | None, OptionSpec(apis=_RESPONSES)] = None
+    """Object with effort, as reasoning_effort in chat; summary is taken, and the whole reasoning is shown."""
+    store: Annotated[bool | None, OptionSpec(apis=_RESPONSES)] = None
+    """false: do not keep the response. Default: true, unless the server keeps none."""
+    previous_response_id: Annotated[str | None, OptionSpec(apis=_RESPONSES)] = None
+    """Continue the conversation of a stored response."""
+    stream_options: Annotated[ResponsesStreamOptions | None, OptionSpec(apis=_RESPONSES)] = None
+    """Object with include_obfuscation, which may only be false."""
+    metadata: Annotated[dict[str, str], OptionSpec(min=0, max=512, labels=True, apis=_RESPONSES)] = {}
+    """Up to 16 strings by name, repeated in the response."""
+    chat_template_kwargs: Annotated[dict[str, Any], OptionSpec(apis=api("vLLM", "responses"))] = {}
+    """Further variables for the chat template."""
+    user: Annotated[str | None, OptionSpec(apis=_RESPONSES)] = None
+    """Repeated in the response; otherwise as in chat."""
+    safety_identifier: Annotated[str | None, OptionSpec(apis=_RESPONSES)] = None
+    """Repeated in the response."""
+    prompt_cache_key: Annotated[str | None, OptionSpec(apis=_RESPONSES)] = None
+    """Repeated in the response; every equal prefix is found in the cache."""
 
-    @classmethod
-    def sampling_schema(cls) -> dict[str, Any]:
-        return {name: _SAMPLING[name].json_schema() for name in f"{EXTRAS} stop min_tokens".split()}
 
-
-class CompletionBody(GenerationBody):
-    prompt: Prompt
-    suffix: str | None = None
-    echo: bool = False
-    logprobs: Count | None = None
-    max_tokens: Count | None = None
-    """0 is for echo."""
-    best_of: Count | None = None
-    add_special_tokens: bool = True
-
-
-class TokenizeBody(RequestBody):
+class TokenizeBody(RequestBody, frozen=True, kw_only=True):
     """Either a prompt or messages."""
 
     model: str | None = None
+    """Name of the model, one of /v1/models. Default: the model that is served."""
     prompt: str | None = None
-    messages: Messages = None
+    """Text."""
+    messages: Annotated[Any, OptionSpec(schema={**_OBJECTS, "minItems": 1})] = None
+    """Conversation, as in chat."""
     add_special_tokens: bool | None = None
-    """None: as in completions (true) for a prompt, as in chat (false) for messages."""
+    """Add the tokenizer's special tokens. Default: true for a prompt, as in completions; false for messages, as in chat."""
     add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = {}
-    mm_processor_kwargs: dict[str, Any] = {}
+    """End the prompt with the start of the assistant's turn. Default: true."""
+    continue_final_message: bool | None = None
+    """Continue the last message instead of starting a new turn."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables for the chat template."""
+    mm_processor_kwargs: dict[str, Any] | None = None
+    """Options of the model's processor of pictures and videos."""
     return_token_strs: bool = False
+    """Add token_strs, the text of each token, to the answer."""
 
 
-class DetokenizeBody(RequestBody):
+class DetokenizeBody(RequestBody, frozen=True, kw_only=True):
     model: str | None = None
-    tokens: Annotated[list[Count], FailFast()]
+    """Name of the model, one of /v1/models. Default: the model that is served."""
+    tokens: Annotated[list[int], OptionSpec(min=0, max=INT32_MAX)]
+    """Token ids."""
     skip_special_tokens: bool = False
+    """Leave special tokens out of the text."""
+
+
+BODIES: Mapping[Endpoint, type[RequestBody]] = {
+    "chat": ChatBody,
+    "completions": CompletionBody,
+    "messages": MessagesBody,
+    "count_tokens": CountTokensBody,
+    "responses": ResponsesBody,
+}
+
+
+def applied_options(endpoint: Endpoint) -> Mapping[str, Option]:
+    """The declarations of the fields that an endpoint applies, by name."""
+    owners: tuple[Any, ...] = (BODIES[endpoint], SamplingParams, Request, ConstraintFields)
+    declared = (option for owner in owners for option in options(owner).values())
+    return {option.name: option for option in declared if endpoint in option.spec.apis}

@@ -12,9 +12,13 @@ from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params as response_params
 from reference import request_fields
 
+from headrace.constrain.fields import ConstraintFields
+from headrace.core.request import Request
+from headrace.options import options
+from headrace.sampling_params import SamplingParams
 from headrace.server import fields
 from headrace.server.fields import FIELDS, applied_fields, rules
-from headrace.server.schema import ChatBody, CompletionBody, CountTokensBody, GenerationBody, MessagesBody, ResponsesBody
+from headrace.server.schema import BODIES
 from server.fakes import FakeLLM
 from server.harness import Api
 
@@ -162,19 +166,14 @@ def test_covers_every_field_of_anthropic() -> None:
         assert known >= set().union(*(typing.get_type_hints(kind) for kind in params))
 
 
-def test_applied_fields_of_other_protocols_are_those_of_the_request_models() -> None:
-    bodies: dict[fields.Endpoint, typing.Any] = {"messages": MessagesBody, "responses": ResponsesBody}
-    for endpoint, body in [*bodies.items(), ("count_tokens", CountTokensBody)]:
-        extras = set(body.sampling_schema()) if endpoint in bodies else set()
-        applied = {name for name, rule in rules(endpoint).items() if rule.treatment == "applied"}  # type: ignore[arg-type]
-        assert applied == set(body.model_fields) | extras
-
-
-@pytest.mark.parametrize(("endpoint", "body"), [("chat", ChatBody), ("completions", CompletionBody)])
-def test_applied_fields_are_those_of_the_request_model(endpoint: fields.Endpoint, body: type[GenerationBody]) -> None:
-    assert {name for name, rule in rules(endpoint).items() if rule.treatment == "applied"} == set(body.model_fields) | set(
-        body.sampling_schema()
-    )
+@pytest.mark.parametrize("endpoint", BODIES)
+def test_a_body_holds_each_of_its_fields(endpoint: fields.Endpoint) -> None:
+    """A field of a body that no endpoint takes, or whose name two declarations have, would be ignored."""
+    applied = {name for name, rule in rules(endpoint).items() if rule.treatment == "applied"}
+    owners = (BODIES[endpoint], SamplingParams, Request, ConstraintFields)
+    declared = [option.name for owner in owners for option in options(owner).values() if endpoint in option.spec.apis]
+    assert sorted(declared) == sorted(applied)
+    assert applied >= {name for name, option in options(BODIES[endpoint]).items() if option.required}
 
 
 def test_one_rule_a_field_and_endpoint() -> None:
@@ -250,3 +249,20 @@ def test_the_documentation_names_every_rule() -> None:
     for rule in FIELDS:
         start = f"| `{rule.name}` | {', '.join(rule.endpoints)} | {rule.origin} | {rule.treatment} |"
         assert sum(line.startswith(start) for line in lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "extra", "param"),
+    [
+        ("responses", {"include": ["message.output_text.logprob"]}, "include[0]"),
+        ("responses", {"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ("chat", {"stream": True, "stream_options": {"include_usages": True}}, "stream_options.include_usages"),
+        ("chat", {"chat_template_kwargs": []}, "chat_template_kwargs"),
+        ("chat", {"top_logprobs": -1, "logprobs": True}, "top_logprobs"),
+        ("completions", {"echo": 1}, "echo"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_is_accepted(endpoint: str, extra: dict[str, typing.Any], param: str) -> None:
+    error = Api(FakeLLM()).post(PATHS[endpoint], BASE[endpoint] | extra)
+    assert error.status_code == 400 and error.json()["error"]["param"] == param, error.text
+    assert "must be" in error.json()["error"]["message"] or "did you mean include_usage?" in error.json()["error"]["message"]

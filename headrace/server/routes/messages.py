@@ -8,7 +8,7 @@ from starlette.responses import Response
 from headrace.server.answers import Begun, answers
 from headrace.server.errors import JSON
 from headrace.server.prompts import RenderedChat, need_tokenizer, render_messages
-from headrace.server.request import body_schema, checked_body, parsed_body, tenant
+from headrace.server.request import body_schema, checked_body, tenant, trusted_body
 from headrace.server.routes.chat import chat_generation
 from headrace.server.schema import ChatBody, CountTokensBody, MessagesBody
 from headrace.server.shape.messages import NAMES, MessagesAnswer, chat_request
@@ -25,12 +25,12 @@ async def messages(state: Serving, body: MessagesBody, message_id: str, tenant: 
     with renamed(NAMES, "input_schema"):
         read = await chat_request(body, state)
     with renamed(NAMES, "input_schema", read.tools):
-        chat = parsed_body(read.fields, ChatBody, "chat")
+        chat = trusted_body(read.fields, ChatBody)
         generation = await chat_generation(state, chat, message_id, tenant=tenant, room=body.max_tokens)
     return generation, MessagesAnswer(body, state, generation, message_id)
 
 
-@router.post("/v1/messages/count_tokens", openapi_extra=body_schema(CountTokensBody))
+@router.post("/v1/messages/count_tokens", openapi_extra=body_schema(CountTokensBody, "count_tokens"))
 async def count_tokens(request: Request) -> Response:
     """The number of tokens in the prompt of a conversation."""
     state = serving(request)
@@ -40,7 +40,7 @@ async def count_tokens(request: Request) -> Response:
     with renamed(NAMES, "input_schema"):
         read = await chat_request(body, state)
     with renamed(NAMES, "input_schema", read.tools):
-        chat = parsed_body(read.fields, ChatBody, "chat")
+        chat = trusted_body(read.fields, ChatBody)
 
         def rendered() -> RenderedChat:
             return render_messages(state, chat, offered(chat, state.llm.inputs.answers, state.settings).schemas)

@@ -12,7 +12,7 @@ from headrace.errors import RequestError, unsupported
 from headrace.server.answers import Begun, answers
 from headrace.server.errors import JSON, ApiError, shown
 from headrace.server.prompts import need_tokenizer
-from headrace.server.request import parsed_body, tenant
+from headrace.server.request import tenant, trusted_body
 from headrace.server.routes.chat import chat_generation
 from headrace.server.schema import ChatBody, ResponsesBody
 from headrace.server.shape.responses import NAMES, NO_COMPACTION, ResponsesAnswer, conversation
@@ -37,7 +37,7 @@ async def responses(state: Serving, body: ResponsesBody, response_id: str, tenan
     with renamed(NAMES):
         read = await conversation(body, state, owner, late)
     with renamed(NAMES, tools=read.tools.places):
-        chat = parsed_body(read.chat, ChatBody, "chat")
+        chat = trusted_body(read.chat, ChatBody)
         generation = await chat_generation(
             state, chat, response_id, tenant=tenant, grammars=read.tools.grammars, transcript=read.transcript
         )

@@ -16,7 +16,7 @@ from headrace.server.schema import DetokenizeBody, TokenizeBody
 from headrace.server.state import serving
 
 router = APIRouter()
-_OF_MESSAGES = {"add_generation_prompt", "continue_final_message", "chat_template_kwargs", "mm_processor_kwargs"}
+_OF_MESSAGES = ("add_generation_prompt", "chat_template_kwargs", "continue_final_message", "mm_processor_kwargs")
 
 
 @router.post("/tokenize", openapi_extra=body_schema(TokenizeBody))
@@ -33,8 +33,8 @@ async def tokenize(request: Request) -> Response:
         ids = await rendered.token_ids(state, state.features.finder(tenant(request)), add_special_tokens=special)
     else:
         text, special = body.prompt or "", body.add_special_tokens is not False
-        for name in sorted(body.model_fields_set & _OF_MESSAGES):
-            raise RequestError(f"{name} needs messages", name)
+        if given := [name for name in _OF_MESSAGES if getattr(body, name) is not None]:
+            raise RequestError(f"{given[0]} needs messages", given[0])
         inputs.check_length(text, "prompt")
         ids = await inputs.in_thread(lambda: tokenizer.encode(text, add_special_tokens=special, param="prompt"))
 

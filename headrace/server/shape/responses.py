@@ -13,6 +13,7 @@ from headrace.constrain.parameters import CUSTOM_INPUT
 from headrace.errors import RequestError, unsupported
 from headrace.server.body import num_values
 from headrace.server.errors import ApiError, shown
+from headrace.server.fields import applied_fields
 from headrace.server.generation import Generation, Piece
 from headrace.server.logprobs import chat_logprobs
 from headrace.server.schema import ResponsesBody
@@ -120,6 +121,8 @@ def _read(
         turns.say("user", [""])
     tools.skipped.log()
     text = checked(body.text or {}, TextConfig, "text")
+    if text.verbosity is not None:
+        applied_fields("chat", {"verbosity": text.verbosity})
     fields: dict[str, Any] = {
         **body.sampling,
         "model": body.model,
@@ -130,7 +133,6 @@ def _read(
         "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_effort": checked(body.reasoning or {}, ReasoningConfig, "reasoning").effort,
         "response_format": _response_format(text.format),
-        "verbosity": text.verbosity,
         "cache_salt": body.cache_salt,
         "priority": body.priority,
         "chat_template_kwargs": body.chat_template_kwargs or None,

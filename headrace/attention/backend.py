@@ -230,27 +230,11 @@ class AttentionBackend(abc.ABC):
         return self.scratch.tensors
 
     @property
-    def usual(self) -> AttentionBackend:
-        """The backend of steps that attend densely and causally."""
-        return self
-
-    @property
     def step(self) -> StepMetadata:
         """The planned step. Raises RuntimeError before ``plan``."""
         if self._planned is None:
             raise RuntimeError("plan() comes before run()")
         return self._planned
-
-    def output(self, inputs: AttentionInputs) -> torch.Tensor:
-        """``[T, num_heads, v_head_dim]``: ``inputs.out``, or a new tensor in which tokens of no row are 0."""
-        step = self.step
-        if inputs.out is not None:
-            return inputs.out
-        q, spec, end = inputs.q, inputs.cache.spec, step.tokens.stop
-        out = torch.empty(len(q), spec.num_heads, spec.v_head_dim, dtype=q.dtype, device=q.device)
-        if len(q) > end:
-            out[end:].zero_()
-        return out
 
 
 def workspace_bytes(backends: Iterable[AttentionBackend]) -> int:

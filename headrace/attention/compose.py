@@ -12,6 +12,17 @@ from headrace.attention.backend import AttentionBackend, AttentionInputs, Replay
 from headrace.kernels.transfer import upload
 
 
+def output_of(step: StepMetadata, inputs: AttentionInputs) -> torch.Tensor:
+    """``[T, num_heads, v_head_dim]``: ``inputs.out``, or a new tensor in which tokens of no row are 0."""
+    if inputs.out is not None:
+        return inputs.out
+    q, spec, end = inputs.q, inputs.cache.spec, step.tokens.stop
+    out = torch.empty(len(q), spec.num_heads, spec.v_head_dim, dtype=q.dtype, device=q.device)
+    if len(q) > end:
+        out[end:].zero_()
+    return out
+
+
 class Composition(AttentionBackend):
     """Several backends, of which those that ``plan`` made active fill their rows of one output.
 
@@ -48,7 +59,7 @@ class Composition(AttentionBackend):
     def run(self, inputs: AttentionInputs) -> torch.Tensor:
         if len(self._active) == 1:
             return self._active[0].run(inputs)
-        out = self.output(inputs)
+        out = output_of(self.step, inputs)
         inputs = inputs._replace(out=out)
         for backend in self._active:
             backend.run(inputs)
@@ -97,12 +108,15 @@ class WithUsual(Composition):
         super().__init__((usual,), (other,), usual.scratch)
         self.name = usual.name
         self.modes = usual.modes | other.modes
-        self._usual, self._other = usual, other
+        self.usual, self._other = usual, other
         self._active = [usual]
 
-    @property
-    def usual(self) -> AttentionBackend:
-        return self._usual.usual
+
+def usual_of(backend: AttentionBackend) -> AttentionBackend:
+    """Returns the backend of steps that attend densely and causally."""
+    while isinstance(backend, WithUsual):
+        backend = backend.usual
+    return backend
 
 
 class WithVisibleEnds(WithUsual):
@@ -110,7 +124,7 @@ class WithVisibleEnds(WithUsual):
 
     def plan(self, step: StepMetadata) -> None:
         super().plan(step)
-        self._active = [self._usual if step.visible_ends is None else self._other]
+        self._active = [self.usual if step.visible_ends is None else self._other]
         self._active[0].plan(step)
 
 

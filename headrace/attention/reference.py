@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from headrace.attention.backend import VISIBLE_ENDS, AttentionBackend, AttentionInputs
+from headrace.attention.compose import output_of
 from headrace.kernels.paged_attention import paged_attention
 
 
@@ -16,7 +17,7 @@ class ReferenceAttention(AttentionBackend):
 
     def run(self, inputs: AttentionInputs) -> torch.Tensor:
         q, cache, sinks, visible_ends, _ = inputs
-        step, spec, out = self.step, cache.spec, self.output(inputs)
+        step, spec, out = self.step, cache.spec, output_of(self.step, inputs)
         result = paged_attention(
             q,
             cache.keys,

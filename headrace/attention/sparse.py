@@ -9,7 +9,7 @@ import torch
 
 from headrace.attention import selectors
 from headrace.attention.backend import AttentionBackend, AttentionInputs, LayerCache, Scratch, StepMetadata
-from headrace.attention.compose import WithUsual
+from headrace.attention.compose import WithUsual, output_of
 from headrace.attention.flashinfer.heads import DenseHeads, HeadsByFlashInfer, StreamingHeads
 from headrace.attention.paged_rows import PagedRows
 from headrace.attention.sparse_rows import SparseRows
@@ -96,7 +96,7 @@ class SparsePrefillAttention(AttentionBackend):
 
     def run(self, inputs: AttentionInputs) -> torch.Tensor:
         q, cache, _, _, _ = inputs
-        step, spec, rows, out = self.step, cache.spec, self.rows, self.output(inputs)
+        step, spec, rows, out = self.step, cache.spec, self.rows, output_of(self.step, inputs)
         own, out_own = q[step.tokens], out[step.tokens]
         types = self._types_of(rows, spec, q.device)
         kv = PagedKV(cache.keys, cache.values, step.block_tables[cache.group], cache.k_scale, cache.v_scale)
@@ -211,14 +211,14 @@ class WithSparsePrompts(WithUsual):
     def plan(self, step: StepMetadata) -> None:
         super().plan(step)
         if step.sparse is None:
-            self._active = [self._usual]
-            self._usual.plan(step)
+            self._active = [self.usual]
+            self.usual.plan(step)
             return
         self._active = [self.sparse]
         self.sparse.plan(step.rows(step.sparse.first, step.num_rows))
         if step.sparse.first:
-            self._active.append(self._usual)
-            self._usual.plan(step.rows(0, step.sparse.first).densely())
+            self._active.append(self.usual)
+            self.usual.plan(step.rows(0, step.sparse.first).densely())
 
 
 def streamed_pairs(start: np.ndarray, end: np.ndarray, block: int, sink: int, local: int) -> np.ndarray:

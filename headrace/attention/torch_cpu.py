@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from headrace.attention.backend import VISIBLE_ENDS, AttentionBackend, AttentionInputs, LayerCache, Scratch, StepMetadata
+from headrace.attention.compose import output_of
 from headrace.attention.masks import Staircases
 from headrace.model_spec import AttentionSpec
 
@@ -87,7 +88,7 @@ class TorchAttention(AttentionBackend):
         q, cache, sinks, visible_ends, _ = inputs
         spec = cache.spec
         parts, rows = self._layout(cache, q.dtype, visible_ends)
-        whole = self.output(inputs)
+        whole = output_of(self.step, inputs)
         out = whole.view(len(q), spec.num_kv_heads, spec.group_size, spec.v_head_dim)
         for part in parts:
             kv = self._gather(cache, part.blocks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from headrace.attention.backend import VISIBLE_ENDS, AttentionBackend, AttentionInputs, LayerCache, Scratch, StepMetadata
+from headrace.attention.compose import output_of
 from headrace.kernels import support
 from headrace.kernels.triton.tiling import (
     Geometry,
@@ -66,7 +67,7 @@ class TritonAttention(AttentionBackend):
 
     def run(self, inputs: AttentionInputs) -> torch.Tensor:
         q, cache, sinks, visible_ends, _ = inputs
-        spec, out = cache.spec, self.output(inputs)
+        spec, out = cache.spec, output_of(self.step, inputs)
         for number, part in enumerate(self._parts):
             tiling = self._tiling_of(number, part, q, cache)
             self._kernel.paged_attention(

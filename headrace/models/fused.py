@@ -15,6 +15,7 @@ from typing import cast
 import torch
 
 from headrace.attention.backend import AttentionBackend, LayerCache
+from headrace.attention.compose import usual_of
 from headrace.attention.context import ForwardContext
 from headrace.attention.layer import Attention
 from headrace.attention.native import NativeAttention
@@ -71,7 +72,7 @@ class FusedLayers:
         self._caches, self._backends = ctx.caches, ctx.backends
         own = [(ctx.caches[index], ctx.backends[index]) for index in range(len(self._structs))]
         self._bound = all(
-            type(backend.usual) is NativeAttention and cache.rows.dtype == self._dtype and cache.rows[0].is_contiguous()
+            type(usual_of(backend)) is NativeAttention and cache.rows.dtype == self._dtype and cache.rows[0].is_contiguous()
             for cache, backend in own
         )
         for struct, (cache, _) in zip(self._structs, own, strict=True):

@@ -6,6 +6,7 @@ import pytest
 
 from headrace.attention import select
 from headrace.attention.backend import VISIBLE_ENDS
+from headrace.attention.compose import usual_of
 from headrace.attention.native import NativeAttention
 from headrace.attention.reference import ReferenceAttention
 from headrace.attention.triton import TritonAttention
@@ -62,9 +63,9 @@ def test_visible_ends_are_for_those_that_know_them() -> None:
 def test_steps_without_visible_ends_keep_the_usual_backend() -> None:
     specs, modes = [layer_spec()], frozenset({VISIBLE_ENDS})
     (backend,) = select.create_for(specs, ["native"], "cpu", "float32", modes=modes)
-    assert (backend.name, type(backend.usual)) == ("native", NativeAttention) and VISIBLE_ENDS in backend.modes
+    assert (backend.name, type(usual_of(backend))) == ("native", NativeAttention) and VISIBLE_ENDS in backend.modes
     (alone,) = select.create_for(specs, ["torch"], "cpu", "float32", modes=modes)
-    assert alone.usual is alone, "it runs all steps itself"
+    assert usual_of(alone) is alone, "it runs all steps itself"
 
 
 @pytest.mark.parametrize("name", ["flashinfer", "flashinfer+triton"])

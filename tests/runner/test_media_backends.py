@@ -11,7 +11,7 @@ import torch
 from attention.fake_flashinfer import Device, flashinfer, wait_for_kernels
 
 from headrace.attention import select
-from headrace.attention.compose import WithVisibleEnds
+from headrace.attention.compose import WithVisibleEnds, usual_of
 from headrace.core.request import Request
 from headrace.runner.runner import ModelRunner
 
@@ -72,7 +72,7 @@ def test_flashinfer_runs_prompts_with_pictures(family: str, flashinfer: Device) 
     engine.add(*few)
     planned: list[bool] = []
     for backend in backends:
-        usual = backend.usual
+        usual = usual_of(backend)
         plan = usual.plan
 
         def noted(step: Any, plan: Any = plan) -> None:

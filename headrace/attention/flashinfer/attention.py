@@ -20,6 +20,7 @@ from headrace.attention.backend import (
     StepMetadata,
     scales_missing,
 )
+from headrace.attention.compose import output_of
 from headrace.attention.flashinfer import kernels
 from headrace.attention.flashinfer.kernels import Kernel, MLAKernel, PagedKernel, compiling
 from headrace.attention.flashinfer.replay import WORKSPACE, MLAReplay, PagedReplay, Place, Replays, partial_bytes, split_mla
@@ -104,7 +105,7 @@ class FlashInferBackend(AttentionBackend):
                 self._fallback.plan(step)
                 self._fallback_planned = True
             return self._fallback.run(inputs)
-        whole = self.output(inputs)
+        whole = output_of(self.step, inputs)
         q, out = q[step.tokens], whole[step.tokens]
         if launch is not None:
             launch(q, cache, out)

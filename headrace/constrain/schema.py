@@ -80,7 +80,7 @@ def narrow(schema: Any, options: SchemaOptions) -> Schema:
     walk = _Walk(schema, options)
     narrowed = walk.schema(schema, "", 0, merged=False)
     walk.resolve()
-    walk.check_divisors()
+    walk.check_combined()
     for node in walk.nodes.values():
         if not node.merged:
             _bound_integer(node.keywords)
@@ -279,8 +279,8 @@ class _Walk:
         self._edges[self._path[-1]].append(target)
         return local(value, target)
 
-    def check_divisors(self) -> None:
-        """The automata of divisors that hold for one number are multiplied."""
+    def check_combined(self) -> None:
+        """Checks what holds together, by $ref and allOf: no schema with itself, and divisors, whose automata are multiplied."""
         targets = {pointer.removesuffix("/$ref"): target for pointer, target, _ in self._found}
         for start, node in self.nodes.items():
             if not node.keywords.keys() & {"allOf", "$ref"}:
@@ -288,6 +288,8 @@ class _Walk:
             pending, passed, common = [start], set(), 1
             while pending:
                 pointer = pending.pop()
+                if pointer in passed and pointer == start:
+                    self._fail("the schema refers to itself, with nothing that ends between", start)
                 if pointer in passed or (own := self.nodes.get(pointer)) is None:
                     continue
                 passed.add(pointer)

@@ -145,6 +145,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"$defs": {"a": {"multipleOf": 997}}, "$ref": "#/$defs/a", "multipleOf": 991}, ""),
     ({"$ref": "#"}, ""),
     ({"allOf": [{"$ref": "#/allOf/0"}]}, "/allOf/0"),
+    ({"$defs": {"a": {"allOf": [{"$ref": "#/$defs/b"}]}, "b": {"$ref": "#/$defs/a"}}, "type": "object"}, "/$defs/a"),
     ({"anyOf": [{}, {"contains": {}}]}, "/anyOf/1/contains"),
     ({"$defs": {"a": {"dependentRequired": {}}}}, "/$defs/a/dependentRequired"),
     ({"unevaluatedProperties": False}, "/unevaluatedProperties"),

@@ -67,8 +67,8 @@ class StructuredOutputsConfig(Checked):
     """Maximum processor time to check and compile one constraint."""
     max_compile_memory: Annotated[int, OptionSpec(min=2**24, size=True)] = 2**29
     """Maximum memory to check and compile one constraint."""
-    compile_threads: Annotated[int | None, OptionSpec(min=1, default="half of the cores, 2 to 4")] = None
-    """Processes that check constraints in the server, and threads that compile them beside the engine's steps."""
+    compile_threads: Annotated[int | None, OptionSpec(min=1, default="half of the cores, at most 4")] = None
+    """Processes that check constraints in the server, and threads of the engine that compile them; for slow ones, one more."""
     cache_bytes: Annotated[int, OptionSpec(min=0, size=True)] = 2**28
     """Memory for compiled grammars, which requests with equal constraints share."""
 

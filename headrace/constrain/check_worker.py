@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
+import time
 from typing import NoReturn
 
 import msgspec
@@ -19,8 +20,10 @@ from headrace.host.parent import Parent, run
 
 
 def _checked(checker: ConstraintChecker, job: CheckJob) -> Checked:
+    start = time.process_time()
     try:
-        return Checked(checker.constraint(job.params, job.plan))
+        made = checker.constraint(job.params, job.plan)
+        return Checked(msgspec.structs.replace(made, seconds=time.process_time() - start))
     except RequestError as error:
         return Checked(refused=Refused(error.message, error.param, error.code))
     except (MemoryError, RecursionError):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headrace.config import StructuredOutputsConfig
-from headrace.constrain.limits import make_pool, parser_limits
+from headrace.constrain.limits import QUICK_SECONDS, make_pools, parser_limits
 from headrace.constrain.matcher import GrammarMatcher
 from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.core.request import Constraint
@@ -38,7 +38,7 @@ class GrammarCompiler:
         self.seconds = 0.0
         """Spent compiling, in all threads."""
         self._config = config
-        self.pool = make_pool(config)
+        self.pools = make_pools(config)
         self._cache: BoundedCache[str, _Entry] = BoundedCache(max_bytes=config.cache_bytes, size=_size)
 
     def compile(self, constraint: Constraint, tenant: str = "") -> tuple[Future[GrammarMatcher | str], bool]:
@@ -46,14 +46,16 @@ class GrammarCompiler:
         key = constraint.grammar
         found = self._cache.get(key)
         if found is not None:
-            self.pool.share(tenant, found.future)
+            self.pools.share(tenant, found.future)
             return found.future, True
-        future = self.pool.submit(tenant, functools.partial(self._compile, constraint))
+        future = self.pools.submit(
+            tenant, functools.partial(self._compile, constraint), slow=constraint.seconds > QUICK_SECONDS
+        )
         self._cache.put(key, _Entry(future, constraint.nbytes))
         return future, False
 
     def close(self) -> None:
-        self.pool.close()
+        self.pools.close()
 
     def _compile(self, constraint: Constraint) -> GrammarMatcher | str:
         start = time.perf_counter()

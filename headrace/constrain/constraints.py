@@ -64,7 +64,7 @@ class Constraints:
     def start_threads(self) -> None:
         """Starts all threads that constraints need; otherwise the first ones do."""
         if self._compiler is not None:
-            self._compiler.pool.start()
+            self._compiler.pools.start()
             self._fillers()
 
     def check(self) -> None:

@@ -14,7 +14,7 @@ import msgspec
 from headrace.config import StructuredOutputsConfig
 from headrace.constrain.checker import Checked, CheckJob, CheckSetup, Refused
 from headrace.constrain.compose import AnswerPlan
-from headrace.constrain.limits import lanes, make_pool
+from headrace.constrain.limits import QUICK_SECONDS, lanes, make_pools
 from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.core.matcher import TOO_COMPLEX
 from headrace.core.request import Constraint
@@ -41,14 +41,13 @@ class GrammarFactory:
     def __init__(self, config: StructuredOutputsConfig, vocabulary: GrammarVocabulary | None) -> None:
         self.config = config
         self._vocabulary = vocabulary
-        self.pool = make_pool(config)
-        """Waits for the checks of what requests hold; see ``prepare``."""
-        limits = ProcessLimits(config.max_compile_seconds, config.max_compile_memory)
-        self._processes = JobProcesses(
-            "headrace.constrain.check_worker", Checked, limits, "checks constraints", count=lanes(config), setup=self._setup
-        )
+        self.pools = make_pools(config)
+        """Wait for the checks of what requests hold; see ``prepare``."""
+        quick = min(QUICK_SECONDS, config.max_compile_seconds)
+        self._quick = self._processes(lanes(config), quick)
+        self._slow = self._processes(1, config.max_compile_seconds)
         self._cache: BoundedCache[bytes, Checked] = BoundedCache(_CACHED, _CACHED_BYTES, _size)
-        self._pending: dict[bytes, Future[Checked]] = {}
+        self._pending: dict[tuple[bytes, bool], Future[Checked | None]] = {}
         """What ``prepare`` waits for."""
         self._waiting: dict[str, int] = {}
         """Bytes of constraints that each tenant waits for."""
@@ -70,7 +69,8 @@ class GrammarFactory:
             EngineError: it cannot be checked.
         """
         plan = None if plan is None or plan.plain else plan
-        return _constraint(self._outcome(_key(params, plan), params, plan))
+        key = _key(params, plan)
+        return _constraint(self._outcome(key, params, plan, False) or self._outcome(key, params, plan, True))
 
     async def prepare(
         self, params: StructuredOutputsParams | None, plan: AnswerPlan | None = None, tenant: str = ""
@@ -90,8 +90,12 @@ class GrammarFactory:
             raise QueueFullError(message, "structured_outputs")
         self._waiting[tenant] = waiting + len(key)
         try:
-            # Others may wait for it, so that it is done even if this request is dropped.
-            return _constraint(await asyncio.shield(asyncio.wrap_future(self._submitted(key, params, plan, tenant))))
+            for slow in (False, True):
+                # Others may wait for it, so that it is done even if this request is dropped.
+                found = await asyncio.shield(asyncio.wrap_future(self._submitted(key, params, plan, tenant, slow)))
+                if found is not None:
+                    break
+            return _constraint(found)
         finally:
             self._waiting[tenant] -= len(key)
             if not self._waiting[tenant]:
@@ -99,33 +103,41 @@ class GrammarFactory:
 
     def close(self) -> None:
         """Ends the processes; another constraint starts them again."""
-        self._processes.close()
+        self._quick.close()
+        self._slow.close()
 
     def _submitted(
-        self, key: bytes, params: StructuredOutputsParams | None, plan: AnswerPlan | None, tenant: str
-    ) -> Future[Checked]:
-        future = self._pending.get(key)
+        self, key: bytes, params: StructuredOutputsParams | None, plan: AnswerPlan | None, tenant: str, slow: bool
+    ) -> Future[Checked | None]:
+        future = self._pending.get((key, slow))
         if future is not None:
-            self.pool.share(tenant, future)
+            self.pools.share(tenant, future)
             return future
-        future = self._pending[key] = self.pool.submit(tenant, functools.partial(self._outcome, key, params, plan))
-        future.add_done_callback(lambda _: self._pending.pop(key))
+        work = functools.partial(self._outcome, key, params, plan, slow)
+        future = self._pending[key, slow] = self.pools.submit(tenant, work, slow=slow)
+        future.add_done_callback(lambda _: self._pending.pop((key, slow)))
         return future
 
-    def _outcome(self, key: bytes, params: StructuredOutputsParams | None, plan: AnswerPlan | None) -> Checked:
+    def _outcome(
+        self, key: bytes, params: StructuredOutputsParams | None, plan: AnswerPlan | None, slow: bool
+    ) -> Checked | None:
+        """None: it takes too long for one that is not ``slow``."""
         found = self._cache.get(key)
         if found is None:
-            found = self._checked(params, plan)
-            self._cache.put(key, found)
+            found = self._checked(params, plan, slow)
+            if found is not None:
+                self._cache.put(key, found)
         return found
 
-    def _checked(self, params: StructuredOutputsParams | None, plan: AnswerPlan | None) -> Checked:
+    def _checked(self, params: StructuredOutputsParams | None, plan: AnswerPlan | None, slow: bool) -> Checked | None:
         large = f"is nested too deep, or needs more memory than {self.config.max_compile_memory} bytes (max_compile_memory)"
-        answer = self._processes.call(msgspec.msgpack.encode(CheckJob(params, plan)))
+        answer = (self._slow if slow else self._quick).call(msgspec.msgpack.encode(CheckJob(params, plan)))
         if not isinstance(answer, EndedProcess):
             if answer != Checked():
                 return answer
             why = large
+        elif answer.out_of_time and not slow:
+            return None
         elif answer.out_of_time:
             why = f"takes more than {self.config.max_compile_seconds:g} seconds of processor time (max_compile_seconds)"
         elif -answer.status in _CRASHES:
@@ -137,16 +149,22 @@ class GrammarFactory:
             param += f".{params.kind}"
         return Checked(refused=Refused(f"{TOO_COMPLEX}: {param.rpartition('.')[2]} cannot be compiled: it {why}", param))
 
+    def _processes(self, count: int, seconds: float) -> JobProcesses[Checked]:
+        limits = ProcessLimits(seconds, self.config.max_compile_memory)
+        return JobProcesses(
+            "headrace.constrain.check_worker", Checked, limits, "checks constraints", count=count, setup=self._setup
+        )
+
     def _setup(self) -> bytes:
         vocabulary = self._vocabulary or GrammarVocabulary.of_bytes()
         return msgspec.msgpack.encode(CheckSetup(dataclasses.asdict(self.config), vocabulary.table()))
 
 
-def _constraint(found: Checked) -> Constraint:
+def _constraint(found: Checked | None) -> Constraint:
     """Raises: RequestError: one of its own for each request, which names its own fields in it."""
-    if found.refused is not None:
+    if found is not None and found.refused is not None:
         raise found.refused.error()
-    if found.constraint is None:
+    if found is None or found.constraint is None:
         raise TypeError("neither a constraint nor a refusal")
     return found.constraint
 

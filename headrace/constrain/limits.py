@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from headrace.config import StructuredOutputsConfig
-from headrace.constrain.pool import CompilePool
+from headrace.constrain.pool import CompilePools
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
@@ -16,18 +16,20 @@ _ITEMS = 20_000
 many as a schema may have properties. llguidance allows 2,000 and 50,000."""
 CHECK_STACK = 2**22
 """Bytes of stack of the process that checks constraints. Threads that compile what it has compiled have four times as much."""
+QUICK_SECONDS = 0.25
+"""Processor time within which most constraints are checked, or compiled. Those that take longer wait for each other."""
 _STEP_FUEL = 100_000
 """Half of llguidance's: a mask of some 50 ms at most, for which every sequence of the step waits."""
 
 
-def make_pool(config: StructuredOutputsConfig) -> CompilePool:
+def make_pools(config: StructuredOutputsConfig) -> CompilePools:
     """Threads that compile constraints."""
-    return CompilePool(lanes(config), 4 * CHECK_STACK)
+    return CompilePools(lanes(config), 4 * CHECK_STACK)
 
 
 def lanes(config: StructuredOutputsConfig) -> int:
-    """How many constraints are checked, or compiled, at once: at least two, so that a slow one does not hold up all others."""
-    return config.compile_threads or min(4, max(2, -(-(os.cpu_count() or 1) // 2)))
+    """How many constraints are checked, or compiled, at once, beside one that is slow."""
+    return config.compile_threads or min(4, -(-(os.cpu_count() or 1) // 2))
 
 
 def parser_limits(config: StructuredOutputsConfig) -> LLParserLimits:

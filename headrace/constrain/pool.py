@@ -65,3 +65,26 @@ class CompilePool:
             future.set_result(work())
         except BaseException as error:
             future.set_exception(error)
+
+
+class CompilePools:
+    """A CompilePool for quick work, and one with one thread for slow work, which so holds up no other."""
+
+    def __init__(self, threads: int, stack_bytes: int = 0) -> None:
+        """As for ``CompilePool``."""
+        self._quick, self._slow = CompilePool(threads, stack_bytes), CompilePool(1, stack_bytes)
+
+    def start(self) -> None:
+        self._quick.start()
+        self._slow.start()
+
+    def submit(self, tenant: str, work: Callable[[], T], *, slow: bool) -> Future[T]:
+        return (self._slow if slow else self._quick).submit(tenant, work)
+
+    def share(self, tenant: str, future: Future[Any]) -> None:
+        self._quick.share(tenant, future)
+        self._slow.share(tenant, future)
+
+    def close(self) -> None:
+        self._quick.close()
+        self._slow.close()

@@ -43,6 +43,8 @@ class Constraint(msgspec.Struct, frozen=True, array_like=True):
     """Whether outputs that repeat themselves end: JSON, wherever they do; others, where they are complete."""
     nbytes: int = 0
     """Memory of the compiled grammar, as far as it is known."""
+    seconds: float = 0.0
+    """Processor time in which it was checked, which compiling it takes nearly all of."""
 
 
 class ParseOptions(msgspec.Struct, frozen=True, array_like=True):

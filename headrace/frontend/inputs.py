@@ -139,7 +139,7 @@ class InputProcessor:
     def prepare(self) -> None:
         """Does what the first requests would wait for: starts threads, reads certificates."""
         self._threads.start()
-        self._grammars.pool.start()
+        self._grammars.pools.start()
         if self.media is not None:
             self._media_threads.start()
             self.media.prepare()

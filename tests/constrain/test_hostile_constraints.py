@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -70,6 +71,25 @@ def test_a_constraint_that_takes_too_long_is_refused(factory: GrammarFactory) ->
     patterns = {f"^(a|b){{{count}}}c": {"type": "integer"} for count in range(500)}
     assert "max_compile_seconds" in refusal(factory, json={"type": "object", "patternProperties": patterns})
     assert factory.constraint(StructuredOutputsParams(regex="b")).kind == "regex"
+
+
+def test_nobody_waits_for_a_slow_constraint_of_another() -> None:
+    """The others are checked in the time of the first one, by the one process that they have."""
+    factory = GrammarFactory(StructuredOutputsConfig(max_compile_seconds=2.0, compile_threads=1), None)
+    patterns = {f"^(a|b){{{count}}}c": {"type": "integer"} for count in range(500)}
+
+    async def run() -> None:
+        await factory.prepare(StructuredOutputsParams(regex="a"))
+        schema = {"type": "object", "patternProperties": patterns}
+        slow = asyncio.create_task(factory.prepare(StructuredOutputsParams(json=schema)))
+        await asyncio.sleep(0)
+        for number in range(20):
+            await factory.prepare(StructuredOutputsParams(regex=f"b{number}"))
+        assert not slow.done()
+        with pytest.raises(RequestError, match="max_compile_seconds"):
+            await slow
+
+    asyncio.run(run())
 
 
 def test_refused_constraints_leave_no_memory(factory: GrammarFactory) -> None:

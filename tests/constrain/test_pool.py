@@ -14,7 +14,7 @@ import pytest
 from headrace.config import StructuredOutputsConfig
 from headrace.constrain import factory as factory_module
 from headrace.constrain.checker import Checked
-from headrace.constrain.pool import CompilePool
+from headrace.constrain.pool import CompilePool, CompilePools
 from headrace.core.request import Constraint
 from headrace.errors import QueueFullError, RequestError
 from headrace.sampling_params import StructuredOutputsParams
@@ -65,6 +65,16 @@ def test_work_that_two_tenants_wait_for_is_done_in_the_first_turn_and_once() -> 
     pool.close()
 
 
+def test_slow_work_holds_up_no_other() -> None:
+    pools, opened = CompilePools(1), threading.Event()
+    slow = [pools.submit("", opened.wait, slow=True) for _ in range(3)]
+    assert pools.submit("", lambda: "quick", slow=False).result(10) == "quick"
+    assert not any(future.done() for future in slow)
+    opened.set()
+    assert all(future.result(10) for future in slow)
+    pools.close()
+
+
 def test_errors_reach_who_waits_for_them() -> None:
     pool = CompilePool(1)
     failed: Future[None] = pool.submit("", lambda: (_ for _ in ()).throw(RequestError("no", "json")))
@@ -79,10 +89,10 @@ def held(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[str]]:
     opened, begun = threading.Event(), []
     check = factory_module.GrammarFactory._checked
 
-    def checked(self: Any, params: StructuredOutputsParams, plan: None) -> Checked:
+    def checked(self: Any, params: StructuredOutputsParams, plan: None, slow: bool) -> Checked | None:
         begun.append(params.regex or params.json)
         assert opened.wait(20)
-        return check(self, params, plan)
+        return check(self, params, plan, slow)
 
     monkeypatch.setattr(factory_module.GrammarFactory, "_checked", checked)
     return opened, begun

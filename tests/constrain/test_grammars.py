@@ -276,6 +276,6 @@ def test_nothing_is_imported_before_it_is_needed() -> None:
     """A server that holds no constraint pays neither for llguidance nor for the vocabulary."""
     code = (
         "import sys\nfrom headrace.constrain import compiler, constraints, factory, fields, vocabulary\n"
-        "import headrace.frontend.frontend, headrace.server.fields\nassert 'llguidance' not in sys.modules"
+        "import headrace.startup.text, headrace.server.fields\nassert 'llguidance' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -115,7 +115,7 @@ class World:
         for character in text:
             message.add(parser.push(character))
         message.add(parser.finish())
-        assert broken or parser.num_fallbacks == 0, text
+        assert broken or parser.num_fallbacks == 0, ascii(text)  # surrogates cannot be reported
         return message
 
 

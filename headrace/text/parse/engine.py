@@ -303,10 +303,10 @@ class Parser:
         """What was read is no call: it is content, and so is ``rest``, which comes next."""
         self._buffer = rest + self._buffer
         raw = self._shown("".join(self._raw))
-        self.num_fallbacks += 1
-        if self._num_calls and not raw.strip():
+        if self._num_calls and not raw.strip():  # lines of calls have no other end
             self._enter("after")
         else:
+            self.num_fallbacks += 1
             self._emit("content", raw)
             self._enter("content")
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from engine.tiny import write_config
-from sim.examples import SHAPE, TIMES, SleepingExecutor, config, traffic
+from sim.examples import SHAPE, TIMES, RealTime, SleepingExecutor, config, traffic
 
 from headrace.bench import calibrate
 from headrace.config import EngineArgs
@@ -29,7 +29,9 @@ from headrace.startup.source import FileSource
 def sleeping_engine(depth: int) -> tuple[EngineCore, Any]:
     shape = msgspec.structs.replace(SHAPE, pipeline_depth=depth)
     scheduler, cache = shape.scheduler(), shape.cache()
-    core = EngineCore(Scheduler(scheduler, cache), SleepingExecutor(TIMES), OutputProcessor(None), pipeline_depth=depth)
+    core = EngineCore(
+        Scheduler(scheduler, cache), SleepingExecutor(TIMES, RealTime()), OutputProcessor(None), pipeline_depth=depth
+    )
     facts = SimpleNamespace(scheduler=scheduler, cache=cache, model=SimpleNamespace(vocab_size=100), graph_rows=())
     return core, facts
 

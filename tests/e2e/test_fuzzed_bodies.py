@@ -15,7 +15,7 @@ from server.mutations import Route, requests
 from e2e.running import start_server, stop_server
 
 CLIENTS = 4
-OPTIONS = ["--max-model-len", "192", "--max-n", "4", "--api-key", "a"]
+OPTIONS = ["--max-model-len", "512", "--max-n", "4", "--api-key", "a"]
 HEADERS = {"Content-Type": "application/json", "Authorization": "Bearer a"}
 
 

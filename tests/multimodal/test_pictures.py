@@ -390,11 +390,11 @@ def test_the_encoders_memory_is_measured_with_full_calls_and_large_pictures(kind
     own = served(kind)
     loaded: Any = own.llm._engine
     encoder = media_of(loaded.executor.runner)._encoder
-    usual, large = encoder_calls(loaded.files, loaded.config, encoder)
+    usual, large = encoder_calls(loaded.text.files, loaded.config, encoder)
     rows = sum(item.num_rows for item in usual.args[0])  # type: ignore[attr-defined]
     assert CALL_ROWS <= rows < CALL_ROWS + 512
     assert all(found.features.shape == (item.num_rows, 64) for found, item in zip(large(), large.args[0], strict=True))  # type: ignore
-    assert encoder_calls(loaded.files, loaded.config, None) == []
+    assert encoder_calls(loaded.text.files, loaded.config, None) == []
 
 
 def test_what_a_tower_makes_is_freed_after_use() -> None:

@@ -35,10 +35,11 @@ def _forward(
     hidden_states: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     attention_mask: torch.Tensor | None = None,
+    cache: Any = None,
     past_key_values: Any = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """The module's own forward, but for the width of v."""
+    """The module's own forward, but for the width of v. ``past_key_values`` is how releases before 5.24 name the cache."""
     library = importlib.import_module(type(attention).__module__)
     shape = hidden_states.shape[:-1]
     q = attention.q_proj(hidden_states).view(*shape, -1, attention.head_dim)
@@ -47,7 +48,7 @@ def _forward(
     if hasattr(attention, "q_norm"):
         q, k = attention.q_norm(q), attention.k_norm(k)
     q, k = library.apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *position_embeddings)
-    if past_key_values is not None:
-        k, v = past_key_values.update(k, v, attention.layer_idx)
+    if (cache := cache or past_key_values) is not None:
+        k, v = cache.update(k, v, attention.layer_idx)
     out, _ = library.eager_attention_forward(attention, q, k, v, attention_mask, scaling=attention.scaling)
     return attention.o_proj(out.reshape(*shape, -1)), None

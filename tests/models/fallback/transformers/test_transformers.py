@@ -12,7 +12,7 @@ import tiny_models
 import torch
 import transformers
 from architectures import TOLERANCE, quiet, survey_one
-from transformers.models.gptj.modeling_gptj import GPTJAttention
+from transformers.models.gpt_neox_japanese.modeling_gpt_neox_japanese import GPTNeoXJapaneseAttention
 
 from headrace import LLM, SamplingParams
 from headrace.config import EngineArgs
@@ -81,11 +81,11 @@ def test_refusals_name_the_layer_and_the_reason(kind: str, tmp_path: Path) -> No
 def test_a_method_that_attends_otherwise_than_it_is_taken_to_is_found_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = GPTJAttention._attn
-    monkeypatch.setattr(GPTJAttention, "_attn", lambda self, q, k, v, mask=None: own(self, 1.5 * q, k, v, mask))
+    own = GPTNeoXJapaneseAttention._attn
+    monkeypatch.setattr(GPTNeoXJapaneseAttention, "_attn", lambda self, q, k, v, mask=None: own(self, 1.5 * q, k, v, mask))
     with quiet():
-        tiny_models.save(tiny_models.model("gptj"), tmp_path)
-        with pytest.raises(ConfigError, match="layer 0: the attention of a GPTJAttention is not the softmax"):
+        tiny_models.save(tiny_models.model("gpt_neox_japanese"), tmp_path)
+        with pytest.raises(ConfigError, match="layer 0: the attention of a GPTNeoXJapaneseAttention is not the softmax"):
             engine(tmp_path)
 
 

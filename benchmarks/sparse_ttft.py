@@ -37,7 +37,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-from gpu_profile import by_name, setting, watched  # noqa: E402
+from step_profile import by_name, setting, watched  # noqa: E402
 
 from headrace.attention import select  # noqa: E402
 from headrace.attention.selectors import mean, xattn  # noqa: E402

@@ -40,8 +40,8 @@ def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
-def shapes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return script("shapes", monkeypatch)
+def configs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return script("model_configs", monkeypatch)
 
 
 @pytest.fixture
@@ -51,8 +51,8 @@ def kv_bytes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.parametrize("tiny", [False, True])
 @pytest.mark.parametrize("name", ["mimo-24l", "uneven-24l", "gemma-3-12b", "gemma-3-27b", "mimo-v2-flash"])
-def test_every_shape_is_served_natively(name: str, tiny: bool, shapes: ModuleType, tmp_path: Path) -> None:
-    (folder,) = shapes.write(tmp_path, [name], tiny)
+def test_every_shape_is_served_natively(name: str, tiny: bool, configs: ModuleType, tmp_path: Path) -> None:
+    (folder,) = configs.write(tmp_path, [name], tiny)
     args = EngineArgs(model=str(folder), load_format="dummy", model_impl="native")
     spec = choose(args, find_model(args)).spec
     windows = [layer.window for layer in spec.layers]
@@ -70,9 +70,9 @@ def test_every_shape_is_served_natively(name: str, tiny: bool, shapes: ModuleTyp
         assert [layer.num_kv_heads for layer in spec.layers[:2]] == [4, 8]
 
 
-def test_the_peer_reads_the_same_model(shapes: ModuleType, tmp_path: Path) -> None:
+def test_the_peer_reads_the_same_model(configs: ModuleType, tmp_path: Path) -> None:
     """Each in its own words: what vLLM looks up by name says what transformers' names say."""
-    (folder,) = shapes.write(tmp_path, ["mimo-24l"])
+    (folder,) = configs.write(tmp_path, ["mimo-24l"])
     ours, theirs = AutoConfig.from_pretrained(folder), AutoConfig.from_pretrained(tmp_path / "vllm" / "mimo-24l")
     assert [kind == "sliding_attention" for kind in ours.layer_types] == [
         bool(window) for window in theirs.hybrid_layer_pattern
@@ -101,7 +101,7 @@ def test_the_peer_reads_the_same_model(shapes: ModuleType, tmp_path: Path) -> No
 def test_shapes_that_are_not_there_are_refused(tmp_path: Path) -> None:
     for words in (["nonesuch"], ["mimo-24l", "--all"]):
         done = subprocess.run(
-            [sys.executable, FOLDER / "shapes.py", tmp_path, *words], capture_output=True, text=True, timeout=30
+            [sys.executable, FOLDER / "model_configs.py", tmp_path, *words], capture_output=True, text=True, timeout=30
         )
         assert done.returncode == 2 and not list(tmp_path.iterdir())
 
@@ -116,17 +116,17 @@ GROUPS = {
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_the_peer_groups_are_predicted(name: str, shapes: ModuleType, kv_bytes: ModuleType, tmp_path: Path) -> None:
-    (folder,) = shapes.write(tmp_path, [name])
+def test_the_peer_groups_are_predicted(name: str, configs: ModuleType, kv_bytes: ModuleType, tmp_path: Path) -> None:
+    (folder,) = configs.write(tmp_path, [name])
     made = kv_bytes.report(folder, [1024], None, None)
     groups = [(group["layers"], group["window"], group["block_size"], group["page_bytes"]) for group in made["vllm_groups"]]
     assert groups == GROUPS[name]
     assert made["vllm_is"] == "predicted" and made["prediction_held"] is None
 
 
-def test_what_a_request_holds(shapes: ModuleType, kv_bytes: ModuleType, tmp_path: Path) -> None:
+def test_what_a_request_holds(configs: ModuleType, kv_bytes: ModuleType, tmp_path: Path) -> None:
     """MiMo's 5 full layers keep 2,560 bytes of every token, its 19 others 5,120 of the last 127 before the next."""
-    (folder,) = shapes.write(tmp_path, ["mimo-24l"])
+    (folder,) = configs.write(tmp_path, ["mimo-24l"])
     (row,) = kv_bytes.report(folder, [1000], None, None)["rows"]
     assert row["needed"] == 5 * 2560 * 1000 + 19 * 5120 * 127
     # 63 blocks of 16 for 1,000 tokens; from 873 on, in block 54, tokens are still seen.
@@ -195,12 +195,12 @@ def test_ours_over_the_library_where_all_layers_are_alike(monkeypatch: pytest.Mo
 
 def test_what_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The kernels of the backends that the layers get on a GPU: every one is waited for, and one that failed is no success."""
-    compile_kernels = script("compile_kernels", monkeypatch)
+    compile_flashinfer = script("compile_flashinfer", monkeypatch)
     (tmp_path / "config.json").write_text(json.dumps(PLAIN))
-    monkeypatch.setattr(sys, "argv", ["compile_kernels.py", str(tmp_path)])
-    choice = compile_kernels.select.BackendChoice("triton", "", "", "triton", "triton")
-    monkeypatch.setattr(compile_kernels.select, "choose", lambda *spec: choice)
-    compile_kernels.main()
+    monkeypatch.setattr(sys, "argv", ["compile_flashinfer.py", str(tmp_path)])
+    choice = compile_flashinfer.select.BackendChoice("triton", "", "", "triton", "triton")
+    monkeypatch.setattr(compile_flashinfer.select, "choose", lambda *spec: choice)
+    compile_flashinfer.main()
     assert "no layer" in capsys.readouterr().out
 
     class Kernel:
@@ -211,17 +211,17 @@ def test_what_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
             self.waited = seconds is None
 
     made = [Kernel(True), Kernel(True)]
-    monkeypatch.setattr(compile_kernels.select, "begin_compiling", lambda specs, *_: made if len(specs) == 3 else [])
-    compile_kernels.main()
+    monkeypatch.setattr(compile_flashinfer.select, "begin_compiling", lambda specs, *_: made if len(specs) == 3 else [])
+    compile_flashinfer.main()
     assert all(kernel.waited for kernel in made) and capsys.readouterr().out == "as told\nas told\n"
     made[0].ready = False
     with pytest.raises(SystemExit):
-        compile_kernels.main()
+        compile_flashinfer.main()
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the scripts are for GPU hosts")
-def test_the_scripts_leave_tables(shapes: ModuleType, tmp_path: Path) -> None:
+def test_the_scripts_leave_tables(configs: ModuleType, tmp_path: Path) -> None:
     """Both, from end to end, with small models and a stub in vLLM's place."""
     (tmp_path / "site" / "vllm").mkdir(parents=True)
     (tmp_path / "site" / "vllm" / "__init__.py").write_text(VLLM)
@@ -233,14 +233,14 @@ def test_the_scripts_leave_tables(shapes: ModuleType, tmp_path: Path) -> None:
         command = ["bash", str(FOLDER / name), str(out), str(site), *map(str, words)]
         return subprocess.run(command, env=environment, timeout=200).returncode
 
-    assert run("heterogeneous.sh", "nonesuch") == 2 and run("foreign.sh") == 2
-    assert run("heterogeneous.sh", "uneven", "bytes") == 0
+    assert run("compare_heterogeneous.sh", "nonesuch") == 2 and run("compare_foreign.sh") == 2
+    assert run("compare_heterogeneous.sh", "uneven", "bytes") == 0
     table = (out / "uneven-24l.md").read_text()
     assert "| uneven-24l | single | output |" in table and "No pair" not in table and "ended with" not in table
     counted = {each["model"]: each for each in json.loads((out / "kv.json").read_text())}
     assert counted["uneven-24l"]["vllm_is"] == "measured" and counted["gemma-3-12b"]["vllm_is"] == "predicted"
     assert all(counted["uneven-24l"]["capacity"].values())
-    assert run("foreign.sh", *shapes.write(tmp_path, ["gemma-3-12b"], True)) == 0
+    assert run("compare_foreign.sh", *configs.write(tmp_path, ["gemma-3-12b"], True)) == 0
     rows = json.loads((out / "foreign.json").read_text())["rows"]
     assert [row["engine"] for row in rows] == ["headrace", "headrace-transformers", "vllm-transformers"]
     assert len(list(out.iterdir())) <= 8

@@ -30,10 +30,10 @@ TWO = Workload("two", [[1, 2, 700], [4]], [3, 2])
 
 
 @pytest.fixture
-def shapes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def configs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(FOLDER))
-    monkeypatch.delitem(sys.modules, "shapes", raising=False)
-    return importlib.import_module("shapes")
+    monkeypatch.delitem(sys.modules, "model_configs", raising=False)
+    return importlib.import_module("model_configs")
 
 
 def with_pictures(**more: object) -> Workload:
@@ -74,9 +74,9 @@ def test_the_workloads_with_and_without_pictures_share_their_prompts() -> None:
     assert {(len(prompt), length) for prompt, length in zip(text.prompts, text.output_lens, strict=True)} == {(256, 128)}
 
 
-def test_headrace_runs_them(shapes: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headrace_runs_them(configs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures, features and text of a tiny model, from the command to its report."""
-    (folder,) = shapes.write(tmp_path, ["qwen2.5-vl-7b"], True)
+    (folder,) = configs.write(tmp_path, ["qwen2.5-vl-7b"], True)
     small = {
         "images64": with_pictures(),
         "images64_features": with_pictures(encoded=True),
@@ -95,9 +95,9 @@ def test_headrace_runs_them(shapes: ModuleType, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_a_server_gets_them_in_every_form(shapes: ModuleType, tmp_path: Path) -> None:
+def test_a_server_gets_them_in_every_form(configs: ModuleType, tmp_path: Path) -> None:
     """From shape to report: a server of random weights, whose answers have text."""
-    (folder,) = shapes.write(tmp_path, ["qwen2.5-vl-7b"], True)
+    (folder,) = configs.write(tmp_path, ["qwen2.5-vl-7b"], True)
     fields: dict[str, Any] = {"load_format": "dummy", "max_model_len": 512, "num_kv_blocks": 200, "num_threads": 1}
     with running(AsyncLLM(EngineArgs(model=str(folder), **fields))) as server:
         for form in ("png", "jpeg", "features", "upload"):
@@ -115,9 +115,9 @@ def test_a_server_gets_them_in_every_form(shapes: ModuleType, tmp_path: Path) ->
 
 
 def test_the_encoders_stream_is_timed_against_the_models(
-    monkeypatch: pytest.MonkeyPatch, shapes: ModuleType, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, configs: ModuleType, tmp_path: Path
 ) -> None:
-    (folder,) = shapes.write(tmp_path, ["qwen2.5-vl-7b"], True)
+    (folder,) = configs.write(tmp_path, ["qwen2.5-vl-7b"], True)
     monkeypatch.delitem(sys.modules, "encoder_overlap", raising=False)
     overlap = importlib.import_module("encoder_overlap")
     used: list[object] = []
@@ -136,12 +136,12 @@ def test_the_encoders_stream_is_timed_against_the_models(
     assert report["speedup"] == 4 / 3
 
 
-def test_answers_of_random_weights_have_text(shapes: ModuleType, tmp_path: Path) -> None:
+def test_answers_of_random_weights_have_text(configs: ModuleType, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    (folder,) = shapes.write(tmp_path, ["qwen2.5-vl-7b"], True)
+    (folder,) = configs.write(tmp_path, ["qwen2.5-vl-7b"], True)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    ids = {*range(1024)} - {*range(512, 512 + len(shapes.QWEN_SPECIAL))} - {*range(256)}
+    ids = {*range(1024)} - {*range(512, 512 + len(configs.QWEN_SPECIAL))} - {*range(256)}
     assert all(tokenizer.decode([token], skip_special_tokens=True).strip() for token in ids)
     parts = [{"type": "image"}, {"type": "text", "text": "what?"}]
     text = tokenizer.apply_chat_template([{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True)
@@ -149,19 +149,19 @@ def test_answers_of_random_weights_have_text(shapes: ModuleType, tmp_path: Path)
     assert text == f"{asked}<|im_start|>assistant\n"
 
 
-def test_the_published_tokens_have_their_ids(shapes: ModuleType, tmp_path: Path) -> None:
+def test_the_published_tokens_have_their_ids(configs: ModuleType, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     for tiny, first in ((False, 151643), (True, 512)):
-        (folder,) = shapes.write(tmp_path / str(tiny), ["qwen2.5-vl-7b"], tiny)
+        (folder,) = configs.write(tmp_path / str(tiny), ["qwen2.5-vl-7b"], tiny)
         config, tokenizer = json.loads((folder / "config.json").read_text()), AutoTokenizer.from_pretrained(folder)
         ids = tokenizer.encode("<|vision_start|><|image_pad|><|vision_end|>")
         assert ids == workloads.placeholder(config) == [first + 9, first + 12, first + 10]
         assert tokenizer.decode(tokenizer.encode("déjà vu")) == "déjà vu"
 
 
-def test_the_peer_gets_pictures(shapes: ModuleType, tmp_path: Path) -> None:
-    (folder,) = shapes.write(tmp_path, ["qwen2.5-vl-7b"], True)
+def test_the_peer_gets_pictures(configs: ModuleType, tmp_path: Path) -> None:
+    (folder,) = configs.write(tmp_path, ["qwen2.5-vl-7b"], True)
     (tmp_path / "site" / "vllm").mkdir(parents=True)
     start = "        print("
     asked = "        assert given['limit_mm_per_prompt']['image'] == 1 and not given['skip_tokenizer_init']\n"

@@ -77,6 +77,14 @@ def test_links_between_pages_lead_somewhere() -> None:
     assert not missing, "\n".join(missing)
 
 
+def test_every_measurement_is_listed() -> None:
+    """Reports are linked from the table of results, and raw files from a report."""
+    folder = ROOT / "benchmarks"
+    pages = [folder / "README.md", *(folder / "reports").glob("*.md")]
+    linked = {name for page in pages for name in re.findall(r"\]\((?:reports/)?([^)/]+)\)", page.read_text(encoding="utf-8"))}
+    assert {path.name for path in (folder / "reports").iterdir()} - linked == set()
+
+
 def test_every_page_is_in_the_navigation() -> None:
     def pages(entry: object) -> list[str]:
         if isinstance(entry, str):

@@ -1,8 +1,8 @@
 """Profiles a step: GPU kernels, the gaps between them, and the host.
 
-    python benchmarks/gpu_profile.py MODEL --batch 64 --context 1024
-    python benchmarks/gpu_profile.py MODEL --phase prefill --batch 16 --context 8192
-    python benchmarks/gpu_profile.py MODEL --batch 1 --host --set enforce_eager=true --json profile.json
+    python benchmarks/step_profile.py MODEL --batch 64 --context 1024
+    python benchmarks/step_profile.py MODEL --phase prefill --batch 16 --context 8192
+    python benchmarks/step_profile.py MODEL --batch 1 --host --set enforce_eager=true --json profile.json
 
 MODEL is a folder with a config.json; its weights are random. After the first output token of sequences of --context
 random tokens, --steps decode steps run several times: without a profiler, for the time of a step; with a timer around each

@@ -12,12 +12,12 @@ from types import ModuleType
 import pytest
 from engine.tiny import write_config
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu_profile.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "step_profile.py"
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_profile", SCRIPT)
+    spec = importlib.util.spec_from_file_location("step_profile", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

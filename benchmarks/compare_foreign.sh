@@ -2,7 +2,7 @@
 # Compares headrace native, headrace with transformers' implementation of a model, and vLLM with it, in one sitting, as one
 # table.
 #
-#     benchmarks/foreign.sh OUT SITE MODEL...
+#     benchmarks/compare_foreign.sh OUT SITE MODEL...
 #
 # SITE is the folder in which vLLM is installed, MODEL a folder with a config.json. OUT gets foreign.md, foreign.json and the
 # logs. A model takes about two to four minutes; BUDGET (540) is the time limit in seconds: an engine that it ends

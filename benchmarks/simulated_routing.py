@@ -1,7 +1,7 @@
 """Compares routing policies on prompts behind shared prefixes, in the simulator, and says where the tails come from.
 
-    python benchmarks/routing.py --replicas 2 --rates 3,5 --prefixes 12 --requests 1500
-    python benchmarks/routing.py --calibration qwen3-8b.json --replicas 4 --rates 10 --output results.json
+    python benchmarks/simulated_routing.py --replicas 2 --rates 3,5 --prefixes 12 --requests 1500
+    python benchmarks/simulated_routing.py --calibration qwen3-8b.json --replicas 4 --rates 10 --output results.json
 
 Rates, prefixes and requests are those of one replica. A request misses its prefix because it is the first with it (no router
 can help), because only other replicas have it, or because this replica had it and has evicted it. Each policy gets the same

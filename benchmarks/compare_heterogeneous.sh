@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs all GPU measurements of models whose layers differ, within time limits.
 #
-#     benchmarks/heterogeneous.sh OUT SITE [kernels] [mimo] [uneven] [gemma] [bytes]
+#     benchmarks/compare_heterogeneous.sh OUT SITE [kernels] [mimo] [uneven] [gemma] [bytes]
 #
 # SITE is the folder in which vLLM is installed. Without names: kernels, mimo, gemma and bytes. OUT gets a table (.md) and the
 # raw numbers of each part, and the logs. Parts, and their time limits in seconds:
@@ -44,11 +44,11 @@ failed=0
 
 ours="--repetitions $repetitions ${OURS:---gpu-memory-utilization ${MEMORY:-0.85} --wait-for-kernels}"
 theirs="--repetitions $repetitions --mem ${MEMORY:-0.85}"
-"$python" benchmarks/shapes.py "$work/models" ${TINY:+--tiny} >"$work/shapes.log" || exit 1
-[ -n "${TINY:-}" ] || "$python" benchmarks/shapes.py "$work/models" mimo-v2-flash >>"$work/shapes.log" || exit 1
+"$python" benchmarks/model_configs.py "$work/models" ${TINY:+--tiny} >"$work/configs.log" || exit 1
+[ -n "${TINY:-}" ] || "$python" benchmarks/model_configs.py "$work/models" mimo-v2-flash >>"$work/configs.log" || exit 1
 compiler=
 if [ ${#wanted[@]} -gt 0 ] && [ -z "${TINY:-}" ]; then
-  timeout "${COMPILE:-240}" "$python" benchmarks/compile_kernels.py "${wanted[@]/#/$work/models/}" >"$work/compile.log" 2>&1 &
+  timeout "${COMPILE:-240}" "$python" benchmarks/compile_flashinfer.py "${wanted[@]/#/$work/models/}" >"$work/compile.log" 2>&1 &
   compiler=$!
 fi
 

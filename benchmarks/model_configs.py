@@ -1,8 +1,8 @@
 """Writes model folders with a config.json, for benchmarks with random weights; for models of pictures, a processor too.
 
-    python benchmarks/shapes.py OUT                     # models that fit one GPU
-    python benchmarks/shapes.py OUT --all               # larger ones too, whose KV bytes can be counted
-    python benchmarks/shapes.py OUT --tiny mimo-24l     # the same layers in small widths, for a CPU
+    python benchmarks/model_configs.py OUT                     # models that fit one GPU
+    python benchmarks/model_configs.py OUT --all               # larger ones too, whose KV bytes can be counted
+    python benchmarks/model_configs.py OUT --tiny mimo-24l     # the same layers in small widths, for a CPU
 
 headrace, transformers and vLLM read OUT/NAME. If OUT/vllm/NAME exists, vLLM reads that one: the same model in the fields of
 vLLM's implementation.

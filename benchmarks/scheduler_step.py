@@ -1,6 +1,6 @@
 """Host time of a decode step: ``schedule`` and ``update`` of the scheduler, without a model.
 
-    python benchmarks/host_step.py --rows 256 --kv-events zmq
+    python benchmarks/scheduler_step.py --rows 256 --kv-events zmq
 
 Reports microseconds of processor time of this thread per step, the median over steps and their mean, for steps in which no
 sequence starts or ends. Every 16th step of a sequence fills a block, which with ``--kv-events`` is reported to a router of

@@ -1,6 +1,6 @@
 """Times sampling on a GPU, in a CUDA graph: microseconds by kind of filter and number of rows.
 
-    python benchmarks/gpu_sample.py [VOCAB]
+    python benchmarks/gpu_sampling.py [VOCAB]
 
 ``peaked``: logits of a confident model; ``flat``: logits of which top_p keeps most tokens.
 """

@@ -1,8 +1,8 @@
 """Times mixtures of experts and MLA attention on a GPU. Prints one JSON line per measurement.
 
-    python benchmarks/gpu_moe.py                     # all, a few minutes with compiling
-    python benchmarks/gpu_moe.py --only experts      # route, experts, decode or prefill
-    python benchmarks/gpu_moe.py --sweep             # experts with other tile sizes: the three fastest of each shape
+    python benchmarks/gpu_moe_mla.py                     # all, a few minutes with compiling
+    python benchmarks/gpu_moe_mla.py --only experts      # route, experts, decode or prefill
+    python benchmarks/gpu_moe_mla.py --sweep             # experts with other tile sizes: the three fastest of each shape
 
 Experts: headrace's kernels and ``torch.nn.functional.grouped_mm`` with sorted and gathered tokens. TB/s counts each
 weight of a chosen expert once. Attention: DeepSeek's widths, absorbed and uncompressed.

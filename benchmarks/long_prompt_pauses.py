@@ -1,7 +1,7 @@
 """Measures the gaps between tokens of running requests while one long prompt is computed beside them.
 
-    python benchmarks/pauses.py MODEL --output pauses.json
-    python benchmarks/pauses.py MODEL --cases xa-ssa --beside 4096 --clients 32
+    python benchmarks/long_prompt_pauses.py MODEL --output pauses.json
+    python benchmarks/long_prompt_pauses.py MODEL --cases xa-ssa --beside 4096 --clients 32
 
 MODEL is a folder with the config.json of a dense Qwen3 or Llama; its weights are random. Starts `headrace serve` for each case:
 `dense` is the model itself, whose prompt is computed in chunks of tokens, and the modes of sparse_ttft.py are its form with a

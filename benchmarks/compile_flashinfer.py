@@ -1,6 +1,6 @@
 """Compiles the FlashInfer kernels that models need, and prints the seconds of each.
 
-    python benchmarks/compile_kernels.py MODEL...
+    python benchmarks/compile_flashinfer.py MODEL...
 
 A model is a folder with a config.json. Nothing runs on the GPU. Run this before measuring: a compiler in the
 background takes cores from the engine.

@@ -1,8 +1,8 @@
 """Compares the simulator with the engine that it simulates, on traffic and limits other than those of its calibration.
 
-    python benchmarks/simulator.py MODEL --output results.json
-    python benchmarks/simulator.py MODEL --clock processor --cycles 8
-    python benchmarks/simulator.py MODEL --served --load-format dummy --seconds 45 --output results.json
+    python benchmarks/simulator_accuracy.py MODEL --output results.json
+    python benchmarks/simulator_accuracy.py MODEL --clock processor --cycles 8
+    python benchmarks/simulator_accuracy.py MODEL --served --load-format dummy --seconds 45 --output results.json
 
 MODEL is a model as `headrace serve` takes it, or `tiny`: a Llama of two layers with random weights. Calibration and cases take
 turns for --cycles cycles, so that a machine whose speed drifts drifts for all; the step times are then fitted to the steps of

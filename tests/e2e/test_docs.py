@@ -105,12 +105,12 @@ def free_ports(_: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
 
 
 CONTEXTS: dict[str, Context] = {
-    "api.md": trained_model,
     "architecture.md": one_step,
     "foreign-models.md": foreign_layer,
     "megatron.md": trainer,
     "multimodal.md": pictures,
     "parallel.md": two_ranks,
+    "python.md": trained_model,
     "replicas.md": free_ports,
     "structured-output.md": trained_model,
 }

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 from headrace.errors import EngineError
@@ -32,6 +33,14 @@ def switch_threads_often() -> None:
     it sends to a socket or launches a kernel, and of a thread that renders a template for a busy event loop.
     """
     sys.setswitchinterval(5e-4)
+
+
+def _done(work: Callable[[], T]) -> T:
+    """Calls ``work``. An asyncio future takes no StopIteration: who waits for it would wait for ever."""
+    try:
+        return work()
+    except StopIteration as error:
+        raise RuntimeError("a generator's end was not expected") from error
 
 
 class WorkerThreads:
@@ -75,7 +84,7 @@ class WorkerThreads:
         self.start()
         if self._pool is None:
             raise EngineError(f"the threads of {self._name} were not started")
-        return self._pool.submit(work, *args, **kwargs)
+        return self._pool.submit(_done, partial(work, *args, **kwargs))
 
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """As ``submit``; waits for the result. Cancelled before its turn, the work is never done."""

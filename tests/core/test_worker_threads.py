@@ -75,3 +75,10 @@ def test_without_threads_in_the_system_the_job_fails_and_a_later_one_tries_again
     assert [pool.submit(int, "7").result() for _ in range(5)] == [7] * 5
     pool.close(wait=True)
     assert named("sluice") == []
+
+
+def test_the_end_of_a_generator_reaches_who_waits() -> None:
+    pool = WorkerThreads(1, "sluice")
+    with pytest.raises(RuntimeError, match="end was not expected"):
+        asyncio.run(asyncio.wait_for(pool.run(next, iter(())), timeout=60))
+    pool.close(wait=True)

@@ -32,12 +32,15 @@ from headrace.kernels import activation as plain_activation
 from headrace.kernels import kv_cache as plain_kv_cache
 from headrace.kernels import norm as plain_norm
 from headrace.kernels import qkv as plain_qkv
+from headrace.kernels.activation import triton as activation
+from headrace.kernels.attention.tiling import Geometry, Tiling, choose_tiling
+from headrace.kernels.attention.triton import paged_attention
+from headrace.kernels.kv_cache import triton as kv_cache
+from headrace.kernels.linear.triton import LinearTiling, linear
+from headrace.kernels.linear.triton import choose_tiling as choose_linear
+from headrace.kernels.norm import triton as norm
+from headrace.kernels.qkv import triton as qkv
 from headrace.kernels.support import resources
-from headrace.kernels.triton import activation, kv_cache, norm, qkv
-from headrace.kernels.triton.linear import LinearTiling, linear
-from headrace.kernels.triton.linear import choose_tiling as choose_linear
-from headrace.kernels.triton.paged_attention import paged_attention
-from headrace.kernels.triton.tiling import Geometry, Tiling, choose_tiling
 from headrace.model_spec import AttentionSpec, layer_kv
 from headrace.model_spec.kv import FP8_KV
 

@@ -26,9 +26,9 @@ from headrace.attention.backend import StepMetadata
 from headrace.attention.mla import MLABackend
 from headrace.attention.triton import TritonAttention
 from headrace.cache.layer import LayerCache
-from headrace.kernels.moe import gated, route
-from headrace.kernels.triton import moe
-from headrace.kernels.triton.moe import MoeTiling
+from headrace.kernels.moe import reference
+from headrace.kernels.moe import triton as moe
+from headrace.kernels.moe.triton import MoeTiling
 from headrace.model_spec import AttentionSpec, MLASpec, MoeSpec
 
 MODELS: dict[str, tuple[int, MoeSpec]] = {
@@ -62,7 +62,7 @@ def library(
     order = flat.argsort(stable=True)
     counts = torch.zeros(spec.num_experts, dtype=torch.int32, device=x.device)
     ends = counts.index_add_(0, flat, torch.ones_like(flat, dtype=torch.int32)).cumsum(0, dtype=torch.int32)
-    hidden = gated(grouped_mm(x[order // spec.top_k], gate_up.mT, offs=ends), spec)
+    hidden = reference.gated(grouped_mm(x[order // spec.top_k], gate_up.mT, offs=ends), spec)
     out = grouped_mm(hidden, down.mT, offs=ends).float() * weights.flatten()[order, None]
     return torch.empty_like(out).index_copy_(0, order, out).view(len(x), spec.top_k, -1).sum(1).to(x.dtype)
 
@@ -79,7 +79,7 @@ class Mixture:
         spec, count = self.spec, self.spec.num_experts
         self.logits = torch.randn(self.tokens, count, device=CUDA)
         self.correction = torch.zeros(count, device=CUDA) if spec.correction_bias else None
-        self.experts, self.weights = route.__wrapped__(self.logits, spec, self.correction)
+        self.experts, self.weights = reference.route(self.logits, spec, self.correction)
         shape = count, 2 * spec.intermediate_size, self.hidden
         nbytes = 3 * 2 * count * spec.intermediate_size * self.hidden
         copies = 1 if nbytes > 4 * BEYOND_L2 else 2
@@ -118,7 +118,7 @@ def routing() -> None:
         for tokens in TOKENS:
             logits = torch.randn(tokens, spec.num_experts, device=CUDA)
             bias = torch.zeros(spec.num_experts, device=CUDA) if spec.correction_bias else None
-            for kind, run in (("triton", moe.route), ("torch", route.__wrapped__)):
+            for kind, run in (("triton", moe.route), ("torch", reference.route)):
                 report("route", [partial(run, logits, spec, bias)] * 8, kernel=kind, model=name, tokens=tokens)
 
 

@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from headrace.kernels.triton.sample import sample
+from headrace.kernels.sampling.triton_sample import sample
 
 NONE = 10**9
 KINDS = {

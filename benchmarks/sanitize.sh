@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the kernel tests under compute-sanitizer's memcheck, a few shapes of each, and prints the errors.
 #
-#     benchmarks/sanitize.sh [LOG] [pytest arguments, in place of tests/kernels/on_triton]
+#     benchmarks/sanitize.sh [LOG] [pytest arguments, in place of tests/kernels]
 #
 # PER_TEST (2) is how many of a test's shapes run, spread over its list; PYTHON, SANITIZER and TOOL (memcheck; racecheck,
 # initcheck and synccheck are the others) may be set. Tests that capture a CUDA graph (@pytest.mark.captures) are named and
@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.."
 log=$(realpath -m "${1:-sanitize.log}"); shift || true
 python=${PYTHON:-python3} tool=${TOOL:-memcheck} per_test=${PER_TEST:-2}
 sanitizer=${SANITIZER:-$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)}
-[ $# -gt 0 ] || set -- tests/kernels/on_triton
+[ $# -gt 0 ] || set -- tests/kernels
 command -v "$sanitizer" >/dev/null || { echo "compute-sanitizer is not here; SANITIZER may name it" >&2; exit 127; }
 
 chosen=$(mktemp); trap 'rm -f "$chosen"' EXIT

@@ -33,11 +33,14 @@ import torch
 from headrace.attention.backend import Scratch
 from headrace.attention.flashinfer import kernels
 from headrace.attention.flashinfer.heads import DenseHeads, HeadsByFlashInfer, StreamingHeads
+from headrace.kernels.attention.tiling import Tiling
 from headrace.kernels.kv_cache import dequantize, gather_numbers, quantize
-from headrace.kernels.sparse_prefill import BLOCK, BlockMeans, KeyCopies, PagedKV, PromptRows
-from headrace.kernels.triton import sparse_attention, sparse_estimate, sparse_means, sparse_select
-from headrace.kernels.triton.sparse_estimate import EstimateTiling
-from headrace.kernels.triton.tiling import Tiling
+from headrace.kernels.sparse import BLOCK, BlockMeans, KeyCopies, PagedKV, PromptRows
+from headrace.kernels.sparse import triton_attention as sparse_attention
+from headrace.kernels.sparse import triton_estimate as sparse_estimate
+from headrace.kernels.sparse import triton_means as sparse_means
+from headrace.kernels.sparse import triton_select as sparse_select
+from headrace.kernels.sparse.triton_estimate import EstimateTiling
 from headrace.model_spec import BLOCK_SPARSE, DENSE, STREAMING, AttentionSpec
 
 CUDA = torch.device("cuda")

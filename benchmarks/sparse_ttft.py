@@ -44,7 +44,7 @@ from headrace.attention.selectors import mean, xattn  # noqa: E402
 from headrace.bench.report import facts, load_average  # noqa: E402
 from headrace.bench.workloads import RANDOM_WORKLOADS, Workload, random_tokens  # noqa: E402
 from headrace.frontend.llm import LLM  # noqa: E402
-from headrace.kernels.sparse_prefill import PagedKV, PromptRows  # noqa: E402
+from headrace.kernels.sparse import PagedKV, PromptRows  # noqa: E402
 from headrace.model_spec import BLOCK_SPARSE  # noqa: E402
 from headrace.models.families.paw import LLAMA, QWEN3, HeadRouter  # noqa: E402
 from headrace.outputs import RequestOutput  # noqa: E402

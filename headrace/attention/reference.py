@@ -6,7 +6,7 @@ import torch
 
 from headrace.attention.backend import VISIBLE_ENDS, AttentionBackend, AttentionInputs
 from headrace.attention.compose import output_of
-from headrace.kernels.paged_attention import paged_attention
+from headrace.kernels.attention.reference import paged_attention
 
 
 class ReferenceAttention(AttentionBackend):

@@ -15,7 +15,7 @@ from headrace.attention.paged_rows import PagedRows
 from headrace.attention.sparse_rows import SparseRows
 from headrace.config import SparseConfig
 from headrace.kernels import support
-from headrace.kernels.sparse_prefill import (
+from headrace.kernels.sparse import (
     ELSEWHERE,
     BlockMeans,
     KeyCopies,

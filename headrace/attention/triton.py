@@ -7,7 +7,7 @@ import torch
 from headrace.attention.backend import VISIBLE_ENDS, AttentionBackend, AttentionInputs, LayerCache, Scratch, StepMetadata
 from headrace.attention.compose import output_of
 from headrace.kernels import support
-from headrace.kernels.triton.tiling import (
+from headrace.kernels.attention.tiling import (
     Geometry,
     Tiling,
     aligned,
@@ -40,7 +40,7 @@ class TritonAttention(AttentionBackend):
     def __init__(self, scratch: Scratch | None = None) -> None:
         super().__init__(scratch)
         # Triton is an optional dependency, which ``supports`` looks for.
-        from headrace.kernels.triton import paged_attention
+        from headrace.kernels.attention import triton as paged_attention
 
         self._kernel = paged_attention
         self._parts: list[StepMetadata] = []

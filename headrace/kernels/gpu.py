@@ -27,23 +27,16 @@ def _usable(device: torch.device) -> bool:
 
 @functools.cache
 def kernels(name: str) -> Any:
-    """The module ``headrace.kernels.triton.<name>``: imported when first needed, because Triton is optional."""
-    return importlib.import_module(f"headrace.kernels.triton.{name}")
+    """The module ``headrace.kernels.<name>``: imported when first needed, because Triton is optional."""
+    return importlib.import_module(f"headrace.kernels.{name}")
 
 
-def dispatch(name: str) -> Callable[[Callable[Concatenate[torch.Tensor, P], R]], Callable[Concatenate[torch.Tensor, P], R]]:
-    """Decorates a reference: calls ``module.function`` of ``headrace.kernels.triton`` if the first argument is on a GPU.
+def dispatch(reference: Callable[Concatenate[torch.Tensor, P], R], module: str) -> Callable[Concatenate[torch.Tensor, P], R]:
+    """The reference, or the function of its name in a module of Triton kernels if the first argument is on a GPU."""
 
-    The reference itself is ``__wrapped__``.
-    """
-    module, function = name.split(".")
+    @functools.wraps(reference)
+    def run(x: torch.Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        chosen = getattr(kernels(module), reference.__name__) if takes(x) else reference
+        return chosen(x, *args, **kwargs)
 
-    def decorate(reference: Callable[Concatenate[torch.Tensor, P], R]) -> Callable[Concatenate[torch.Tensor, P], R]:
-        @functools.wraps(reference)
-        def run(x: torch.Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            chosen = getattr(kernels(module), function) if takes(x) else reference
-            return chosen(x, *args, **kwargs)
-
-        return run
-
-    return decorate
+    return run

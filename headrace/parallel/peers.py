@@ -41,7 +41,7 @@ class PeerMemory:
             RuntimeError, AttributeError, ImportError: the GPUs cannot map each other's memory, or PyTorch lacks an operation.
         """
         memory = importlib.import_module("torch.distributed._symmetric_memory")
-        self._kernels = gpu.kernels("peer_sum")
+        self._kernels = gpu.kernels("peer_sum.triton")
         self._ops: Any = torch.ops.symm_mem
         self._ops.two_shot_all_reduce_  # noqa: B018
         self._name, self.size = group.group_name, group.size()

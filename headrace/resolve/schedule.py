@@ -7,7 +7,7 @@ from collections import Counter
 from headrace.attention import select
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError
-from headrace.kernels.triton.tiling import graph_size
+from headrace.kernels.attention.tiling import graph_size
 from headrace.model_spec import AnySpec, ForeignSpec
 from headrace.resolve.facts import DecisionLog, DeviceFacts, matrices
 

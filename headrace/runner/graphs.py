@@ -341,11 +341,13 @@ class StepGraphs:
     def _draw(self, shape: SampleShape) -> None:
         given, asked, tables = self._buffers.logits(), self._sampler.sampling_state, self._tables
         slots, positions = given.slots[: shape.logits_rows], given.positions[: shape.logits_rows]
-        kernels = gpu.kernels("sample")
+        kernels = gpu.kernels("sampling.triton_sample")
         logits = self._model.logits(given.hidden[: shape.logits_rows])
         if shape.masked:
             most = self._logits_rows[-1]
-            gpu.kernels("mask").apply_masks(logits, self._masks[most:].view(most, -1), self._masks[: shape.logits_rows])
+            gpu.kernels("sampling.triton_mask").apply_masks(
+                logits, self._masks[most:].view(most, -1), self._masks[: shape.logits_rows]
+            )
         kernels.sample(
             logits,
             asked.temperatures,

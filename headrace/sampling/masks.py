@@ -10,7 +10,7 @@ import torch
 
 from headrace.core.plan import NewSequence, SamplePlan
 from headrace.errors import EngineError
-from headrace.kernels.mask import apply_masks
+from headrace.kernels.sampling import apply_masks
 from headrace.sampling.feature import Feature, Indices, LogitsRows
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from headrace.errors import RequestError
-from headrace.kernels.mask import apply_masks
+from headrace.kernels.sampling import apply_masks
 from headrace.kernels.transfer import upload
 from headrace.sampling.feature import Indices
 

@@ -9,10 +9,10 @@ The filters are defined without reference to an order, so that they treat equal 
 The random number then selects by the cumulative probability of the kept tokens in the order of their ids, so the result does
 not depend on how the kept tokens were found.
 
-Where Triton kernels run, they find the smallest kept logit and sample (``headrace.kernels.triton.sample``). Elsewhere, each
-filter keeps whole logit values from the top down, so a bounded set of candidates suffices as soon as it contains a value that
-is dropped. The host checks that; a row whose candidates do not suffice is sampled again from all its tokens. On a device
-without Triton the host cannot check without waiting: candidates beyond the set are dropped there.
+Where Triton kernels run, they find the smallest kept logit and sample (``headrace.kernels.sampling``). Elsewhere, each filter
+keeps whole logit values from the top down, so a bounded set of candidates suffices as soon as it contains a value that is
+dropped. The host checks that; a row whose candidates do not suffice is sampled again from all its tokens. On a device without
+Triton the host cannot check without waiting: candidates beyond the set are dropped there.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class TopKTopPSampler:
         kinds = self._kind[rows.slots]
         filters = self.params if bool(((kinds == TOP_1) | (kinds == FILTERED)).any()) else None
         state = (self.temperatures, self.keys, rows.positions, rows.slots_device, filters) if kinds.any() else ()
-        sampled = gpu.kernels("sample").sample(logits, *state)
+        sampled = gpu.kernels("sampling.triton_sample").sample(logits, *state)
         cutoffs = torch.full_like(sampled.best, -torch.inf) if sampled.cutoffs is None else sampled.cutoffs
         return SampledTokens(sampled.tokens, sampled.best, cutoffs)
 

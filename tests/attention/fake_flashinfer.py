@@ -21,7 +21,7 @@ import torch
 from headrace.attention import select
 from headrace.attention.flashinfer import attention, kernels, replay
 from headrace.kernels import pages
-from headrace.kernels.paged_attention import paged_attention
+from headrace.kernels.attention.reference import paged_attention
 
 
 class Device:

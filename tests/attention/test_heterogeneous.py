@@ -2,7 +2,7 @@
 
 What else can go wrong with them is tested where it would: projections and loaders in ``weights/test_projections.py``, shards
 in ``parallel/test_shards.py``, whole models in ``models/test_geometry.py`` and ``models/families/test_families.py``, bytes in
-``cache/test_arena.py``, and the workspace of the GPU's kernels in ``kernels/on_triton/test_triton_paged_attention.py``.
+``cache/test_arena.py``, and the workspace of the GPU's kernels in ``kernels/attention/test_triton.py``.
 """
 
 from __future__ import annotations

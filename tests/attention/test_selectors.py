@@ -15,7 +15,7 @@ from headrace.attention.selectors.xattn import XAttentionConfig
 from headrace.attention.sparse import SparsePrefillAttention
 from headrace.choices import SparsePrefill
 from headrace.config import EngineArgs, SelectorConfig, SparseConfig
-from headrace.kernels.sparse_prefill import BlockMeans, PagedKV, PromptRows
+from headrace.kernels.sparse import BlockMeans, PagedKV, PromptRows
 from headrace.model_spec import ElasticSpec
 
 

@@ -40,10 +40,10 @@ def test_on_a_cpu():
 
 def project(folder: Path, outcome: str = "pass", status: str = "$?") -> dict[str, str]:
     """A project with the script, tests, and a sanitizer that only runs what it is given; returns the environment."""
-    for name in ("benchmarks", "tests/kernels/on_triton", "tests/empty"):
+    for name in ("benchmarks", "tests/kernels", "tests/empty"):
         (folder / name).mkdir(parents=True)
     shutil.copy(SCRIPT, folder / "benchmarks")
-    (folder / "tests/kernels/on_triton/test_kernels.py").write_text(TESTS.replace("OUTCOME", outcome))
+    (folder / "tests/kernels/test_kernels.py").write_text(TESTS.replace("OUTCOME", outcome))
     (folder / "tests/empty/test_none.py").write_text("def test_cpu():\n    pass\n")
     sanitizer = folder / "sanitizer"
     sanitizer.write_text(f'#!/bin/sh\necho "$@"\nshift 4\n"$@" -s\nexit {status}\n')

@@ -12,7 +12,7 @@ from headrace.kernels.norm import ResidualNorm
 from headrace.parallel.group import ordered_sum
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-kernels = pytest.importorskip("headrace.kernels.triton.peer_sum")
+kernels = pytest.importorskip("headrace.kernels.peer_sum.triton")
 TRIES = 1 << 24
 """Some seconds: a kernel that waits in vain ends, and the test fails."""
 

@@ -1,11 +1,17 @@
+"""Tests of kernels that need Triton are left out where there is none. Interpreted ones are watched."""
+
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 
 import pytest
 
+from headrace.kernels import support
 from headrace.kernels.native import NativeKernels, load
 
+HERE = importlib.util.find_spec("triton") is not None
+collect_ignore_glob = [] if HERE else ["*test_triton*"]
 MARCHES = ["native", "x86-64-v3", "x86-64"]
 """This CPU's own instructions, those of AVX2, and none but SSE2: the three ways the products are written."""
 
@@ -26,3 +32,14 @@ def without_native(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     load.cache_clear()
     yield
     load.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def no_access_out_of_bounds(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.path.name.startswith("test_triton") and support.interpreted():
+        from .memory import Checker
+
+        with Checker().on():
+            yield
+    else:
+        yield

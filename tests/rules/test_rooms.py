@@ -18,7 +18,6 @@ FILES = 25
 IMPORTS = 18
 
 FULL = {
-    "headrace/kernels/triton": "a file an operation",
     "headrace/server": "routes, answers and connections stand side by side",
 }
 """Folders with more files, each with its reason."""

@@ -16,10 +16,10 @@ def slow_subjects(*changed: str) -> list[str]:
     return subprocess.check_output(command, input="\n".join(changed), text=True, cwd=ROOT).split()
 
 
-@pytest.mark.parametrize("name", ["headrace/kernels/triton/norm.py", "tests/kernels/on_triton/compile_variants.py"])
+@pytest.mark.parametrize("name", ["headrace/kernels/norm/triton.py", "tests/kernels/compile_variants.py"])
 def test_a_change_of_a_package_runs_its_slow_tests(name: str) -> None:
     found = slow_subjects(name, "README.md")
-    assert "tests/kernels/on_triton/test_invariance.py" in found
+    assert "tests/kernels/test_triton_invariance.py" in found
     assert {Path(each).parts[1] for each in found} == {"kernels"}
 
 

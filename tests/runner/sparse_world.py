@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cache_config import cache_holding
-from kernels.sparse_cases import select_upstream
+from kernels.sparse.cases import select_upstream
 
 from headrace.attention.selectors.mean import MeanConfig
 from headrace.attention.selectors.xattn import XAttentionConfig

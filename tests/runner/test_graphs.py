@@ -15,7 +15,7 @@ from headrace.attention.backend import AttentionBackend, AttentionInputs, StepMe
 from headrace.core.plan import NewSequence, Row, SamplePlan
 from headrace.core.request import Request
 from headrace.errors import EngineError
-from headrace.kernels.paged_attention import paged_attention
+from headrace.kernels.attention.reference import paged_attention
 from headrace.runner.graphs import Captured, SampleShape, Shape, StepGraphs
 from headrace.runner.inputs import PROMPT_ROWS
 from headrace.runner.runner import ModelRunner

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from headrace.config import EngineArgs, SelectorConfig, SparseConfig
-from headrace.kernels.sparse_prefill import BlockMeans, PagedKV, PromptRows
+from headrace.kernels.sparse import BlockMeans, PagedKV, PromptRows
 from headrace.model_spec import ElasticSpec
 
 

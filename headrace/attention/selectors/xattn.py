@@ -8,7 +8,7 @@ import torch
 
 from headrace.attention.selectors.registry import Selector, register
 from headrace.config import EngineArgs, SelectorConfig, SparseConfig
-from headrace.kernels.sparse_prefill import BlockMeans, PagedKV, PromptRows, estimate, select
+from headrace.kernels.sparse import BlockMeans, PagedKV, PromptRows, estimate, select
 from headrace.model_spec import ElasticSpec
 
 

@@ -39,7 +39,7 @@ def flash_segments(
 
 def rotate_heads(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """Rotates ``[T, heads, d]`` in place by angles ``[T, d]``, whose halves are equal."""
-    from headrace.kernels.triton.rotary import rotate_heads as rotate  # which needs Triton
+    from headrace.kernels.rotary.triton import rotate_heads as rotate  # which needs Triton
 
     rotate(x, cos, sin)
 

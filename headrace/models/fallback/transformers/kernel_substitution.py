@@ -18,7 +18,7 @@ from headrace.attention.layer import Attention
 from headrace.kernels.activation import gelu_tanh_mul, silu_mul
 from headrace.kernels.linear import linear
 from headrace.kernels.norm import add_rms_norm, rms_norm
-from headrace.kernels.rotary import rotate_ref
+from headrace.kernels.rotary.reference import rotate_ref
 from headrace.model_spec import AttentionSpec
 from headrace.models.fallback.hooks import hooked
 from headrace.models.fallback.layout import TRANSFORMERS, TRANSFORMERS_OUT

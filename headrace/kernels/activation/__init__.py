@@ -1,0 +1,34 @@
+"""Gated activations of an MLP whose gate and up projections are fused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from headrace.kernels import gpu
+from headrace.kernels.activation import native, reference
+from headrace.kernels.activation.reference import clamped_swiglu, gelu_mul
+from headrace.kernels.native.library import kernels_for
+
+__all__ = ["ACTIVATIONS", "clamped_swiglu", "gelu_mul", "gelu_tanh_mul", "silu_mul"]
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up``: ``[..., 2n]`` (gate, then up) -> ``[..., n]``."""
+    if gpu.takes(gate_up):
+        return gpu.kernels("activation.triton").silu_mul(gate_up)  # type: ignore[no-any-return]
+    library = kernels_for(gate_up)
+    return reference.silu_mul_ref(gate_up) if library is None else native.silu_mul(library, gate_up)
+
+
+gelu_tanh_mul = gpu.dispatch(reference.gelu_tanh_mul, "activation.triton")
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": silu_mul,
+    "swish": silu_mul,
+    "gelu": gelu_mul,
+    "gelu_new": gelu_tanh_mul,
+    "gelu_pytorch_tanh": gelu_tanh_mul,
+}
+"""Hugging Face's name -> ``act(gate) * up`` for ``[..., 2n] -> [..., n]``."""

@@ -1,0 +1,87 @@
+"""Partial outputs of attention's splits, and their merge: Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023)."""
+
+# A kernel's arguments have no types of Python's.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from headrace.kernels.attention.tiling import Tiling, partial_size
+from headrace.kernels.triton_pdl import begin as begin_launch
+from headrace.kernels.triton_pdl import options
+
+_MERGED_CHANNELS, _MERGED_SPLITS = 128, 128
+"""Of one program of the merge: channels, and splits at a time."""
+_MERGED_AT_ONCE = 4096
+"""Numbers that a program has in registers."""
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _merge(
+    partial, lse, out, splits, DV: tl.constexpr, BLOCK: tl.constexpr, SPLITS_P: tl.constexpr, AT_ONCE: tl.constexpr,
+    ORDERED: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Weighs the splits of one (token, head) by their softmax mass, for a block of channels.
+
+    A split whose mass is 0 may hold anything. A graph has splits for the longest rows there may be, and short ones leave most
+    of them empty: those after the last that has a mass are skipped. ``ORDERED``: sums one by one, so that empty
+    splits do not change the order of the others.
+    """
+    begin_launch(PDL)
+    place = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    present = channel < DV
+    s = tl.arange(0, SPLITS_P)
+    mass = tl.load(lse + place * splits + s, mask=s < splits, other=float("-inf"))
+    pivot = tl.max(mass, 0)
+    pivot = tl.where(pivot == float("-inf"), 0.0, pivot)
+    filled = tl.max(tl.where(mass == float("-inf"), 0, s + 1), 0)
+    base = partial + place * splits * DV + channel
+    merged = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    if ORDERED:
+        for split in range(splits):
+            # The same number for each channel: blocks of one shape can be masks for each other.
+            weight = tl.exp2(tl.load(lse + place * splits + split + 0 * channel) - pivot)
+            part = tl.load(base + split * DV, mask=present & (weight > 0.0), other=0.0)
+            merged += weight * part
+            total += weight
+    else:
+        for first in range(0, filled, AT_ONCE):
+            split = first + tl.arange(0, AT_ONCE)
+            weights = tl.exp2(tl.load(lse + place * splits + split, mask=split < splits, other=float("-inf")) - pivot)
+            wanted = present[None, :] & (weights > 0.0)[:, None]
+            parts = tl.load(base[None, :] + split[:, None] * DV, mask=wanted, other=0.0)
+            merged += tl.sum(parts * weights[:, None], 0)
+            total += tl.sum(weights, 0)
+    merged = merged / tl.where(total == 0.0, 1.0, total)
+    tl.store(out + place * DV + channel, merged.to(out.dtype.element_ty), mask=present)
+
+
+def partials(
+    tiling: Tiling, num_tokens: int, out: torch.Tensor, workspace: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the splits' outputs and masses go: ``[tokens, H, splits, dv]`` and ``[tokens, H, splits]``, laid flat."""
+    size = partial_size(tiling, num_tokens, *out.shape[1:])
+    if workspace is None:
+        workspace = torch.empty(size, dtype=torch.float32, device=out.device)
+    if workspace.numel() < size or workspace.dtype != torch.float32:
+        raise ValueError(f"the workspace must hold {size} float32 numbers, not {workspace.numel()} {workspace.dtype}")
+    outputs = num_tokens * out.shape[1] * tiling.splits * out.shape[2]
+    return workspace[:outputs], workspace[outputs:size]
+
+
+def merge(partial: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, tiling: Tiling) -> None:
+    """Fills ``out [tokens, H, dv]`` from what ``partials`` gave and the splits filled."""
+    num_tokens, num_heads, v_head_dim = out.shape
+    splits = triton.next_power_of_2(tiling.splits)
+    at_once = min(splits, _MERGED_SPLITS)
+    block = min(_MERGED_CHANNELS, triton.next_power_of_2(v_head_dim), _MERGED_AT_ONCE // at_once)
+    _merge[(num_tokens * num_heads, triton.cdiv(v_head_dim, block))](
+        partial, lse, out, tiling.splits,
+        DV=v_head_dim, BLOCK=block, SPLITS_P=splits, AT_ONCE=at_once, ORDERED=tiling.invariant,
+        **options(out.device),
+    )  # fmt: skip

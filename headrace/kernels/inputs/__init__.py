@@ -1,0 +1,12 @@
+"""The ends of a step: from rows to the model's inputs, and from hidden states to the sampler's inputs."""
+
+from __future__ import annotations
+
+from headrace.kernels import gpu
+from headrace.kernels.inputs import reference
+from headrace.kernels.inputs.reference import LogitsInputs, RowTensors, StepInputs
+
+__all__ = ["LogitsInputs", "RowTensors", "StepInputs", "logits_inputs", "step_inputs"]
+
+step_inputs = gpu.dispatch(reference.step_inputs, "inputs.triton")
+logits_inputs = gpu.dispatch(reference.logits_inputs, "inputs.triton")

@@ -1,0 +1,65 @@
+"""The matrix product of a layer: the library's, or a Triton kernel's for few rows, where it is faster."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from headrace.kernels import gpu
+from headrace.kernels.linear.reference import linear_by_head_ref, linear_ref
+
+FEW_ROWS: tuple[tuple[float, int], ...] = ((8 << 20, 16), (256 << 20, 8), (math.inf, 1))
+"""Numbers of a weight, and up to how many rows the Triton kernel beats cuBLAS on weights of no more than that, on the GPUs
+measured (see benchmarks/). The first line that a weight fits in counts."""
+_ALIGNED = 16
+"""Numbers from row to row of a factor: of multiples of these the Triton kernel for several rows reads 16 bytes at once."""
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    invariant: bool = False,
+) -> torch.Tensor:
+    """``x W^T + bias``.
+
+    Args:
+        x: ``[..., in]``
+        weight: ``[out, in]``
+        bias: ``[out]``
+        out_dtype: of the result; None: x's. The product is rounded once, to this, where the library supports it.
+        invariant: a row comes out bitwise the same in any batch; on a GPU, for a 2-dimensional x.
+    """
+    if invariant and x.ndim == 2 and gpu.takes(x) and weight.dtype == x.dtype:
+        return gpu.kernels("linear.triton_matmul").matmul(x, weight, bias, out_dtype)  # type: ignore[no-any-return]
+    if x.ndim == 2 and weight.dtype == x.dtype and few_rows(x, weight) and gpu.takes(x):
+        return gpu.kernels("linear.triton").linear(x, weight, bias, out_dtype=out_dtype)  # type: ignore[no-any-return]
+    return linear_ref(x, weight, bias, out_dtype)
+
+
+def linear_by_head(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, invariant: bool = False) -> None:
+    """``out[t, h] = weight[h] x[t, h]``.
+
+    Args:
+        x: ``[T, heads, in]``, last axis contiguous.
+        weight: ``[heads, out, in]``; one of the last two axes is contiguous.
+        out: ``[T, heads, out]``, last axis contiguous; filled.
+        invariant: as for ``linear``.
+    """
+    if invariant and gpu.takes(x) and weight.dtype == x.dtype:
+        gpu.kernels("linear.triton_matmul").matmul_by_head(x, weight, out)
+    elif gpu.takes(x):
+        torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
+    else:
+        linear_by_head_ref(x, weight, out)
+
+
+def few_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether x ``[rows, in]`` has few enough rows for the Triton kernel, and factors that it reads fast."""
+    rows, numbers = len(x), weight.numel()
+    if rows > 1 and (x.itemsize > 2 or x.stride(0) % _ALIGNED or weight.stride(0) % _ALIGNED):
+        return False
+    return 0 < rows <= next((most for limit, most in FEW_ROWS if numbers <= limit), 0)

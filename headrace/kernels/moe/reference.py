@@ -1,0 +1,101 @@
+"""Mixture of experts: which experts a token goes to, and the product of every token with its experts' weights."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from headrace.kernels.activation import ACTIVATIONS, clamped_swiglu
+from headrace.model_spec import CLAMPED_SWIGLU, MoeSpec
+
+
+def route(
+    logits: torch.Tensor, spec: MoeSpec, correction_bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chooses each token's experts.
+
+    Groups as in DeepSeek-V2 and V3 (2024): scores of experts outside the best groups do not count.
+
+    Args:
+        logits: ``[T, num_experts]`` float32.
+        correction_bias: ``[num_experts]`` float32, for a spec that has it.
+
+    Returns:
+        Experts ``[T, top_k]`` int32, in no particular order, and their weights ``[T, top_k]`` float32.
+    """
+    scores = logits.softmax(-1) if spec.scoring == "softmax" else logits.sigmoid()
+    ranked = scores if correction_bias is None else scores + correction_bias
+    if spec.top_groups < spec.num_groups:
+        groups = ranked.view(len(ranked), spec.num_groups, spec.group_size)
+        best = groups.amax(-1) if spec.group_score == "max" else groups.topk(2, dim=-1).values.sum(-1)
+        left_out = torch.ones_like(best, dtype=torch.bool).scatter_(1, best.topk(spec.top_groups, dim=-1).indices, False)
+        ranked = groups.masked_fill(left_out.unsqueeze(-1), -torch.inf).flatten(1)
+    experts = ranked.topk(spec.top_k, dim=-1).indices
+    weights = scores.gather(1, experts)
+    if spec.normalize:
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=spec.least_sum)
+    return experts.int(), weights * spec.routed_scale
+
+
+def held_experts(experts: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Numbers the experts ``[start, stop)`` of one rank from 0 on; all others become the number behind the last."""
+    own = experts - start
+    return own.where((own >= 0) & (own < stop - start), stop - start)
+
+
+def moe_mlp(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    spec: MoeSpec,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    *,
+    plus: torch.Tensor | None = None,
+    invariant: bool = False,
+) -> torch.Tensor:
+    """The weighted sum of each token's experts.
+
+    Each product is rounded to x's dtype, as is each output times its weight; the sum of those is rounded once.
+
+    Args:
+        x: ``[T, hidden]``, last axis contiguous.
+        experts: ``[T, top_k]`` int32; of a spec that holds some experts, as ``held_experts`` numbers them.
+        weights: ``[T, top_k]`` float32.
+        gate_up: ``[num_held, 2 * intermediate_size, hidden]`` of x's dtype, contiguous: an expert's gate, then its up.
+        down: ``[num_held, hidden, intermediate_size]`` likewise.
+        gate_up_bias: ``[num_held, 2 * intermediate_size]``
+        down_bias: ``[num_held, hidden]``
+        plus: ``[T, hidden]`` of x's dtype, contiguous: what is added to the rounded sum.
+        invariant: a token comes out bitwise the same in any batch; on a GPU.
+
+    Returns:
+        ``[T, hidden]``
+    """
+    # Choices sorted by expert, then an expert at a time: experts without tokens cost nothing.
+    flat = experts.flatten().long()
+    order = flat.argsort(stable=True)
+    counts = torch.bincount(flat, minlength=spec.num_held).tolist()[: spec.num_held]
+    shape = len(x) * spec.top_k, x.shape[1]
+    weighted = x.new_empty(shape) if spec.held is None else x.new_zeros(shape)
+    factors = weights.flatten().unsqueeze(1)
+    start = 0
+    for expert, count in enumerate(counts):
+        if not count:
+            continue
+        choices = order[start : start + count]
+        start += count
+        both = F.linear(x[choices // spec.top_k], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+        out = F.linear(gated(both, spec), down[expert], None if down_bias is None else down_bias[expert])
+        weighted[choices] = (out.float() * factors[choices]).to(x.dtype)
+    total = weighted.view(len(x), spec.top_k, x.shape[1]).sum(1)
+    return total if plus is None else total + plus
+
+
+def gated(gate_up: torch.Tensor, spec: MoeSpec) -> torch.Tensor:
+    """``[N, 2 * intermediate_size] -> [N, intermediate_size]``"""
+    if spec.act == CLAMPED_SWIGLU:
+        return clamped_swiglu(gate_up, spec.alpha, spec.limit)
+    return ACTIVATIONS[spec.act](gate_up)

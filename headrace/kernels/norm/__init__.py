@@ -1,0 +1,97 @@
+"""RMS normalisation (Zhang and Sennrich, 2019), alone and with the residual sum before it.
+
+With ``offset`` the weight is stored less one: the norm is ``x / sqrt(mean(x ** 2) + eps) * (1 + weight)``, in float32 and
+rounded once, as in Gemma 1 to 3. Without it, the result is rounded to x's dtype before the weight is applied, as in Hugging
+Face's LlamaRMSNorm.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from headrace.kernels import gpu
+from headrace.kernels.native.library import kernels_for
+from headrace.kernels.norm import native
+from headrace.kernels.norm.reference import rms_norm_ref
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: bool = False) -> torch.Tensor:
+    """``x / sqrt(mean(x ** 2) + eps) * weight`` over the last dimension, computed in float32.
+
+    Args:
+        x: ``[..., n]``
+        weight: ``[n]``
+        offset: multiply by ``1 + weight``.
+    """
+    if gpu.takes(x) and weight.dtype == x.dtype:
+        return gpu.kernels("norm.triton").rms_norm(x, weight, eps, offset=offset)  # type: ignore[no-any-return]
+    library = None if offset else kernels_for(x)
+    if library is None or weight.dtype != x.dtype:
+        return rms_norm_ref(x, weight, eps, offset=offset)
+    return native.rms_norm(library, x, weight, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(``rms_norm`` of ``x + residual``, and ``x + residual`` itself, rounded to x's dtype: the new residual).
+
+    Args:
+        x, residual: ``[..., n]``
+        weight: ``[n]``
+    """
+    if gpu.takes(x) and x.dtype == residual.dtype == weight.dtype:
+        return gpu.kernels("norm.triton").add_rms_norm(x, residual, weight, eps, offset=offset)  # type: ignore[no-any-return]
+    library = None if offset else kernels_for(x)
+    if library is None or not x.dtype == residual.dtype == weight.dtype:
+        total = x + residual
+        return rms_norm_ref(total, weight, eps, offset=offset), total
+    return native.add_rms_norm(library, x, residual, weight, eps)
+
+
+def norm_add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    first: torch.Tensor,
+    first_eps: float,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    offset: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norms x, adds it to the residual and norms the sum: what stands between Gemma's attention and MLP.
+
+    Args:
+        x, residual: ``[..., n]``
+        first, first_eps: ``[n]``, of x's own norm.
+        weight, eps: ``[n]``, of the sum's.
+        offset: applies to both norms.
+
+    Returns:
+        The norm of the sum, and the sum, both ``[..., n]`` of x's dtype.
+    """
+    if gpu.takes(x) and x.dtype == residual.dtype == first.dtype == weight.dtype:
+        own = (first, first_eps)
+        return gpu.kernels("norm.triton").add_rms_norm(x, residual, weight, eps, first=own, offset=offset)  # type: ignore[no-any-return]
+    return add_rms_norm(rms_norm(x, first, first_eps, offset=offset), residual, weight, eps, offset=offset)
+
+
+class ResidualNorm(NamedTuple):
+    """What a layer does with its parts' outputs: it adds them to the residual stream and norms the sum."""
+
+    weight: torch.Tensor
+    """``[n]``"""
+    eps: float
+    offset: bool = False
+    """Both norms multiply by ``1 + weight``."""
+    first: torch.Tensor | None = None
+    """``[n]``: an output is normed by it before it is added."""
+    first_eps: float = 0.0
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the norm of the sum, the sum), both as x: ``[..., n]``."""
+        if self.first is None:
+            return add_rms_norm(x, residual, self.weight, self.eps, offset=self.offset)
+        return norm_add_rms_norm(x, residual, self.first, self.first_eps, self.weight, self.eps, offset=self.offset)

@@ -1,0 +1,153 @@
+"""RMS normalisation, alone and with the residual sum before it. References: ``headrace.kernels.norm.reference``."""
+
+# A kernel's arguments have no types of Python's.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from headrace.kernels.triton_pdl import begin, options
+
+
+@triton.jit
+def normed(value, factor, eps, WIDTH: tl.constexpr, OFFSET: tl.constexpr):
+    """The norm of one row of ``WIDTH`` channels by their factors, which are loaded before: the sum takes a while."""
+    wide = value.to(tl.float32)
+    factor = factor.to(tl.float32)
+    rms = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
+    if OFFSET:
+        scaled = wide * rms * (1.0 + factor)
+    else:
+        scaled = (wide * rms).to(value.dtype).to(tl.float32) * factor
+    return scaled.to(value.dtype)
+
+
+@triton.jit(do_not_specialize=["inner"])
+def _rms_norm(
+    x,
+    residual,
+    first,
+    weight,
+    out,
+    total,
+    first_eps,
+    eps,
+    inner,
+    x_outer: tl.int64,
+    x_inner: tl.int64,
+    residual_outer: tl.int64,
+    residual_inner: tl.int64,
+    WIDTH: tl.constexpr,
+    WIDTH_P: tl.constexpr,
+    FIRST: tl.constexpr,
+    ADD: tl.constexpr,
+    OFFSET: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row of ``WIDTH`` channels; row r of x begins at ``(r // inner) * x_outer + (r % inner) * x_inner``.
+
+    With FIRST, x is normed by the weight ``first`` before it is added.
+    """
+    begin(PDL)
+    row = tl.program_id(0)
+    channel = tl.arange(0, WIDTH_P)
+    mask = channel < WIDTH
+    place = row.to(tl.int64) * WIDTH + channel
+    outer, within = row // inner, row % inner
+    value = tl.load(x + outer * x_outer + within * x_inner + channel, mask=mask, other=0.0)
+    factor = tl.load(weight + channel, mask=mask, other=0.0)
+    if FIRST:
+        value = normed(value, tl.load(first + channel, mask=mask, other=0.0), first_eps, WIDTH, OFFSET)
+    if ADD:
+        added = tl.load(residual + outer * residual_outer + within * residual_inner + channel, mask=mask, other=0.0)
+        value = (value.to(tl.float32) + added.to(tl.float32)).to(value.dtype)
+        tl.store(total + place, value, mask=mask)
+    tl.store(out + place, normed(value, factor, eps, WIDTH, OFFSET), mask=mask)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: bool = False) -> torch.Tensor:
+    """Kernel version of ``headrace.kernels.norm.rms_norm``.
+
+    ``x`` is ``[T, n]`` or ``[T, heads, n]`` of any strides with a contiguous last axis.
+    """
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, None, weight, out, out, eps, None, offset)
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    first: tuple[torch.Tensor, float] | None = None,
+    offset: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Kernel version of ``headrace.kernels.norm.add_rms_norm``; strides as in ``rms_norm``.
+
+    ``first``: weight and eps of x's own norm, as in ``norm_add_rms_norm``.
+    """
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, residual, weight, out, total, eps, first, offset)
+    return out, total
+
+
+def _launch(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    total: torch.Tensor,
+    eps: float,
+    first: tuple[torch.Tensor, float] | None,
+    offset: bool,
+) -> None:
+    width = x.shape[-1]
+    first_weight, first_eps = first or (weight, 0.0)
+    for each in (weight, first_weight):
+        _check_weight(each, x)
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        raise ValueError(
+            f"the residual must be {list(x.shape)} {x.dtype}, as x is, not {list(residual.shape)} {residual.dtype}"
+        )
+    if not out.numel():
+        return
+    width_p = triton.next_power_of_2(width)
+    _rms_norm[(out.numel() // width,)](
+        x,
+        x if residual is None else residual,
+        first_weight,
+        weight,
+        out,
+        total,
+        first_eps,
+        eps,
+        x.shape[1] if x.ndim == 3 else 1,
+        *_row_strides(x),
+        *_row_strides(x if residual is None else residual),
+        WIDTH=width,
+        WIDTH_P=width_p,
+        FIRST=first is not None,
+        ADD=residual is not None,
+        OFFSET=offset,
+        # Eight channels a thread: 16 bytes of a 16-bit type, the widest load there is.
+        num_warps=min(max(width_p // 256, 1), 16),
+        **options(x.device),
+    )
+
+
+def _check_weight(weight: torch.Tensor, x: torch.Tensor) -> None:
+    if weight.shape != x.shape[-1:] or weight.dtype != x.dtype:
+        raise ValueError(f"the weight must be [{x.shape[-1]}] {x.dtype}, not {list(weight.shape)} {weight.dtype}")
+
+
+def _row_strides(x: torch.Tensor) -> tuple[int, int]:
+    """Strides from one token to the next, and from one head to the next."""
+    if x.ndim not in (2, 3) or x.stride(-1) != 1:
+        raise ValueError(f"rows must be [T, n] or [T, heads, n] with a contiguous last axis, not {list(x.shape)} {x.stride()}")
+    return x.stride(0), x.stride(1) if x.ndim == 3 else 0

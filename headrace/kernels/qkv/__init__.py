@@ -1,0 +1,8 @@
+"""From a layer's fused projection to attention: QK-norm, rotary embedding and KV cache write in one."""
+
+from __future__ import annotations
+
+from headrace.kernels import gpu
+from headrace.kernels.qkv import reference
+
+norm_rotate_and_cache = gpu.dispatch(reference.norm_rotate_and_cache, "qkv.triton")

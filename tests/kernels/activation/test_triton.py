@@ -1,0 +1,60 @@
+"""Gated activations against their references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from headrace.kernels.activation import reference as ref
+from headrace.kernels.activation import triton as activation
+from kernels.closeness import STEP, close
+
+# The interpreter computes a sigmoid by numpy, whose exp says so when it overflows.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+
+PAIRS = {"silu": (activation.silu_mul, ref.silu_mul_ref), "gelu": (activation.gelu_tanh_mul, ref.gelu_tanh_mul)}
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+@pytest.mark.parametrize("dtype", STEP, ids=str)
+@pytest.mark.parametrize("shape", [(1, 2), (3, 96), (2, 2600), (0, 64)], ids=str)
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+def test_matches_the_ref(
+    pair: tuple[Function, Function], shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    torch.manual_seed(0)
+    gate_up = (4 * torch.randn(shape)).to(dtype)
+    got, expected = pair[0](gate_up.to(device)), pair[1](gate_up)
+    assert got.dtype == dtype
+    # The activation is rounded, and then the product.
+    close(got, expected, steps=2)
+
+
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+def test_far_from_zero(pair: tuple[Function, Function], device: torch.device) -> None:
+    """No overflow in between, and no digits lost where the result is tiny."""
+    gate = torch.tensor([-1e4, -60.0, -8.0, -1e-3, 0.0, 1e-3, 8.0, 1e4])
+    gate_up = torch.cat((gate, torch.ones(8))).unsqueeze(0)
+    got = pair[0](gate_up.to(device)).cpu()
+    expected = pair[1](gate_up.double())
+    torch.testing.assert_close(got.double(), expected, atol=1e-12, rtol=1e-5)
+
+
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+def test_rows_of_a_wider_tensor(pair: tuple[Function, Function], device: torch.device) -> None:
+    wide = torch.full((3, 30), torch.nan)
+    wide[:, 4:24] = torch.randn(3, 20)
+    torch.testing.assert_close(pair[0](wide.to(device)[:, 4:24]).cpu(), pair[1](wide[:, 4:24]))
+
+
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+def test_more_axes(pair: tuple[Function, Function], device: torch.device) -> None:
+    gate_up = torch.randn(2, 3, 20)
+    torch.testing.assert_close(pair[0](gate_up.to(device)).cpu(), pair[1](gate_up))
+
+
+def test_odd_width(device: torch.device) -> None:
+    with pytest.raises(ValueError, match="2n"):
+        activation.silu_mul(torch.zeros(2, 5, device=device))

@@ -1,0 +1,311 @@
+"""Compiles the kernels for a GPU that need not be there: the interpreter takes code that the compiler refuses.
+
+    python compile_kernels.py 90            # or with "sparse": those of sparse prefill, with "rest": all others
+
+prints a JSON line for each compiled kernel: its name, the bytes of shared memory that a program takes; of attention, for which
+widths, and whether it has Hopper's asynchronous products; and of one that is launched before the kernel before is complete,
+what its programs do until they wait for it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from headrace.cache.fp8 import Fp8LayerCache
+from headrace.kernels import support
+from headrace.kernels.activation import triton as activation
+from headrace.kernels.attention import tiling
+from headrace.kernels.attention import triton as paged_attention
+from headrace.kernels.head_routing import RouterWeights
+from headrace.kernels.head_routing import triton as head_routing
+from headrace.kernels.inputs import LogitsInputs, RowTensors
+from headrace.kernels.inputs import triton as inputs
+from headrace.kernels.kv_cache import triton as kv_cache
+from headrace.kernels.kv_cache import triton_fp8 as fp8
+from headrace.kernels.linear import triton as linear
+from headrace.kernels.linear import triton_matmul as matmul
+from headrace.kernels.mla import triton as mla
+from headrace.kernels.moe import triton as moe
+from headrace.kernels.moe import triton_router as router
+from headrace.kernels.norm import ResidualNorm
+from headrace.kernels.norm import triton as norm
+from headrace.kernels.pages import triton as pages
+from headrace.kernels.peer_sum import triton as peer_sum
+from headrace.kernels.qkv import triton as qkv
+from headrace.kernels.rotary import triton as rotary
+from headrace.kernels.sampling import triton_mask as mask
+from headrace.kernels.sampling import triton_sample as sample
+from headrace.kernels.sparse import KeyCopies, PagedKV, PromptRows
+from headrace.kernels.sparse import triton_attention as sparse_attention
+from headrace.kernels.sparse import triton_estimate as sparse_estimate
+from headrace.kernels.sparse import triton_means as sparse_means
+from headrace.kernels.sparse import triton_select as sparse_select
+from headrace.kernels.support import NATIVE_FP8_SM, Resources
+from headrace.model_spec import AttentionSpec, MoeSpec, layer_kv
+from headrace.model_spec.kv import FP8_KV
+
+BF16 = torch.bfloat16
+SPARSE = (((128, 128), BF16, False), ((128, 128), torch.uint8, True), ((192, 128), BF16, False))
+"""Of sparse prefill: widths of keys and values, the stored type, whether blocks that are left out count with their means."""
+SHAPES = ((128, 128, 1), (128, 128, 512), (192, 128, 1), (192, 128, 512), (80, 40, 5), (256, 256, 512))
+"""Of attention: widths of keys and values, queries of a row."""
+UNALIGNED = (32, 20)
+PROJECTIONS = (
+    *((128, BF16, False, False), (128, torch.uint8, True, True), (64, BF16, True, False), (64, torch.uint8, False, True)),
+    *((0, BF16, True, True), (0, torch.uint8, False, False)),
+)
+"""Rotated channels, the stored type, norms with an offset, V made of K: each with each value of the others."""
+
+
+class Target:
+    """Stands in for the driver, and says what GPU there is."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+def compile_only(capability: int) -> None:
+    """From now on a launch compiles the kernel, and no more."""
+    triton.runtime.driver.set_active(Target(capability))
+    run: Callable[..., Any] = JITFunction.run
+
+    def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        ptx = kernel.asm["ptx"]
+        line = {"kernel": self.fn.__name__, "shared": kernel.metadata.shared}
+        if "DV_A" in options:
+            line |= {"widths": [options["D"], options["DV"]], "asynchronous": "wgmma" in ptx}
+        print(json.dumps(line | before_waiting(ptx, bool(options.get("launch_pdl")))), flush=True)
+
+    JITFunction.run = compiled
+    support.compute_capability = lambda device: capability
+    native = fp8.NATIVE if capability >= NATIVE_FP8_SM else fp8.BITS
+    for module in (paged_attention, kv_cache, qkv, sparse_attention, sparse_estimate, sparse_means):
+        module.mode = lambda device: native
+
+
+def before_waiting(ptx: str, early: bool) -> dict[str, Any]:
+    """How often the code waits for the kernel before, and the sorts of instructions ahead of that, in order, that matter to
+    others: jumps (what they skip, may wait or not), and whatever reads or writes the device's memory."""
+    code = [line.split("//")[0].strip() for line in ptx.splitlines()]
+    waits = [place for place, line in enumerate(code) if line.startswith("griddepcontrol.wait")]
+    ahead = code[: waits[0] if waits else 0]
+    found = (re.match(r"(?:@!?%\w+\s+)?(bra|ret|exit|ld\.global|st\.global|red|atom|cp)\b", line) for line in ahead)
+    return {"early": early, "waits": len(waits), "ahead": sorted({match[1] for match in found if match})}
+
+
+def fp8_cache(spec: AttentionSpec) -> Fp8LayerCache:
+    """Of 8 blocks of 16 tokens."""
+    size = 16 * layer_kv(spec, FP8_KV).bytes_per_token
+    return Fp8LayerCache(spec, 0, torch.zeros(8, size, dtype=torch.uint8), tokens=16)
+
+
+def attend(
+    heads: tuple[int, int], widths: tuple[int, int], queries: int, resources: Resources, *, stored: torch.dtype, **options: Any
+) -> None:
+    """Two rows with so many queries each; half a batch's worth of programs, so that rows are split where they may be."""
+    kv_heads, group = heads
+    spec = AttentionSpec(
+        layer=0, num_heads=kv_heads * group, num_kv_heads=kv_heads, head_dim=widths[0], v_head_dim=widths[1], scale=1.0
+    )
+    q = torch.zeros(2 * queries, spec.num_heads, spec.head_dim, dtype=BF16 if stored == torch.uint8 else stored)
+    invariant = options.pop("invariant", False)
+    if stored == torch.uint8:
+        cache = fp8_cache(spec)
+        keys, values = cache.keys, cache.values
+        options |= {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
+    else:
+        keys, values = torch.split(torch.zeros(4, 16, kv_heads, sum(widths), dtype=stored), list(widths), dim=3)
+    straight = tiling.aligned(keys, values)
+    geometry = tiling.Geometry(kv_heads, group, *widths, q.itemsize, keys.itemsize, resources, straight)
+    if invariant:
+        chosen = tiling.invariant_tiling(geometry, max_seq_len=4096, split_tokens=2048)
+    else:
+        chosen = tiling.choose_tiling(
+            geometry, num_rows=2, num_tokens=2 * queries, max_queries=queries, max_seq_len=max(queries, 4096)
+        )
+    rows, starts = torch.zeros(2, 300, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    single = queries == 1 and not invariant
+    paged_attention.paged_attention(
+        q, keys, values, rows, starts, starts[:2], scale=1.0, tiling=chosen, tokens=range(len(q)), single=single, **options
+    )
+
+
+def attention(resources: Resources) -> None:
+    for stored in (BF16, torch.uint8):
+        for width, v_width, queries in SHAPES:
+            attend((8, 4), (width, v_width), queries, resources, stored=stored)
+        few, many = (16, 128) if stored == BF16 else (128, 16)
+        attend((1, few), (576, 512), 1, resources, stored=stored)
+        attend((1, many), (576, 512), 64, resources, stored=stored, invariant=True)
+        attend((8, 4), (128, 128), 64, resources, stored=stored, invariant=True)
+        extras = {"window": 100, "soft_cap": 3.0, "sinks": torch.zeros(24)}
+        attend((2, 12), (64, 64), 1, resources, stored=stored, **extras)
+        ends = torch.zeros(512, dtype=torch.int32)
+        attend((8, 4), (128, 128), 64, resources, stored=stored, visible_ends=ends)
+    attend((8, 4), (128, 128), 64, resources, stored=torch.float32)
+    attend((1, 16), (576, 512), 64, resources, stored=torch.float32, invariant=True)
+    for invariant in (False, True):
+        attend((4, 1), UNALIGNED, 200, resources, stored=BF16, invariant=invariant)
+
+
+def others() -> None:
+    x, key, slots = torch.zeros(4, 4096, dtype=BF16), torch.zeros(4, 8, 128, dtype=BF16), torch.zeros(4, dtype=torch.int64)
+    rows = torch.zeros(8, 16, 8, 256, dtype=BF16)
+    spec = AttentionSpec(layer=0, num_heads=32, num_kv_heads=8, head_dim=128, v_head_dim=128, scale=1.0)
+    cache = fp8_cache(spec)
+    scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
+    norm.rms_norm(x, x[0], 1e-6)
+    norm.add_rms_norm(x, x, x[0], 1e-6)
+    norm.rms_norm(x, x[0], 1e-6, offset=True)
+    norm.add_rms_norm(x, x, x[0], 1e-6, offset=True)
+    norm.add_rms_norm(x, x, x[0], 1e-6, first=(x[0], 1e-6), offset=True)
+    for size, shared in ((2, x), (4, x.float()), (8, x)):
+        parts = [torch.zeros(64, dtype=torch.uint8) for _ in range(size)]
+        buffers = peer_sum.PeerBuffers(1, parts, *torch.zeros(3, 4, dtype=torch.int32).unbind())
+        peer_sum.peer_sum(shared, buffers, 9)
+        for one in (ResidualNorm(shared[0], 1e-6), ResidualNorm(shared[0], 1e-6, offset=True, first=shared[0])):
+            peer_sum.peer_sum_norm(shared, shared, one, buffers, 9)
+    activation.silu_mul(x)
+    activation.gelu_tanh_mul(x)
+    rotary.rotate_heads(torch.zeros(4, 32, 80, dtype=BF16), torch.zeros(4, 80), torch.zeros(4, 80))
+    kv_cache.reshape_and_cache(key, key, rows[..., :128], rows[..., 128:], slots)
+    kv_cache.reshape_and_cache(key, key, cache.keys, cache.values, slots, **scales)
+    held = torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)
+    out = torch.zeros(48, 8, 256, dtype=BF16)
+    kv_cache.gather_numbers(cache.keys, cache.values, cache.k_scale, cache.v_scale, *held, out)
+    packed, weight = torch.zeros(4, 48 * 128, dtype=BF16), x[0, :128]
+    for width, stored, offset, values in PROJECTIONS:
+        rotated = {"cos_sin": torch.zeros(4, width), "rotary_dim": width, "q_weight": weight, "k_weight": weight, "eps": 1e-6}
+        options = {"offset": offset, **({"v_from_k": True, "v_norm": True, "v_factor": 0.7} if values else {})}
+        to = (cache.keys, cache.values) if stored == torch.uint8 else (rows[..., :128], rows[..., 128:])
+        given = packed[:, : 40 * 128] if values else packed
+        qkv.norm_rotate_and_cache(given, 32, *to, slots, **rotated, **options, **(scales if stored == torch.uint8 else {}))
+    for count, tiles in ((1, None), (3, None), (4, linear.LinearTiling(8, 512, 8, 2, 8))):
+        linear.linear(x[:count], torch.zeros(1024, 4096, dtype=BF16), x[0, :1024], tiles)
+    logits, keys = torch.zeros(2, 50_000), torch.zeros(2, 3, dtype=torch.int64)
+    sample.sample(logits, torch.ones(2, dtype=torch.float64), keys, slots[:2])
+    sample.sample(logits)
+    filters = torch.ones(2, 4, dtype=torch.float64)
+    sample.sample(logits, torch.ones(2), keys, slots[:2], slots[:2].int(), filters)
+    sample.sample(logits, torch.ones(2), keys, slots[:2], None, filters)
+    sample.sample(torch.zeros(2, 152_065), torch.ones(2), keys, slots[:2], slots[:2], filters)
+    table, starts = torch.zeros(4, 400, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    sizes = {"num_tokens": 2, "max_queries": 1, "table_width": 300, "block_size": 16}
+    inputs.step_inputs(table, slots, [table, table], slots[:2], starts, **sizes)
+    rows_of, lengths = RowTensors(starts[:2], starts, starts), starts[:2]
+    places = LogitsInputs(torch.zeros(8, 4096, dtype=BF16), slots, slots, torch.zeros(8, 2, dtype=torch.int32))
+    for single in (True, False):
+        inputs.logits_inputs(x[:2], rows_of, lengths, slots, places, single=single)
+    taken = sample.SlotTokens(table, slots, places.outcome)
+    sample.sample(logits, torch.ones(2), keys, slots[:2], slots[:2], None, taken)
+    sample.sample(logits, torch.ones(2), keys, slots[:2], slots[:2], filters, taken)
+    mask.apply_masks(logits, torch.zeros(1, 1563, dtype=torch.int32), starts[:2])
+    pages.gather_pages(table[:2], starts, table[3])
+
+
+def compressed() -> None:
+    q, rows = torch.zeros(4, 16, 192, dtype=BF16), torch.zeros(8, 16, 1, 576, dtype=BF16)
+    projected, slots = torch.zeros(4, 2112, dtype=BF16)[:, 1536:], torch.zeros(4, dtype=torch.int64)
+    mla.norm_rotate_and_cache_mla(q, projected, rows[0, 0, 0, 64:], 1e-6, torch.zeros(4, 64), rows, slots)
+
+
+def mixtures() -> None:
+    spec = MoeSpec(
+        num_experts=160, top_k=6, intermediate_size=512, num_groups=8, top_groups=3, group_score="top2", correction_bias=True
+    )
+    for tokens, dtype in ((1, BF16), (8192, BF16), (8192, torch.float32)):
+        gate_up, down = torch.zeros(160, 1024, 256, dtype=dtype), torch.zeros(160, 256, 512, dtype=dtype)
+        if tokens <= 64:
+            for rows in (tokens, 16):
+                router.router_logits(torch.zeros(rows, 256, dtype=dtype), torch.zeros(160, 256), torch.zeros(160))
+        experts, weights = moe.route(torch.zeros(tokens, 160), spec, torch.zeros(160))
+        moe.held_experts(experts, 80, 160)
+        x = torch.zeros(tokens, 256, dtype=dtype)
+        for invariant in (False, True):
+            moe.moe_mlp(x, experts, weights, gate_up, down, spec, invariant=invariant)
+    # DeepSeek-V3's widths, few tokens and many. A weight is not read: one number of its type stands for it.
+    spec = MoeSpec(num_experts=256, top_k=8, intermediate_size=2048)
+    for tokens in (1, 4096):
+        x, weight = torch.empty(tokens, 7168, dtype=BF16), torch.zeros(1, dtype=BF16)
+        chosen = torch.zeros(tokens, 8, dtype=torch.int32), torch.zeros(tokens, 8)
+        moe.moe_mlp(x, *chosen, weight, weight, spec)
+
+
+def products() -> None:
+    for dtype in (BF16, torch.float32):
+        x, weight = torch.zeros(4, 16, 128, dtype=dtype), torch.zeros(16, 128, 512, dtype=dtype)
+        matmul.matmul(x[:, 0], weight[:, 0, :128], x[0, :, 0].contiguous(), torch.float32)
+        for turned in (weight.transpose(1, 2), torch.zeros(16, 512, 128, dtype=dtype)):
+            matmul.matmul_by_head(x, turned, torch.zeros(4, 16, 512, dtype=dtype))
+
+
+def sparse(resources: Resources) -> None:
+    """Prompts of 2048 tokens, for rows of up to 131072."""
+    for module in (sparse_attention, sparse_estimate, sparse_means):
+        module.resources = lambda device: resources
+    starts, table = torch.tensor([0, 2048], dtype=torch.int32), torch.zeros(1, 8192, dtype=torch.int32)
+    rows = PromptRows(starts, starts[1:], torch.ones(1, 8, dtype=torch.int8), 1 << 17)
+    for widths, stored, corrected in SPARSE:
+        q = torch.zeros(2048, 8, widths[0], dtype=BF16)
+        if stored == torch.uint8:
+            spec = AttentionSpec(layer=0, num_heads=8, num_kv_heads=2, head_dim=widths[0], v_head_dim=widths[1], scale=1.0)
+            cache = fp8_cache(spec)
+            kv = PagedKV(cache.keys, cache.values, table, cache.k_scale, cache.v_scale)
+        else:
+            kv = PagedKV(*torch.split(torch.zeros(4, 16, 2, sum(widths), dtype=BF16), list(widths), dim=3), table)
+        sums = sparse_estimate.estimate(q, kv, rows, scale=1.0)
+        mask = sparse_select.select(sums, rows, threshold=0.9)
+        means = sparse_means.block_means(q, kv, rows)
+        sparse_means.select_mean(q, means.keys, rows, scale=1.0)
+        sparse_attention.sparse_prefill_attention(
+            q, kv, rows, mask, scale=1.0, sink_blocks=1, local_blocks=16, means=means if corrected else None
+        )
+        if resources.shared_memory > 200 << 10:
+            copies = KeyCopies(torch.zeros(2048, 2, sum(widths), dtype=BF16), starts[:1])
+            sparse_attention.sparse_prefill_attention(
+                q, kv, rows, mask, scale=1.0, sink_blocks=1, local_blocks=16, copies=copies
+            )
+    sparse_select.select(sums, rows, threshold=0.9, prompt_lens=starts[1:])
+    head_routing.pool_keys(torch.zeros(200, 2, 128, dtype=BF16), starts)
+    shapes = [(512, 128), (512,), (128, 512), (128,)] * 2 + [(2, 128), (2,)]
+    head_routing.route(torch.zeros(1, 2, 128), RouterWeights(*(torch.zeros(shape) for shape in shapes)))
+
+
+def aside() -> None:
+    """Sizes that are no multiples of 16, at addresses that are none."""
+    x, weight, bias = (torch.zeros(size + 1, dtype=BF16)[1:] for size in (4 * 101, 33 * 101, 33))
+    matmul.matmul(x.view(4, 101), weight.view(33, 101), bias)
+
+
+if __name__ == "__main__":
+    asked, part = int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "all"
+    compile_only(asked)
+    device = Resources(132, (227 if asked >= 90 else 163) << 10)
+    if part != "sparse":
+        attention(device)
+        others()
+        mixtures()
+        compressed()
+        products()
+        aside()
+    if part != "rest":
+        sparse(device)

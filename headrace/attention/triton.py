@@ -40,9 +40,9 @@ class TritonAttention(AttentionBackend):
     def __init__(self, scratch: Scratch | None = None) -> None:
         super().__init__(scratch)
         # Triton is an optional dependency, which ``supports`` looks for.
-        from headrace.kernels.attention import triton as paged_attention
+        from headrace.kernels.attention.triton import paged_attention
 
-        self._kernel = paged_attention
+        self._attend = paged_attention
         self._parts: list[StepMetadata] = []
         """The rows launched together: decode rows, then prefill rows."""
         self._tilings: dict[object, Tiling] = {}
@@ -70,7 +70,7 @@ class TritonAttention(AttentionBackend):
         spec, out = cache.spec, output_of(self.step, inputs)
         for number, part in enumerate(self._parts):
             tiling = self._tiling_of(number, part, q, cache)
-            self._kernel.paged_attention(
+            self._attend(
                 q,
                 cache.keys,
                 cache.values,

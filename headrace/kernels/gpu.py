@@ -1,10 +1,20 @@
-"""Dispatch to the Triton kernels, for tensors on a GPU that can run them."""
+"""Dispatch to the Triton kernels, for tensors on a GPU that can run them.
+
+Triton is optional, and a CPU needs none: modules of kernels are imported when the first of them is to run. To a type checker
+they are ordinary modules, so it checks each call against the kernel's signature::
+
+    if TYPE_CHECKING:
+        from headrace.kernels.norm import triton as kernels
+    else:
+        kernels = gpu.Late(f"{__name__}.triton")
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -25,18 +35,31 @@ def _usable(device: torch.device) -> bool:
     return not support.refusals(device)
 
 
-@functools.cache
-def kernels(name: str) -> Any:
-    """The module ``headrace.kernels.<name>``: imported when first needed, because Triton is optional."""
-    return importlib.import_module(f"headrace.kernels.{name}")
+class Late:
+    """A module that is imported when one of its names is first asked for."""
+
+    def __init__(self, module: str) -> None:
+        self._name = module
+
+    @functools.cached_property
+    def _module(self) -> ModuleType:
+        return importlib.import_module(self._name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
 
-def dispatch(reference: Callable[Concatenate[torch.Tensor, P], R], module: str) -> Callable[Concatenate[torch.Tensor, P], R]:
-    """The reference, or the function of its name in a module of Triton kernels if the first argument is on a GPU."""
+def dispatch(
+    reference: Callable[Concatenate[torch.Tensor, P], R], kernel: Callable[[], Callable[Concatenate[torch.Tensor, P], R]]
+) -> Callable[Concatenate[torch.Tensor, P], R]:
+    """Calls the reference, or the kernel if the first argument is on a GPU. Both have the same signature.
+
+    ``kernel`` returns the kernel, whose module is imported then.
+    """
 
     @functools.wraps(reference)
     def run(x: torch.Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        chosen = getattr(kernels(module), reference.__name__) if takes(x) else reference
+        chosen = kernel() if takes(x) else reference
         return chosen(x, *args, **kwargs)
 
     return run

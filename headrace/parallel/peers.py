@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from headrace.errors import EngineError
-from headrace.kernels import gpu
 from headrace.kernels.norm import ResidualNorm
+from headrace.kernels.peer_sum import kernels
 
 ONE_SHOT_BYTES = {2: 2 << 20, 4: 512 << 10, 8: 256 << 10}
 """By the number of ranks: up to here every rank sends all of its part to all others, in one kernel with what follows the sum;
@@ -41,21 +41,20 @@ class PeerMemory:
             RuntimeError, AttributeError, ImportError: the GPUs cannot map each other's memory, or PyTorch lacks an operation.
         """
         memory = importlib.import_module("torch.distributed._symmetric_memory")
-        self._kernels = gpu.kernels("peer_sum.triton")
+        nbytes = kernels.nbytes(group.size())  # Imports the kernels, before the ranks wait for each other.
         self._ops: Any = torch.ops.symm_mem
         self._ops.two_shot_all_reduce_  # noqa: B018
         self._name, self.size = group.group_name, group.size()
         self._buffer = memory.empty(MOST_BYTES, dtype=torch.uint8, device=device)
         memory.rendezvous(self._buffer, self._name)
-        nbytes = self._kernels.nbytes(self.size)
         self._places = memory.empty(nbytes, dtype=torch.uint8, device=device)
-        self._places.fill_(self._kernels.EMPTY_BYTE)
+        self._places.fill_(kernels.EMPTY_BYTE)
         handle = memory.rendezvous(self._places, self._name)
         self._alarm = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._buffers = self._kernels.PeerBuffers(
+        self._buffers = kernels.PeerBuffers(
             rank=group.rank(),
             ranks=[handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(self.size)],
-            turns=torch.zeros(self._kernels.ROWS, dtype=torch.int32, device=device),
+            turns=torch.zeros(kernels.ROWS, dtype=torch.int32, device=device),
             failed=torch.zeros(1, dtype=torch.int32, device=device),
             alarm=self._alarm,
         )
@@ -78,13 +77,13 @@ class PeerMemory:
 
     def most_rows(self, width: int) -> int:
         """Rows of so many float32 that one kernel sums."""
-        return min(int(self._kernels.ROWS), ONE_SHOT_BYTES[self.size] // (4 * width))
+        return min(kernels.ROWS, ONE_SHOT_BYTES[self.size] // (4 * width))
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """``x``: one that it ``takes``; it is overwritten if it is contiguous."""
         x = _straight(x)
         if self._one_shot(x):
-            return self._kernels.peer_sum(x.view(-1, x.shape[-1]), self._buffers, self._tries).view(x.shape)  # type: ignore[no-any-return]
+            return kernels.peer_sum(x.view(-1, x.shape[-1]), self._buffers, self._tries).view(x.shape)
         shared = self._buffer[: x.numel() * x.element_size()].view(x.dtype).view(x.shape)
         shared.copy_(x)
         self._ops.two_shot_all_reduce_(shared, "sum", self._name)
@@ -92,7 +91,7 @@ class PeerMemory:
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: ResidualNorm) -> tuple[torch.Tensor, torch.Tensor]:
         """``norm.add`` of the sum over ranks, of what it ``fuses``."""
-        return self._kernels.peer_sum_norm(_straight(x), residual.contiguous(), norm, self._buffers, self._tries)  # type: ignore[no-any-return]
+        return kernels.peer_sum_norm(_straight(x), residual.contiguous(), norm, self._buffers, self._tries)
 
     def check(self) -> None:
         """Raises EngineError if a kernel has given up waiting."""
@@ -102,8 +101,8 @@ class PeerMemory:
     def _one_shot(self, x: torch.Tensor) -> bool:
         width, nbytes = x.shape[-1], x.numel() * x.element_size()
         rows = x.numel() // width
-        small = nbytes <= ONE_SHOT_BYTES[self.size] and rows <= self._kernels.ROWS
-        return small and width * x.element_size() <= self._kernels.ROW_BYTES and width * x.element_size() % _ALIGNMENT == 0
+        small = nbytes <= ONE_SHOT_BYTES[self.size] and rows <= kernels.ROWS
+        return small and width * x.element_size() <= kernels.ROW_BYTES and width * x.element_size() % _ALIGNMENT == 0
 
     @property
     def _tries(self) -> int:

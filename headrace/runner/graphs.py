@@ -26,7 +26,7 @@ import torch
 from headrace.attention.backend import ReplayLengths
 from headrace.config import EngineConfig
 from headrace.errors import EngineError
-from headrace.kernels import gpu
+from headrace.kernels import sampling
 from headrace.models.capture import eager_reason, no_host_sync
 from headrace.models.interface import Model
 from headrace.runner.inputs import PROMPT_ROWS, Bounds, ForwardPass, StepBuffers
@@ -341,21 +341,18 @@ class StepGraphs:
     def _draw(self, shape: SampleShape) -> None:
         given, asked, tables = self._buffers.logits(), self._sampler.sampling_state, self._tables
         slots, positions = given.slots[: shape.logits_rows], given.positions[: shape.logits_rows]
-        kernels = gpu.kernels("sampling.triton_sample")
         logits = self._model.logits(given.hidden[: shape.logits_rows])
         if shape.masked:
             most = self._logits_rows[-1]
-            gpu.kernels("sampling.triton_mask").apply_masks(
-                logits, self._masks[most:].view(most, -1), self._masks[: shape.logits_rows]
-            )
-        kernels.sample(
+            sampling.apply_masks(logits, self._masks[most:].view(most, -1), self._masks[: shape.logits_rows])
+        sampling.kernels.sample(
             logits,
             asked.temperatures,
             asked.keys,
             positions,
             slots,
             asked.filters if shape.filters else None,
-            kernels.SlotTokens(tables.token_ids.tensor, tables.num_tokens, given.outcome),
+            sampling.kernels.SlotTokens(tables.token_ids.tensor, tables.num_tokens, given.outcome),
         )
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from headrace.core.plan import NewSequence
-from headrace.kernels import gpu
+from headrace.kernels import gpu, sampling
 from headrace.kernels.transfer import upload
 from headrace.sampling.feature import Indices, LogitsRows, take_rows
 from headrace.sampling.random import seed_words, uniform
@@ -129,7 +129,7 @@ class TopKTopPSampler:
         kinds = self._kind[rows.slots]
         filters = self.params if bool(((kinds == TOP_1) | (kinds == FILTERED)).any()) else None
         state = (self.temperatures, self.keys, rows.positions, rows.slots_device, filters) if kinds.any() else ()
-        sampled = gpu.kernels("sampling.triton_sample").sample(logits, *state)
+        sampled = sampling.kernels.sample(logits, *state)
         cutoffs = torch.full_like(sampled.best, -torch.inf) if sampled.cutoffs is None else sampled.cutoffs
         return SampledTokens(sampled.tokens, sampled.best, cutoffs)
 

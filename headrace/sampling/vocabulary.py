@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from headrace.kernels import gpu
+from headrace.kernels import gpu, sampling
 
 BLOCK = 128
 
@@ -28,7 +28,7 @@ def log_sums(logits: torch.Tensor) -> torch.Tensor:
     Uses our own kernel on a GPU: in a library's reduction the order of summation depends on the number of rows.
     """
     if gpu.takes(logits):
-        return gpu.kernels("sampling.triton_sample").sample(logits).log_sums.unsqueeze(1)
+        return sampling.kernels.sample(logits).log_sums.unsqueeze(1)
     return logits.logsumexp(-1, keepdim=True)
 
 

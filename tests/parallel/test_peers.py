@@ -60,7 +60,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> tuple[PeerMemory, Operations]:
 
     module = SimpleNamespace(empty=allocate, rendezvous=rendezvous)
     monkeypatch.setattr(peers.importlib, "import_module", lambda name: module)
-    monkeypatch.setattr(peers.gpu, "kernels", lambda name: operations)
+    monkeypatch.setattr(peers, "kernels", operations)
     monkeypatch.setattr(torch.ops, "symm_mem", operations, raising=False)
     group = SimpleNamespace(group_name="ranks", size=lambda: 2, rank=lambda: 1)
     return PeerMemory(group, torch.device("cpu")), operations

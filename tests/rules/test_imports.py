@@ -85,6 +85,13 @@ def test_no_torch_above_the_line(module: Module) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_only_modules_named_for_it_import_triton() -> None:
+    """It is optional, and takes long to import: whoever imports another module need not think of it."""
+    found = {module.where for module in modules() for _, name in imports(module) if name.split(".")[0] == "triton"}
+    assert found
+    assert {where for where in found if not where.rpartition("/")[2].startswith("triton")} == set()
+
+
 def test_the_public_names_are_loaded_late() -> None:
     """``import headrace`` alone must not pay for torch."""
     (top,) = (module for module in modules() if module.name == "headrace")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,18 +12,23 @@ from headrace.kernels.activation import native, reference
 from headrace.kernels.activation.reference import clamped_swiglu, gelu_mul
 from headrace.kernels.native.library import kernels_for
 
+if TYPE_CHECKING:
+    from headrace.kernels.activation import triton as kernels
+else:
+    kernels = gpu.Late(f"{__name__}.triton")
+
 __all__ = ["ACTIVATIONS", "clamped_swiglu", "gelu_mul", "gelu_tanh_mul", "silu_mul"]
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up``: ``[..., 2n]`` (gate, then up) -> ``[..., n]``."""
     if gpu.takes(gate_up):
-        return gpu.kernels("activation.triton").silu_mul(gate_up)  # type: ignore[no-any-return]
+        return kernels.silu_mul(gate_up)
     library = kernels_for(gate_up)
     return reference.silu_mul_ref(gate_up) if library is None else native.silu_mul(library, gate_up)
 
 
-gelu_tanh_mul = gpu.dispatch(reference.gelu_tanh_mul, "activation.triton")
+gelu_tanh_mul = gpu.dispatch(reference.gelu_tanh_mul, lambda: kernels.gelu_tanh_mul)
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": silu_mul,

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 
 from headrace.kernels import gpu
 from headrace.kernels.linear.reference import linear_by_head_ref, linear_ref
+
+if TYPE_CHECKING:
+    from headrace.kernels.linear import triton as kernels
+    from headrace.kernels.linear import triton_matmul as matmul_kernels
+else:
+    kernels = gpu.Late(f"{__name__}.triton")
+    matmul_kernels = gpu.Late(f"{__name__}.triton_matmul")
 
 FEW_ROWS: tuple[tuple[float, int], ...] = ((8 << 20, 16), (256 << 20, 8), (math.inf, 1))
 """Numbers of a weight, and up to how many rows the Triton kernel beats cuBLAS on weights of no more than that, on the GPUs
@@ -34,9 +42,9 @@ def linear(
         invariant: a row comes out bitwise the same in any batch; on a GPU, for a 2-dimensional x.
     """
     if invariant and x.ndim == 2 and gpu.takes(x) and weight.dtype == x.dtype:
-        return gpu.kernels("linear.triton_matmul").matmul(x, weight, bias, out_dtype)  # type: ignore[no-any-return]
+        return matmul_kernels.matmul(x, weight, bias, out_dtype)
     if x.ndim == 2 and weight.dtype == x.dtype and few_rows(x, weight) and gpu.takes(x):
-        return gpu.kernels("linear.triton").linear(x, weight, bias, out_dtype=out_dtype)  # type: ignore[no-any-return]
+        return kernels.linear(x, weight, bias, out_dtype=out_dtype)
     return linear_ref(x, weight, bias, out_dtype)
 
 
@@ -50,7 +58,7 @@ def linear_by_head(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, 
         invariant: as for ``linear``.
     """
     if invariant and gpu.takes(x) and weight.dtype == x.dtype:
-        gpu.kernels("linear.triton_matmul").matmul_by_head(x, weight, out)
+        matmul_kernels.matmul_by_head(x, weight, out)
     elif gpu.takes(x):
         torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
     else:

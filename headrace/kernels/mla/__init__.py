@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from headrace.kernels import gpu
 from headrace.kernels.mla import reference
 
-norm_rotate_and_cache_mla = gpu.dispatch(reference.norm_rotate_and_cache_mla, "mla.triton")
+if TYPE_CHECKING:
+    from headrace.kernels.mla import triton as kernels
+else:
+    kernels = gpu.Late(f"{__name__}.triton")
+
+norm_rotate_and_cache_mla = gpu.dispatch(reference.norm_rotate_and_cache_mla, lambda: kernels.norm_rotate_and_cache_mla)

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from headrace.kernels import gpu
 from headrace.kernels.linear import linear
 from headrace.kernels.moe import reference
+
+if TYPE_CHECKING:
+    from headrace.kernels.moe import triton as kernels
+    from headrace.kernels.moe import triton_router as router_kernels
+else:
+    kernels = gpu.Late(f"{__name__}.triton")
+    router_kernels = gpu.Late(f"{__name__}.triton_router")
 
 MOST_ROUTED = 64
 """Tokens up to which the router kernel is used; more take a library's product."""
@@ -27,10 +36,10 @@ def router_logits(
         ``[T, num_experts]`` float32.
     """
     if not invariant and len(x) <= MOST_ROUTED and gpu.takes(x) and x.stride(1) == 1:
-        return gpu.kernels("moe.triton_router").router_logits(x, weight, bias)  # type: ignore[no-any-return]
+        return router_kernels.router_logits(x, weight, bias)
     return linear(x.float(), weight, bias, invariant=invariant)
 
 
-route = gpu.dispatch(reference.route, "moe.triton")
-held_experts = gpu.dispatch(reference.held_experts, "moe.triton")
-moe_mlp = gpu.dispatch(reference.moe_mlp, "moe.triton")
+route = gpu.dispatch(reference.route, lambda: kernels.route)
+held_experts = gpu.dispatch(reference.held_experts, lambda: kernels.held_experts)
+moe_mlp = gpu.dispatch(reference.moe_mlp, lambda: kernels.moe_mlp)

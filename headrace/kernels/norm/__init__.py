@@ -7,7 +7,7 @@ Face's LlamaRMSNorm.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -15,6 +15,11 @@ from headrace.kernels import gpu
 from headrace.kernels.native.library import kernels_for
 from headrace.kernels.norm import native
 from headrace.kernels.norm.reference import rms_norm_ref
+
+if TYPE_CHECKING:
+    from headrace.kernels.norm import triton as kernels
+else:
+    kernels = gpu.Late(f"{__name__}.triton")
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: bool = False) -> torch.Tensor:
@@ -26,7 +31,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: bool 
         offset: multiply by ``1 + weight``.
     """
     if gpu.takes(x) and weight.dtype == x.dtype:
-        return gpu.kernels("norm.triton").rms_norm(x, weight, eps, offset=offset)  # type: ignore[no-any-return]
+        return kernels.rms_norm(x, weight, eps, offset=offset)
     library = None if offset else kernels_for(x)
     if library is None or weight.dtype != x.dtype:
         return rms_norm_ref(x, weight, eps, offset=offset)
@@ -43,7 +48,7 @@ def add_rms_norm(
         weight: ``[n]``
     """
     if gpu.takes(x) and x.dtype == residual.dtype == weight.dtype:
-        return gpu.kernels("norm.triton").add_rms_norm(x, residual, weight, eps, offset=offset)  # type: ignore[no-any-return]
+        return kernels.add_rms_norm(x, residual, weight, eps, offset=offset)
     library = None if offset else kernels_for(x)
     if library is None or not x.dtype == residual.dtype == weight.dtype:
         total = x + residual
@@ -74,7 +79,7 @@ def norm_add_rms_norm(
     """
     if gpu.takes(x) and x.dtype == residual.dtype == first.dtype == weight.dtype:
         own = (first, first_eps)
-        return gpu.kernels("norm.triton").add_rms_norm(x, residual, weight, eps, first=own, offset=offset)  # type: ignore[no-any-return]
+        return kernels.add_rms_norm(x, residual, weight, eps, first=own, offset=offset)
     return add_rms_norm(rms_norm(x, first, first_eps, offset=offset), residual, weight, eps, offset=offset)
 
 

@@ -207,10 +207,10 @@ class MLABackend(Composition):
         if wide is None:
             wide = q.new_empty(len(q), spec.num_heads, spec.head_dim)
             wide[..., :rotated] = q[..., :rotated]
-        linear_by_head(q[..., rotated:], to_keys.transpose(1, 2), wide[..., rotated:], invariant=self._invariant)
+        linear_by_head(q[..., rotated:], to_keys.transpose(1, 2), wide[..., rotated:], batch_invariant=self._invariant)
         mixed = self._absorbed.run(AttentionInputs(wide, cache)).view(len(q), spec.num_heads, spec.v_head_dim)
         out = q.new_empty(len(q), spec.num_heads, self._mla.v_head_dim)
-        linear_by_head(mixed, to_values, out, invariant=self._invariant)
+        linear_by_head(mixed, to_values, out, batch_invariant=self._invariant)
         return out.flatten(1)
 
     def _projections(self, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

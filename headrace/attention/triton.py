@@ -11,9 +11,9 @@ from headrace.kernels.attention.tiling import (
     Geometry,
     Tiling,
     aligned,
+    batch_invariant_tiling,
     choose_tiling,
     graph_size,
-    invariant_tiling,
     partial_size,
     workspace_bound,
 )
@@ -102,7 +102,7 @@ class TritonAttention(AttentionBackend):
             geometry = Geometry(*key[1:5], q.itemsize, cache.keys.itemsize, support.resources(q.device), straight)
             max_seq_len = max(int(part.seq_lens_host.max()), 1)
             if self._invariant:
-                chosen = invariant_tiling(geometry, max_seq_len=max_seq_len, split_tokens=INVARIANT_SPLIT)
+                chosen = batch_invariant_tiling(geometry, max_seq_len=max_seq_len, split_tokens=INVARIANT_SPLIT)
                 size = partial_size(chosen, part.num_tokens, spec.num_heads, spec.v_head_dim)
             else:
                 # Of bounds that steps have in common with CUDA graphs, whose capture compiles the kernels.

@@ -40,7 +40,7 @@ class Linear(nn.Module):
             self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False)
         self.out_dtype: torch.dtype | None = None
         """Dtype of the result; None: that of the input."""
-        self.invariant = False
+        self.batch_invariant = False
         """Each row's result is bitwise independent of the other rows."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ class LinearMethod(ABC):
     """The number format, for reports."""
     devices: ClassVar[frozenset[str]]
     batch_invariant: ClassVar[bool] = False
-    """Honours ``layer.invariant``."""
+    """Honours ``layer.batch_invariant``."""
     multiples: ClassVar[tuple[int, int]] = 1, 1
     """What outputs and inputs must be multiples of."""
 
@@ -120,7 +120,7 @@ class UnquantizedMethod(LinearMethod):
         return 0.0
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, layer.weight, layer.bias, layer.out_dtype, invariant=layer.invariant)
+        return linear(x, layer.weight, layer.bias, layer.out_dtype, batch_invariant=layer.batch_invariant)
 
     def dequantize(self, layer: Linear) -> torch.Tensor:
         return layer.weight.detach().float()
@@ -158,7 +158,7 @@ def connect(model: nn.Module, group: Group) -> None:
 def make_invariant(model: object) -> None:
     """From now on what each row of the model's products comes to does not depend on the other rows.
 
-    A module that can do so has an attribute ``invariant``.
+    A module that can do so has an attribute ``batch_invariant``.
 
     Raises:
         ConfigError: a module has matrices that it multiplies by itself.
@@ -167,8 +167,8 @@ def make_invariant(model: object) -> None:
         raise ConfigError(f"deterministic: {type(model).__name__} is not a torch module", "deterministic")
     for name, module in model.named_modules():
         varies = isinstance(module, Linear) and not module.method.batch_invariant
-        if hasattr(module, "invariant") and not varies:
-            module.invariant = True
+        if hasattr(module, "batch_invariant") and not varies:
+            module.batch_invariant = True
         elif varies or (not isinstance(module, Embedding) and any(one.ndim > 1 for one in module.parameters(recurse=False))):
             raise ConfigError(
                 f"deterministic: {name} ({type(module).__name__}) has no product whose rows are independent of each other",

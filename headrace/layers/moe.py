@@ -29,12 +29,12 @@ class ExpertRouter(nn.Module):
             self.bias = _empty(spec.num_experts, dtype=torch.float32, device=device)
         if spec.correction_bias:
             self.e_score_correction_bias = _empty(spec.num_experts, dtype=torch.float32, device=device)
-        self.invariant = False
+        self.batch_invariant = False
         """Each token's result is bitwise independent of the other tokens."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``[T, hidden]`` -> experts ``[T, top_k]`` int32, weights ``[T, top_k]`` float32."""
-        logits = router_logits(x, self.weight, self.bias, invariant=self.invariant)
+        logits = router_logits(x, self.weight, self.bias, batch_invariant=self.batch_invariant)
         return route(logits, self.spec, self.e_score_correction_bias)
 
 
@@ -59,7 +59,7 @@ class Experts(nn.Module):
         if spec.bias:
             self.gate_up_proj_bias = _empty(count, 2 * inner, dtype=dtype, device=device)
             self.down_proj_bias = _empty(count, hidden_size, dtype=dtype, device=device)
-        self.invariant = False
+        self.batch_invariant = False
         """Each token's result is bitwise independent of the other tokens."""
 
     def forward(
@@ -103,7 +103,7 @@ class ExpertsMethod:
         """``[T, hidden] -> [T, hidden]``; ``experts`` and ``weights`` ``[T, top_k]``. ``plus`` of x's shape is added."""
         matrices = layer.gate_up_proj, layer.down_proj
         biases = layer.gate_up_proj_bias, layer.down_proj_bias
-        return moe_mlp(x, experts, weights, *matrices, layer.spec, *biases, plus=plus, invariant=layer.invariant)
+        return moe_mlp(x, experts, weights, *matrices, layer.spec, *biases, plus=plus, batch_invariant=layer.batch_invariant)
 
     def dequantize(self, layer: Experts, matrix: str) -> torch.Tensor:
         """Returns what ``apply`` multiplies by, ``[num_experts, N, K]`` float32."""

@@ -127,7 +127,7 @@ def attend(
         layer=0, num_heads=kv_heads * group, num_kv_heads=kv_heads, head_dim=widths[0], v_head_dim=widths[1], scale=1.0
     )
     q = torch.zeros(2 * queries, spec.num_heads, spec.head_dim, dtype=BF16 if stored == torch.uint8 else stored)
-    invariant = options.pop("invariant", False)
+    batch_invariant = options.pop("batch_invariant", False)
     if stored == torch.uint8:
         cache = fp8_cache(spec)
         keys, values = cache.keys, cache.values
@@ -136,14 +136,14 @@ def attend(
         keys, values = torch.split(torch.zeros(4, 16, kv_heads, sum(widths), dtype=stored), list(widths), dim=3)
     straight = tiling.aligned(keys, values)
     geometry = tiling.Geometry(kv_heads, group, *widths, q.itemsize, keys.itemsize, resources, straight)
-    if invariant:
-        chosen = tiling.invariant_tiling(geometry, max_seq_len=4096, split_tokens=2048)
+    if batch_invariant:
+        chosen = tiling.batch_invariant_tiling(geometry, max_seq_len=4096, split_tokens=2048)
     else:
         chosen = tiling.choose_tiling(
             geometry, num_rows=2, num_tokens=2 * queries, max_queries=queries, max_seq_len=max(queries, 4096)
         )
     rows, starts = torch.zeros(2, 300, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
-    single = queries == 1 and not invariant
+    single = queries == 1 and not batch_invariant
     paged_attention.paged_attention(
         q, keys, values, rows, starts, starts[:2], scale=1.0, tiling=chosen, tokens=range(len(q)), single=single, **options
     )
@@ -155,16 +155,16 @@ def attention(resources: Resources) -> None:
             attend((8, 4), (width, v_width), queries, resources, stored=stored)
         few, many = (16, 128) if stored == BF16 else (128, 16)
         attend((1, few), (576, 512), 1, resources, stored=stored)
-        attend((1, many), (576, 512), 64, resources, stored=stored, invariant=True)
-        attend((8, 4), (128, 128), 64, resources, stored=stored, invariant=True)
+        attend((1, many), (576, 512), 64, resources, stored=stored, batch_invariant=True)
+        attend((8, 4), (128, 128), 64, resources, stored=stored, batch_invariant=True)
         extras = {"window": 100, "soft_cap": 3.0, "sinks": torch.zeros(24)}
         attend((2, 12), (64, 64), 1, resources, stored=stored, **extras)
         ends = torch.zeros(512, dtype=torch.int32)
         attend((8, 4), (128, 128), 64, resources, stored=stored, visible_ends=ends)
     attend((8, 4), (128, 128), 64, resources, stored=torch.float32)
-    attend((1, 16), (576, 512), 64, resources, stored=torch.float32, invariant=True)
-    for invariant in (False, True):
-        attend((4, 1), UNALIGNED, 200, resources, stored=BF16, invariant=invariant)
+    attend((1, 16), (576, 512), 64, resources, stored=torch.float32, batch_invariant=True)
+    for batch_invariant in (False, True):
+        attend((4, 1), UNALIGNED, 200, resources, stored=BF16, batch_invariant=batch_invariant)
 
 
 def others() -> None:
@@ -240,8 +240,8 @@ def mixtures() -> None:
         experts, weights = moe.route(torch.zeros(tokens, 160), spec, torch.zeros(160))
         moe.held_experts(experts, 80, 160)
         x = torch.zeros(tokens, 256, dtype=dtype)
-        for invariant in (False, True):
-            moe.moe_mlp(x, experts, weights, gate_up, down, spec, invariant=invariant)
+        for batch_invariant in (False, True):
+            moe.moe_mlp(x, experts, weights, gate_up, down, spec, batch_invariant=batch_invariant)
     # DeepSeek-V3's widths, few tokens and many. A weight is not read: one number of its type stands for it.
     spec = MoeSpec(num_experts=256, top_k=8, intermediate_size=2048)
     for tokens in (1, 4096):

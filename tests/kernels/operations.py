@@ -10,7 +10,7 @@ from torch.nn.functional import embedding
 
 from headrace.kernels.activation import triton as activation
 from headrace.kernels.attention import triton as paged_attention
-from headrace.kernels.attention.tiling import Geometry, invariant_tiling
+from headrace.kernels.attention.tiling import Geometry, batch_invariant_tiling
 from headrace.kernels.linear import triton_matmul as matmul
 from headrace.kernels.mla import triton as mla
 from headrace.kernels.moe import triton as moe
@@ -139,7 +139,7 @@ class Maker:
         return Operation(
             rows,
             lambda x, experts, weights: (
-                moe.moe_mlp(x, experts.contiguous(), weights.contiguous(), *matrices, spec, *biases, invariant=True),
+                moe.moe_mlp(x, experts.contiguous(), weights.contiguous(), *matrices, spec, *biases, batch_invariant=True),
             ),
         )
 
@@ -165,7 +165,7 @@ class Maker:
             options["sinks"] = self.random(kv_heads * group, dtype=torch.float32)
 
         def attend(q: torch.Tensor, rows: torch.Tensor, starts: list[int], lengths: list[int]) -> torch.Tensor:
-            tiling = invariant_tiling(geometry, max_seq_len=max(lengths), split_tokens=_SPLIT)
+            tiling = batch_invariant_tiling(geometry, max_seq_len=max(lengths), split_tokens=_SPLIT)
             placed = (torch.tensor(part, dtype=torch.int32, device=self.device) for part in (starts, lengths))
             return paged_attention.paged_attention(
                 q,

@@ -64,14 +64,14 @@ def test_embedding() -> None:
 def test_products_are_made_invariant() -> None:
     mlp = GatedMLP(8, DenseSpec(12, "silu"), **PLACE)
     make_invariant(torch.nn.Sequential(Embedding(5, 8, **PLACE), RMSNorm(8, 1e-3, **PLACE), mlp))
-    assert mlp.gate_up_proj.invariant and mlp.down_proj.invariant
+    assert mlp.gate_up_proj.batch_invariant and mlp.down_proj.batch_invariant
 
 
 def test_mixtures_are_made_invariant() -> None:
     mixture = MoeMLP(8, MoeSpec(num_experts=4, top_k=2, intermediate_size=6, shared=DenseSpec(12, "silu")), **PLACE)
     make_invariant(mixture)
-    assert mixture.gate.invariant and mixture.experts.invariant
-    assert mixture.shared_experts is not None and mixture.shared_experts.down_proj.invariant
+    assert mixture.gate.batch_invariant and mixture.experts.batch_invariant
+    assert mixture.shared_experts is not None and mixture.shared_experts.down_proj.batch_invariant
 
 
 def test_a_module_with_products_of_its_own_cannot_be_made_invariant() -> None:

@@ -226,7 +226,7 @@ def test_only_methods_that_can_are_made_invariant(method: Callable[[], LinearMet
     layer = fused(method(), parts_of(), torch.float32)
     if name == "floats":
         make_invariant(layer)
-        assert layer.invariant
+        assert layer.batch_invariant
     else:
         with pytest.raises(ConfigError, match="deterministic"):
             make_invariant(layer)

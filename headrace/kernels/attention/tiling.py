@@ -87,14 +87,14 @@ class Tiling:
         return self.block_q * self.heads <= KEYS_FIRST
 
     @property
-    def invariant(self) -> bool:
+    def batch_invariant(self) -> bool:
         """A token's output is bitwise the same in any batch and chunking."""
         return self.split_tokens > 0
 
     @property
     def merges(self) -> bool:
         """Outputs take the way over the workspace; where they must not depend on the launch, even from a single split."""
-        return self.splits > 1 or self.invariant
+        return self.splits > 1 or self.batch_invariant
 
 
 def graph_size(num_rows: int) -> int:
@@ -174,7 +174,7 @@ def workspace_bound(geometry: Geometry) -> int:
     return geometry.device.multiprocessors * most * (geometry.v_head_dim + 1)
 
 
-def invariant_tiling(geometry: Geometry, *, max_seq_len: int, split_tokens: int) -> Tiling:
+def batch_invariant_tiling(geometry: Geometry, *, max_seq_len: int, split_tokens: int) -> Tiling:
     """Tiles of one shape for all rows, decode or prefill, for outputs that depend on nothing but a row's own tokens.
 
     The queries of a tile do not see each other, tiles of keys begin at multiples of ``block_n``, and keys that a query does

@@ -288,7 +288,7 @@ def paged_attention(
         D=head_dim, D_A=d_a, D_B=d_b, DV=v_head_dim, DV_A=dv_a, DV_B=dv_b,
         WINDOW=window is not None, SOFT_CAP=soft_cap is not None, SINKS=sinks is not None, HAS_ENDS=has_ends,
         FP8=fp8, V_LANE=values.stride(3),
-        SINGLE=single, PHASED=not (single or tiling.invariant or window is not None),
+        SINGLE=single, PHASED=not (single or tiling.batch_invariant or window is not None),
         DIRTY=dirty and fp8 != OFF, SPLIT=tiling.merges, KEYS_FIRST=tiling.keys_first,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **options(q.device),

@@ -82,6 +82,6 @@ def merge(partial: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, tiling: T
     block = min(_MERGED_CHANNELS, triton.next_power_of_2(v_head_dim), _MERGED_AT_ONCE // at_once)
     _merge[(num_tokens * num_heads, triton.cdiv(v_head_dim, block))](
         partial, lse, out, tiling.splits,
-        DV=v_head_dim, BLOCK=block, SPLITS_P=splits, AT_ONCE=at_once, ORDERED=tiling.invariant,
+        DV=v_head_dim, BLOCK=block, SPLITS_P=splits, AT_ONCE=at_once, ORDERED=tiling.batch_invariant,
         **options(out.device),
     )  # fmt: skip

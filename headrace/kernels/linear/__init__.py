@@ -30,7 +30,7 @@ def linear(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     *,
-    invariant: bool = False,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """``x W^T + bias``.
 
@@ -39,25 +39,25 @@ def linear(
         weight: ``[out, in]``
         bias: ``[out]``
         out_dtype: of the result; None: x's. The product is rounded once, to this, where the library supports it.
-        invariant: a row comes out bitwise the same in any batch; on a GPU, for a 2-dimensional x.
+        batch_invariant: a row comes out bitwise the same in any batch; on a GPU, for a 2-dimensional x.
     """
-    if invariant and x.ndim == 2 and gpu.takes(x) and weight.dtype == x.dtype:
+    if batch_invariant and x.ndim == 2 and gpu.takes(x) and weight.dtype == x.dtype:
         return matmul_kernels.matmul(x, weight, bias, out_dtype)
     if x.ndim == 2 and weight.dtype == x.dtype and few_rows(x, weight) and gpu.takes(x):
         return kernels.linear(x, weight, bias, out_dtype=out_dtype)
     return linear_ref(x, weight, bias, out_dtype)
 
 
-def linear_by_head(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, invariant: bool = False) -> None:
+def linear_by_head(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, batch_invariant: bool = False) -> None:
     """``out[t, h] = weight[h] x[t, h]``.
 
     Args:
         x: ``[T, heads, in]``, last axis contiguous.
         weight: ``[heads, out, in]``; one of the last two axes is contiguous.
         out: ``[T, heads, out]``, last axis contiguous; filled.
-        invariant: as for ``linear``.
+        batch_invariant: as for ``linear``.
     """
-    if invariant and gpu.takes(x) and weight.dtype == x.dtype:
+    if batch_invariant and gpu.takes(x) and weight.dtype == x.dtype:
         matmul_kernels.matmul_by_head(x, weight, out)
     elif gpu.takes(x):
         torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))

@@ -22,7 +22,7 @@ MOST_ROUTED = 64
 
 
 def router_logits(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, invariant: bool = False
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, batch_invariant: bool = False
 ) -> torch.Tensor:
     """``x W^T + bias`` in float32.
 
@@ -30,14 +30,14 @@ def router_logits(
         x: ``[T, hidden]``, last axis contiguous.
         weight: ``[num_experts, hidden]`` float32, contiguous.
         bias: ``[num_experts]`` float32.
-        invariant: as for ``kernels.linear.linear``.
+        batch_invariant: as for ``kernels.linear.linear``.
 
     Returns:
         ``[T, num_experts]`` float32.
     """
-    if not invariant and len(x) <= MOST_ROUTED and gpu.takes(x) and x.stride(1) == 1:
+    if not batch_invariant and len(x) <= MOST_ROUTED and gpu.takes(x) and x.stride(1) == 1:
         return router_kernels.router_logits(x, weight, bias)
-    return linear(x.float(), weight, bias, invariant=invariant)
+    return linear(x.float(), weight, bias, batch_invariant=batch_invariant)
 
 
 route = gpu.dispatch(reference.route, lambda: kernels.route)

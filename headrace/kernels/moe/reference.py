@@ -54,7 +54,7 @@ def moe_mlp(
     down_bias: torch.Tensor | None = None,
     *,
     plus: torch.Tensor | None = None,
-    invariant: bool = False,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """The weighted sum of each token's experts.
 
@@ -69,7 +69,7 @@ def moe_mlp(
         gate_up_bias: ``[num_held, 2 * intermediate_size]``
         down_bias: ``[num_held, hidden]``
         plus: ``[T, hidden]`` of x's dtype, contiguous: what is added to the rounded sum.
-        invariant: a token comes out bitwise the same in any batch; on a GPU.
+        batch_invariant: a token comes out bitwise the same in any batch; on a GPU.
 
     Returns:
         ``[T, hidden]``

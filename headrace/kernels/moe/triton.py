@@ -53,7 +53,7 @@ def choose_tiling(choices: int, num_experts: int, in_features: int, out_features
     return MoeTiling(rows, outputs, channels, 8 if rows == 128 else 4, 3)
 
 
-def invariant_tiling(in_features: int, out_features: int, itemsize: int) -> MoeTiling:
+def batch_invariant_tiling(in_features: int, out_features: int, itemsize: int) -> MoeTiling:
     """One shape for any number of tokens: it settles the instruction, and with it the order in which products are summed up."""
     return choose_tiling(64, 1, in_features, out_features, itemsize)
 
@@ -426,7 +426,7 @@ def moe_mlp(
     tiling: MoeTiling | None = None,
     *,
     plus: torch.Tensor | None = None,
-    invariant: bool = False,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """Kernel version of ``headrace.kernels.moe.moe_mlp``.
 
@@ -437,7 +437,7 @@ def moe_mlp(
     if not choices:
         return torch.empty_like(x)
     device = x.device
-    in_order = invariant or (tokens > 1 and choices > min(_FEW, count // 4))
+    in_order = batch_invariant or (tokens > 1 and choices > min(_FEW, count // 4))
     if in_order:
         order = torch.empty(choices, dtype=torch.int32, device=device)
         start = torch.empty(count + 1, dtype=torch.int32, device=device)
@@ -456,8 +456,8 @@ def moe_mlp(
     }
 
     def chosen(size_in: int, size_out: int) -> MoeTiling:
-        if invariant:
-            return invariant_tiling(size_in, size_out, x.itemsize)
+        if batch_invariant:
+            return batch_invariant_tiling(size_in, size_out, x.itemsize)
         return tiling or choose_tiling(choices, count, size_in, size_out, x.itemsize)
 
     first = chosen(hidden, inner)

@@ -44,7 +44,7 @@ class MLAUpProjection(nn.Module):
         full = spec.uncompressed
         shape = spec.num_heads * (full.head_dim - spec.rotary_dim + full.v_head_dim), spec.v_head_dim
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-        self.invariant = False
+        self.batch_invariant = False
         """Read by ``make_invariant``; the backend multiplies by the weight."""
 
 

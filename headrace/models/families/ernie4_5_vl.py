@@ -44,7 +44,7 @@ class ErnieVLRouter(ExpertRouter):
 
     def forward(self, x: torch.Tensor, kind: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """As of ``ExpertRouter``, for tokens of one of ``TokenKinds``."""
-        logits = router_logits(x, (self.weight, self.weight_1)[kind], invariant=self.invariant)
+        logits = router_logits(x, (self.weight, self.weight_1)[kind], batch_invariant=self.batch_invariant)
         return route(logits, self.spec, self.e_score_correction_bias[kind])
 
 

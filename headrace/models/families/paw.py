@@ -45,7 +45,7 @@ _FLUX = (
 class RouterLinear(nn.Module):
     """A linear map of the router, in float32. The kernel multiplies."""
 
-    invariant = False
+    batch_invariant = False
 
     def __init__(self, inputs: int, outputs: int, device: str | torch.device) -> None:
         super().__init__()

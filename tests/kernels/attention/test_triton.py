@@ -14,10 +14,10 @@ from headrace.kernels.attention.tiling import (
     Geometry,
     Tiling,
     aligned,
+    batch_invariant_tiling,
     choose_tiling,
     cut,
     graph_size,
-    invariant_tiling,
     partial_size,
     workspace_bound,
 )
@@ -195,7 +195,7 @@ def test_matrix_units(head_dim: int, v_head_dim: int, group: int, kv_heads: int,
     for lengths in ([(80, 80)], [(33, 33), (5, 70)], [(3, 50)], [(17, 300)]):
         prompts = problem(lengths, **shape)
         prompts.check(device, chosen(prompts, resources(device)))
-        prompts.check(device, invariant_tiling(geometry(prompts, resources(device)), max_seq_len=300, split_tokens=128))
+        prompts.check(device, batch_invariant_tiling(geometry(prompts, resources(device)), max_seq_len=300, split_tokens=128))
     decode = problem(DECODE, **shape)
     decode.check(device, chosen(decode, resources(device)), single=True)
 
@@ -250,7 +250,7 @@ def test_visible_ends(splits: int, fp8: bool, device: torch.device) -> None:
             [20] * 4 + [25] * 5 + [40] * 2 + [7] * 7 + list(range(8, 18)), dtype=torch.int32
         )
         made.check(device, dataclasses.replace(FEW, splits=splits))
-    made.check(device, invariant_tiling(geometry(made), max_seq_len=40, split_tokens=32))
+    made.check(device, batch_invariant_tiling(geometry(made), max_seq_len=40, split_tokens=32))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -347,7 +347,7 @@ def test_a_broken_key_reaches_those_that_see_it(device: torch.device) -> None:
             FEW,
             few,
             dataclasses.replace(FEW, splits=2),
-            invariant_tiling(geometry(made), max_seq_len=20, split_tokens=64),
+            batch_invariant_tiling(geometry(made), max_seq_len=20, split_tokens=64),
         )
         whole = [made.run(device, tiling).cpu() for tiling in tilings]
         made.options[side][made.tables[0, 17 // 8], 17 % 8] = torch.nan  # type: ignore[index]
@@ -370,7 +370,7 @@ def test_dirty_blocks(features: dict[str, object], unseen: int, device: torch.de
     made = problem([(9, 25), (2, 40), (40, 70)], fp8=True, unseen=unseen, **features)
     for tiling in (chosen(made), dataclasses.replace(chosen(made), splits=2)):
         made.check(device, tiling, dirty=True)
-    made.check(device, invariant_tiling(geometry(made), max_seq_len=70, split_tokens=64), dirty=True)
+    made.check(device, batch_invariant_tiling(geometry(made), max_seq_len=70, split_tokens=64), dirty=True)
     decode = problem([(1, 1), (1, 70), (1, 19)], fp8=True, unseen=unseen, **features)
     decode.check(device, chosen(decode), dirty=True, single=True)
 
@@ -397,7 +397,7 @@ def test_invariance(features: dict[str, object], fp8: bool, device: torch.device
         counts = [end - first for _, first, end in pieces]
         starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=device)
         lengths = torch.tensor([end for *_, end in pieces], dtype=torch.int32, device=device)
-        tiling = invariant_tiling(shape, max_seq_len=longest, split_tokens=64)
+        tiling = batch_invariant_tiling(shape, max_seq_len=longest, split_tokens=64)
         some = (picked, *kv, tables[[row for row, *_ in pieces]], starts, lengths)
         return list(paged_attention(*some, **options, tiling=tiling, tokens=range(len(picked))).split(counts))
 
@@ -451,7 +451,7 @@ def test_tilings() -> None:
             programs = rows * kv_heads * tiling.splits
             most = (16 if kv_bytes < q_bytes else 4) if tiling.keys_first else 2
             assert tiling.splits == 1 or programs <= most * count
-        fixed = invariant_tiling(shape, max_seq_len=5000, split_tokens=1000)
+        fixed = batch_invariant_tiling(shape, max_seq_len=5000, split_tokens=1000)
         assert fixed.splits * fixed.split_tokens >= 5000 and fixed.split_tokens % fixed.block_n == 0
 
 

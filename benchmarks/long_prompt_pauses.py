@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
 
 import httpx  # noqa: E402
-from e2e.running import start_server, stop_server  # noqa: E402
 from sparse_ttft import DENSE, MODES, folder_of  # noqa: E402
+from support.server.running import start_server, stop_server  # noqa: E402
 
 from headrace.bench.report import facts, load_average  # noqa: E402
 from headrace.metrics.exchanges import distribution  # noqa: E402

@@ -37,8 +37,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import httpx  # noqa: E402
-from e2e.running import start_server  # noqa: E402
 from simulator_accuracy import TINY  # noqa: E402
+from support.server.running import start_server  # noqa: E402
 
 from headrace.bench.report import facts, load_average  # noqa: E402
 from headrace.metrics.exchanges import distribution  # noqa: E402

@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import psutil
-from server.fakes import FakeLLM, Health
+from support.server.fakes import FakeLLM, Health
 
 from headrace.core.request import Request
 from headrace.frontend.streams import Inbox, OutputStream

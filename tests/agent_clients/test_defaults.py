@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server import scripted
-from server.fakes import FakeLLM
-from server.grammars import folded_messages, folded_responses, named_events
-from server.harness import Api, error
-from server.scripted import ScriptedLLM
+from support.server import scripted
+from support.server.fakes import FakeLLM
+from support.server.grammars import folded_messages, folded_responses, named_events
+from support.server.harness import Api, error
+from support.server.scripted import ScriptedLLM
 
 from headrace.errors import ConfigError
 from headrace.server.settings import ServerSettings

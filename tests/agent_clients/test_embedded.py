@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
-from e2e.running import Server, start_server, stop_server
-from server.grammars import folded_messages, folded_responses, named_events
+from support.server.grammars import folded_messages, folded_responses, named_events
+from support.server.running import Server, start_server, stop_server
 
 from agent_clients.recordings import RECORDINGS, recorded, second
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import agents
 import pytest
-from server import scripted
-from server.harness import Running, running
-from server.scripted import ScriptedLLM
+from support.server import scripted
+from support.server.harness import Running, running
+from support.server.scripted import ScriptedLLM
 
 from headrace.text.tokenizer import Tokenizer
 

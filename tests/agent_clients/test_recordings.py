@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server import scripted
-from server.grammars import folded_messages, folded_responses, named_events
-from server.harness import Api
-from server.scripted import ScriptedLLM
+from support.server import scripted
+from support.server.grammars import folded_messages, folded_responses, named_events
+from support.server.harness import Api
+from support.server.scripted import ScriptedLLM
 
 from agent_clients.recordings import RECORDINGS, recorded, second
 from headrace.text.tokenizer import Tokenizer

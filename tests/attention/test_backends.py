@@ -10,13 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.attention_cases import Case, layer_spec, make_case, with_ends
 
 from headrace.attention import select
 from headrace.attention.backend import VISIBLE_ENDS
 from headrace.attention.compose import ByRowClass
 from headrace.attention.torch_cpu import partition
-
-from .cases import Case, layer_spec, make_case, with_ends
 
 HERE = [
     name

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.attention_cases import Case, in_fp8, layer_spec, make_case, placed
+from support.fake_flashinfer import Device, flashinfer, wait_for_kernels
 
 from headrace.attention import select
 from headrace.attention.backend import AttentionInputs, LayerCache, ReplayLengths, StepMetadata, workspace_bytes
@@ -19,9 +21,6 @@ from headrace.attention.reference import ReferenceAttention
 from headrace.errors import ConfigError
 from headrace.kernels import support
 from headrace.model_spec import AttentionSpec, MLASpec
-
-from .cases import Case, in_fp8, layer_spec, make_case, placed
-from .fake_flashinfer import Device, flashinfer, wait_for_kernels
 
 pytestmark = pytest.mark.skipif(support.refusals("cpu") == ["Triton is not installed"], reason="Triton is not installed")
 __all__ = ["flashinfer"]

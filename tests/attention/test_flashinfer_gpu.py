@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.attention_cases import Case, in_fp8, layer_spec, make_case, placed
 
 from headrace.attention import select
 from headrace.attention.backend import AttentionInputs, LayerCache, ReplayLengths, StepMetadata
@@ -18,7 +19,6 @@ from headrace.attention.reference import ReferenceAttention
 from headrace.kernels import support
 from headrace.model_spec import AttentionSpec, MLASpec
 
-from .cases import Case, in_fp8, layer_spec, make_case, placed
 from .test_triton import to
 
 pytestmark = [

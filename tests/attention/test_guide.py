@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pages import ROOT, run_blocks
+from support.attention_cases import layer_spec, make_case
+from support.pages import ROOT, run_blocks
 
 from headrace.attention import select
 from headrace.kernels import native
-
-from .cases import layer_spec, make_case
 
 
 def test_the_example_equals_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.attention_cases import layer_spec, make_case
 from transformers import LlamaConfig
 
 from headrace.attention import select
@@ -22,8 +23,6 @@ from headrace.models import registry
 from headrace.models.size import weight_bytes
 from headrace.resolve import DeviceFacts, resolve
 from headrace.sources.files import ModelFiles
-
-from .cases import layer_spec, make_case
 
 HERE = [
     name

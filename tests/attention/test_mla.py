@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.attention_cases import Case, make_case
 
 from headrace.attention import mla, select
 from headrace.attention.backend import AttentionInputs
@@ -23,7 +24,6 @@ from headrace.layers.norm import RMSNorm
 from headrace.model_spec import AttentionSpec, MLASpec, layer_kv
 from headrace.model_spec.projection import input_matrices
 
-from .cases import Case, make_case
 from .test_triton import to
 
 HERE = [

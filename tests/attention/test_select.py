@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.attention_cases import layer_spec
 
 from headrace.attention import select
 from headrace.attention.backend import VISIBLE_ENDS
@@ -11,8 +12,6 @@ from headrace.attention.native import NativeAttention
 from headrace.attention.reference import ReferenceAttention
 from headrace.attention.triton import TritonAttention
 from headrace.errors import ConfigError
-
-from .cases import layer_spec
 
 
 def test_the_fast_one_is_chosen_on_the_cpu() -> None:

@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 import torch
-from runner.sparse_world import SparseWorld, elastic
+from support.runner.sparse_world import SparseWorld, elastic
 
 from headrace.attention import selectors
 from headrace.attention.selectors import registry

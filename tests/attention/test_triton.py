@@ -7,13 +7,12 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from support.attention_cases import Case, in_fp8, layer_spec, make_case, with_ends
 
 from headrace.attention import select, triton
 from headrace.attention.reference import ReferenceAttention
 from headrace.attention.triton import InvariantAttention, TritonAttention
 from headrace.kernels import support
-
-from .cases import Case, in_fp8, layer_spec, make_case, with_ends
 
 pytestmark = pytest.mark.skipif(support.refusals("cpu") == ["Triton is not installed"], reason="Triton is not installed")
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from engine.tiny import write_config
-from sim.examples import SHAPE, TIMES, RealTime, SleepingExecutor, config, traffic
+from support.models.tiny_llama import write_config
+from support.sim.examples import SHAPE, TIMES, RealTime, SleepingExecutor, config, traffic
 
 from headrace.bench import calibrate
 from headrace.config import EngineArgs

@@ -11,9 +11,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from engine.tiny import write_config
-
-from bench.stub import VLLM
+from support.fake_vllm import VLLM
+from support.models.tiny_llama import write_config
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "compare_vllm.py"
 PEER = """

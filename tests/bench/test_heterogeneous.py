@@ -11,9 +11,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from support.fake_vllm import VLLM
 from transformers import AutoConfig
 
-from bench.stub import VLLM
 from headrace.config import EngineArgs
 from headrace.models.implementation import choose
 from headrace.sources.files import find_model

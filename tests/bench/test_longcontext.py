@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine.tiny import VOCAB, write_tokenizer
 from models.families import test_paw
+from support.models.tiny_llama import VOCAB, write_tokenizer
 from typer.testing import CliRunner
 
 from headrace import LLM, SamplingParams

@@ -12,11 +12,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from runner.harness import media_of
-from server.harness import running
+from support.fake_vllm import VLLM
+from support.runner.harness import media_of
+from support.server.harness import running
 from typer.testing import CliRunner
 
-from bench.stub import VLLM
 from headrace.bench import workloads
 from headrace.bench.pictures import PictureFeatures, Pictures
 from headrace.bench.workloads import Workload, build

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from engine.tiny import write_config
+from support.models.tiny_llama import write_config
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "step_profile.py"
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from engine.tiny import write_config
 from rich.console import Console
+from support.models.tiny_llama import write_config
 from typer.testing import CliRunner
 
 from headrace.bench import throughput

@@ -8,10 +8,10 @@ import random
 
 import pytest
 import torch
-from cache_config import cache_holding
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models.harness import disjoint_blocks
+from support.cache_config import cache_holding
+from support.models.harness import disjoint_blocks
 
 from headrace.cache.blocks import ArenaBlocks
 from headrace.cache.layer import LayerCache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cache_config import cache_holding
+from support.cache_config import cache_holding
 
 from headrace.cache.layer import LayerCache
 from headrace.cache.planes import allocate, write

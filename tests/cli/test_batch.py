@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server.fakes import FakeLLM
+from support.server.fakes import FakeLLM
 from typer.testing import CliRunner, Result
 
 from headrace.cli.main import app

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import typer
 import yaml
-from pages import ROOT, blocks
+from support.pages import ROOT, blocks
 from typer.testing import CliRunner
 
 from cli.test_options import COMPANIONS, FREE, parsed, sample

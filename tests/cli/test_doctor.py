@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.tiny import write_config
+from support.models.tiny_llama import write_config
 from typer.testing import CliRunner
 
 from headrace.cli.doctor import planned

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from constrain.words import accepts, matcher, walk
+from support.words import accepts, matcher, walk
+
 from headrace.errors import RequestError
 
 _WALKS = 3

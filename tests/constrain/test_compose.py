@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from text.parse.formats import HERMES, INLINE, NAMED
+from support.answer_formats import HERMES, INLINE, NAMED
 
 from headrace.config import StructuredOutputsConfig
 from headrace.constrain.checker import ConstraintChecker

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from runner.harness import EOS, VOCAB, World, prompt, request
+from support.runner.harness import EOS, VOCAB, World, prompt, request
 
 from headrace.config import StructuredOutputsConfig
 from headrace.constrain.compiler import GrammarCompiler

@@ -10,8 +10,8 @@ import time
 from typing import Any
 
 import pytest
+from support.words import EOS, OTHER_SPECIAL, PIECES, VOCAB, ByteTokenizer, accepts, allowed, matcher, walk
 
-from constrain.words import EOS, OTHER_SPECIAL, PIECES, VOCAB, ByteTokenizer, accepts, allowed, matcher, walk
 from headrace.config import StructuredOutputsConfig
 from headrace.constrain.compiler import GrammarCompiler
 from headrace.constrain.factory import GrammarFactory

@@ -7,8 +7,8 @@ import json
 import re
 
 import pytest
+from support.words import accepts, matcher
 
-from constrain.words import accepts, matcher
 from headrace.constrain.lookaheads import json_patterns, split
 from headrace.errors import RequestError
 

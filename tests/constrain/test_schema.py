@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import pytest
+from support.words import accepts, matcher, walk
 
-from constrain.words import accepts, matcher, walk
 from headrace.constrain.schema import SchemaError, SchemaOptions, narrow
 from headrace.errors import RequestError
 

@@ -7,8 +7,8 @@ import random
 from typing import Any
 
 import pytest
+from support.words import matcher, walk
 
-from constrain.words import matcher, walk
 from headrace.errors import RequestError
 
 jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed: pip install 'headrace[dev]'")

@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import pytest
+from support.words import accepts, matcher
 
-from constrain.words import accepts, matcher
 from headrace.errors import RequestError
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

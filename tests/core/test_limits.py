@@ -8,6 +8,7 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.core.world import item, make_cache, make_config, make_request
 
 from headrace.core.budget import StepBudget
 from headrace.core.items import affordable_length, chunk_length, encoder_cost, least_chunk
@@ -19,8 +20,6 @@ from headrace.core.slots import Slots
 from headrace.core.stops import Stop, check_stop
 from headrace.errors import QueueFullError, RequestError
 from headrace.kv import CacheIdentity, Item, KVCacheManager
-
-from .world import item, make_cache, make_config, make_request
 
 
 def sequence(outputs: list[int], *, max_model_len: int = 100, seq_id: int = 0, **fields: object) -> Sequence:

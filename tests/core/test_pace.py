@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from support.core.world import World, item, make_cache, make_config, make_request
 
 from headrace.core.pace import FIRST_TOKENS, LEAST_TOKENS, PrefillPace
 from headrace.core.plan import StepPlan
-
-from .world import World, item, make_cache, make_config, make_request
 
 
 class Machine:

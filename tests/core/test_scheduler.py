@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from support.core.oracle_runner import EOS, expected_outputs, expected_prompt_logprobs
+from support.core.world import World, item, make_cache, make_config, make_request
 
 from headrace.core.plan import StepPlan, StepResult
 from headrace.core.sequence import Status
 from headrace.core.step import InFlightRow
 from headrace.errors import EngineError
 from headrace.outputs import Failure
-
-from .oracle_runner import EOS, expected_outputs, expected_prompt_logprobs
-from .world import World, item, make_cache, make_config, make_request
 
 PROMPT = list(range(1, 11))
 

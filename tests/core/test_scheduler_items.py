@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from .world import World, item, make_cache, make_config, make_request
+from support.core.world import World, item, make_cache, make_config, make_request
 
 PROMPT = list(range(1, 11))
 

@@ -9,15 +9,14 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.core.oracle_runner import EOS, VOCAB
+from support.core.world import World, make_cache, make_request
 
 from headrace.config import SchedulerConfig
 from headrace.core.request import Request
 from headrace.core.step import InFlightRow
 from headrace.errors import RequestError
 from headrace.kv import Item
-
-from .oracle_runner import EOS, VOCAB
-from .world import World, make_cache, make_request
 
 BASE = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3, 2, 7, 9, 5, 1, 4, 1, 5, 9, 2, 6, 5]
 """Prompts begin with a piece of this, so that prefixes are shared."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from support.core.world import World, make_cache, make_config, make_request
 
 from headrace.core.sequence import Status
-
-from .world import World, make_cache, make_config, make_request
 
 PROMPT = list(range(1, 11))
 

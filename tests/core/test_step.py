@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from support.core.world import World, make_cache, make_config, make_request
 
 from headrace.core.budget import StepBudget
 from headrace.core.step import StepBuilder
 from headrace.kv.manager import Move
-
-from .world import World, make_cache, make_config, make_request
 
 
 def test_rows_follow_the_moves_made_after_them() -> None:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from server.fakes import FakeLLM
+from support.server.fakes import FakeLLM
 
 from headrace.deploy import build_openai_app
 from headrace.deploy.book import ReplicaBook, routed_request

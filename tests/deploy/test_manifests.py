@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import typer
 import yaml
-from pages import ROOT, blocks
-from server.fakes import FakeLLM
+from support.pages import ROOT, blocks
+from support.server.fakes import FakeLLM
 
 from headrace.cli.main import app
 from headrace.config import EngineArgs

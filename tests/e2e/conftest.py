@@ -6,8 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 
 import pytest
-
-from e2e.running import Server, start_server, stop_server
+from support.server.running import Server, start_server, stop_server
 
 
 @pytest.fixture(scope="module")

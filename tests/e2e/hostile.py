@@ -19,9 +19,8 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from constrain.test_grammars import BOMBS
-
-from e2e.reader import StreamReader
-from e2e.running import Server, start_server, stop_server
+from support.server.reader import StreamReader
+from support.server.running import Server, start_server, stop_server
 
 NAMES = {"json": "guided_json", "regex": "guided_regex", "choice": "guided_choice", "grammar": "guided_grammar"}
 

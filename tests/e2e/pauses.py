@@ -17,7 +17,7 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from e2e.running import Server, start_server, stop_server
+from support.server.running import Server, start_server, stop_server
 
 BYSTANDER = """
 import json, sys, time, httpx

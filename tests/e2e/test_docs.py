@@ -12,14 +12,13 @@ from typing import Any
 
 import httpx
 import pytest
-import tiny_vision
 import torch
 import typer
-from engine import tiny
-from pages import ROOT, blocks, command_lines, pages, run_blocks
+from support.models import tiny_llama, tiny_vision
+from support.pages import ROOT, blocks, command_lines, pages, run_blocks
+from support.server.running import Server
 from transformers import AutoModelForCausalLM
 
-from e2e.running import Server
 from headrace import LLM, SamplingParams
 from headrace.cli.main import app
 from headrace.config import EngineArgs
@@ -70,9 +69,9 @@ def foreign_layer(_: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
 @contextlib.contextmanager
 def trainer(_: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
     pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'headrace[megatron]'")
-    from models.fallback.megatron import models as small
+    from support.models import megatron
 
-    model = small.gpt()
+    model = megatron.gpt()
     trained: list[int] = []
     names = {"model": model, "config": model.config, "tokenizer": None, "prompts": [{"prompt_token_ids": [3, 14, 15]}]}
     names |= {"steps": 2, "train": lambda _, rollouts: trained.append(len(rollouts[0].outputs))}
@@ -118,7 +117,7 @@ CONTEXTS: dict[str, Context] = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_model(tmp_path_factory.mktemp("checkpoint"))
+    return tiny_llama.write_model(tmp_path_factory.mktemp("checkpoint"))
 
 
 def page_name(page: Path) -> str:

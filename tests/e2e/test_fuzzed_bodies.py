@@ -10,9 +10,8 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from server.mutations import Route, requests
-
-from e2e.running import start_server, stop_server
+from support.server.mutations import Route, requests
+from support.server.running import start_server, stop_server
 
 CLIENTS = 4
 OPTIONS = ["--max-model-len", "512", "--max-n", "4", "--api-key", "a"]

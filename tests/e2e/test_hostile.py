@@ -11,10 +11,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from support.server.reader import StreamReader, read_streams
+from support.server.running import start_server, stop_server
 
 from e2e.hostile import gaps_within, measure, options
-from e2e.reader import StreamReader, read_streams
-from e2e.running import start_server, stop_server
 
 PAUSE = 3.0
 """Seconds that a stream may wait on a machine that is busy with other things."""

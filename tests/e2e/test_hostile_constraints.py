@@ -15,8 +15,7 @@ import httpx
 import psutil
 import pytest
 from constrain.test_hostile_constraints import LINKS, chain, rules
-
-from e2e.running import start_server, stop_server
+from support.server.running import start_server, stop_server
 
 CLIENTS = 4
 LIMITS = json.dumps({"max_compile_seconds": 1.0, "max_compile_memory": 2**27})

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from support.server.running import Server
 
 from e2e.pauses import bystander, cases, measure
-from e2e.running import Server
 
 LONGEST = 1.5
 """Seconds, on a machine that is busy with other things."""

@@ -8,8 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-
-from e2e.running import Server, start_server, stop_server
+from support.server.running import Server, start_server, stop_server
 
 pytestmark = pytest.mark.slow
 TEMPLATE = """\

@@ -11,8 +11,7 @@ import httpx
 import openai
 import psutil
 import pytest
-
-from e2e.running import Server
+from support.server.running import Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

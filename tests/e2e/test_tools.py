@@ -13,8 +13,7 @@ import anthropic
 import httpx
 import openai
 import pytest
-
-from e2e.running import Server, start_server, stop_server
+from support.server.running import Server, start_server, stop_server
 
 pytestmark = pytest.mark.slow
 WEATHER = {

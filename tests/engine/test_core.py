@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.engine.fakes import CONTEXT, SCRIPT, make_core, said
 
-from engine.fakes import CONTEXT, SCRIPT, make_core, said
 from headrace.config import EngineArgs
 from headrace.core.request import Request
 from headrace.engine.core import EngineCore

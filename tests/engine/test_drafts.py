@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from constrain.test_engine import Engine, constrained
-from runner.harness import VOCAB, World, prompt, request
+from support.runner.harness import VOCAB, World, prompt, request
 
 from headrace.core.plan import StepPlan
 from headrace.core.request import Request

@@ -1,3 +1,3 @@
-from engine.fixtures import text, tiny_folder
+from support.engine.fixtures import text, tiny_folder
 
 __all__ = ["text", "tiny_folder"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine.tiny import CONTEXT, EOS, VOCAB
+from support.models.tiny_llama import CONTEXT, EOS, VOCAB
 from transformers import PretrainedConfig
 
 from headrace.config import EngineArgs

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.tiny import EOS
+from support.models.tiny_llama import EOS
 
 from headrace import LLM, SamplingParams
 from headrace.engine.info import Progress

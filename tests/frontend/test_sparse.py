@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from runner.harness import prompt
+from support.runner.harness import prompt
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from headrace.errors import RequestError
@@ -96,11 +96,11 @@ def test_layers_that_cannot_stay_dense_and_are_named(tmp_path: Path) -> None:
 
 def test_a_live_megatron_model_attends_sparsely(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'headrace[megatron]'")
-    from models.fallback.megatron import models as small
+    from support.models import megatron
 
-    monkeypatch.setattr(small, "CONTEXT", 768)
-    model = small.gpt()
-    tokens = {"prompt_token_ids": [token % small.VOCAB for token in prompt(6, 600)]}
+    monkeypatch.setattr(megatron, "CONTEXT", 768)
+    model = megatron.gpt()
+    tokens = {"prompt_token_ids": [token % megatron.VOCAB for token in prompt(6, 600)]}
     found = {}
     for threshold in (0.5, 1.0):
         options: dict[str, Any] = {"sparse_prefill": "xattn", "sparse_threshold": threshold, "sparse_min_tokens": 100}

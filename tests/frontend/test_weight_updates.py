@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import quiet
-from engine.tiny import write_model
 from safetensors.torch import load_file, save_file
+from support.models.architectures import quiet
+from support.models.tiny_llama import write_model
 
 from headrace import LLM, AsyncLLM, SamplingParams
 from headrace.core.request import Request

@@ -18,8 +18,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from runner.harness import prompt, request
 from runner.test_invariants import FEATURES
+from support.runner.harness import prompt, request
 
 from headrace.config import EngineArgs
 from headrace.core.request import Request

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_vision
 from PIL import Image
+from support.models import tiny_vision
 
 from headrace import LLM, SamplingParams
 

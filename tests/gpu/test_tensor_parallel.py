@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.tiny import write_model
+from support.models.tiny_llama import write_model
 
 from headrace.errors import EngineError
 from headrace.frontend.llm import LLM

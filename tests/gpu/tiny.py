@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from engine.tiny import write_config
+from support.models.tiny_llama import write_config
 
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False}

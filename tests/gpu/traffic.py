@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any, Literal
 
-from engine.tiny import EOS, VOCAB
+from support.models.tiny_llama import EOS, VOCAB
 
 from headrace.outputs import RequestOutput
 from headrace.sampling_params import SamplingParams

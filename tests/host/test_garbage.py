@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from engine.tiny import write_config
+from support.models.tiny_llama import write_config
 
 from headrace.config import EngineArgs
 from headrace.startup.text import load_text

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from interpreter import blas_dot, product
+from support.interpreter import blas_dot, product
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from .operations import Maker, operations

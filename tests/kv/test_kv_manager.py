@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from cache_config import cache_holding
+from support.cache_config import cache_holding
 
 from headrace.errors import EngineError
 from headrace.kv import NULL_BLOCK, CacheIdentity, Item, KVCacheManager, SequenceBlocks

@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from cache_config import cache_holding
+from support.cache_config import cache_holding
 
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.core.plan import StepPlan, StepResult

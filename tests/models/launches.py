@@ -1,6 +1,6 @@
 """What one layer of a decode step launches on a GPU, counted on a CPU: the kernels are interpreted, PyTorch's operations seen.
 
-    python -m tests.models.launches --write docs/gpus.md
+    PYTHONPATH=tests python -m models.launches --write docs/gpus.md
 
 writes the table there; without an argument it prints each layer's launches in their order.
 """
@@ -21,6 +21,8 @@ from unittest import mock
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
+from support.models.cases import CASES, SMALL, prompt
+from support.models.harness import Bench, random_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
@@ -28,8 +30,6 @@ from headrace.kernels import gpu
 from headrace.model_spec import MoeSpec
 from headrace.models import registry
 from headrace.models.decoder import Decoder
-from models.families.cases import CASES, SMALL, prompt
-from models.harness import Bench, random_model
 
 BEGIN, END = "<!-- launches: written by tests/models/launches.py -->", "<!-- launches end -->"
 MODELS = {

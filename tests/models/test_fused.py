@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from support.models.harness import Bench, model_spec, random_model
 
 from headrace.kernels import native
 from headrace.kernels.native import NativeKernels, library
@@ -18,7 +19,6 @@ from headrace.models.decoder import Decoder
 from headrace.models.fused import FusedLayers, fuse, refusals
 from headrace.quant.groups import round_to_groups
 from headrace.quant.native import NativeMethod
-from models.harness import Bench, model_spec, random_model
 
 DTYPES = ["float32", "bfloat16"]
 

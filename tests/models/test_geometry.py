@@ -6,14 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.models.export import export
+from support.models.harness import Bench, model_spec, random_model
 from torch.nn import functional
-from weights.export import export
 
 from headrace.attention import select
 from headrace.model_spec import AttentionSpec, DenseSpec, ModelSpec, RopeSpec
 from headrace.models.decoder import Decoder
 from headrace.models.registry import name_table
-from models.harness import Bench, model_spec, random_model
 
 
 def layer(index: int, **changes: object) -> AttentionSpec:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.models.harness import Bench, model_spec, random_model
 
 from headrace.attention import select
 from headrace.model_spec import AttentionSpec, ModelSpec, RopeSpec
-from models.harness import Bench, model_spec, random_model
 from models.test_geometry import eager
 
 GROUP_SIZES = [1, 2, 3, 5, 7, 9]

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from pages import ROOT, run_blocks
+from support.models.cases import VOCAB, pair
+from support.models.harness import Bench, model_spec
+from support.pages import ROOT, run_blocks
 from transformers import PretrainedConfig
 
 from headrace.model_spec import AttentionSpec, RopeSpec
 from headrace.models import registry
 from headrace.models.decoder import Decoder
 from headrace.models.family import Family
-from models.families.cases import VOCAB, pair
-from models.harness import Bench, model_spec
 
 HEADS: dict = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "v_head_dim": 8, "scale": 0.35, "rotary_dim": 8}
 LAYERS = [AttentionSpec(layer=layer, rope=RopeSpec(10000.0), **HEADS) for layer in range(2)]

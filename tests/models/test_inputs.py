@@ -8,14 +8,14 @@ from functools import cache, partial
 
 import pytest
 import torch
+from support.models.cases import pair
+from support.models.harness import Bench
 
 from headrace.kernels import native
 from headrace.models.decoder import Decoder
 from headrace.models.families.gemma4 import Gemma4Decoder
 from headrace.models.fused import fuse
 from headrace.models.interface import ModelInputs
-from models.families.cases import pair
-from models.harness import Bench
 from models.test_fused import GEOMETRIES, packed
 
 IDS = [5, 17, 3, 40, 22, 8, 11, 60, 2]

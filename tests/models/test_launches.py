@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.models.cases import pair, prompt
+from support.models.harness import Bench
 
 from headrace.kernels import gpu
-from models.families.cases import pair, prompt
-from models.harness import Bench
 
 pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="the kernels need Triton"),
@@ -30,7 +30,7 @@ def test_the_table_is_what_is_launched() -> None:
     from models import launches
 
     page = PAGE.read_text()
-    assert launches.written(page) == page, "python -m tests.models.launches --write docs/gpus.md"
+    assert launches.written(page) == page, "PYTHONPATH=tests python -m models.launches --write docs/gpus.md"
 
 
 @pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])

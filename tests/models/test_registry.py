@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.models import mixtures
+from support.models.cases import CASES, GEMMA3, GEMMA4, SMALL
 from transformers import (
     BertConfig,
     Gemma3TextConfig,
@@ -24,8 +26,6 @@ from headrace.errors import ConfigError, ContradictionError
 from headrace.model_spec import CLAMPED_SWIGLU, DenseSpec, ModelSpec, MoeSpec
 from headrace.models import registry
 from headrace.models.families.gemma4 import Gemma4Spec
-from models.families import mixtures
-from models.families.cases import CASES, GEMMA3, GEMMA4, SMALL
 
 
 def spec_of(config: PretrainedConfig) -> ModelSpec:

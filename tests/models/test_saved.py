@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.models import mixtures
+from support.models.cases import CASES, SMALL, pair, prompt
+from support.models.export import export
+from support.models.harness import Bench
 from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-from weights.export import export
 
 from headrace.config import EngineArgs
 from headrace.models import registry
 from headrace.models.decoder import Decoder
 from headrace.sources.files import find_model
 from headrace.weights.load import load_weights
-from models.families import mixtures
-from models.families.cases import CASES, SMALL, pair, prompt
-from models.harness import Bench
 
 FIRST = {model_class: name for name, (model_class, _, _) in reversed(CASES.items())}
 ONE_EACH = list(FIRST.values())

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from support.models.cases import CASES, SMALL
 
 from headrace.models import registry
 from headrace.models.size import weight_bytes
-from models.families.cases import CASES, SMALL
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from thread_ranks import on_ranks
-from weights.export import export
+from support.models.cases import CASES, pair, prompt
+from support.models.export import export
+from support.models.harness import Bench, copy_weights, model_spec, random_model
+from support.thread_ranks import on_ranks
 
 from headrace.attention.context import TokenKinds
 from headrace.errors import ConfigError
@@ -18,9 +20,7 @@ from headrace.models import registry
 from headrace.models.cuts import checked_cuts, num_sums
 from headrace.models.decoder import Decoder, DecoderAttention, DecoderLayer
 from headrace.parallel.layout import ParallelSizes, describe, shard_model, workable_sizes
-from models.families.cases import CASES, pair, prompt
 from models.families.test_families import close
-from models.harness import Bench, copy_weights, model_spec, random_model
 
 STEPS = 5
 WORKS = [name for name in CASES if name not in ("llama-head-dim", "llama-uneven-narrow-v", "qwen3-uneven")]

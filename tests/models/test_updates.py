@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from weights.export import export
+from support.models.cases import CASES, SMALL, prompt
+from support.models.export import export
+from support.models.harness import Bench, random_model
 
 from headrace.models import registry
 from headrace.models.decoder import Decoder
 from headrace.models.update import weight_update
-from models.families.cases import CASES, SMALL, prompt
-from models.harness import Bench, random_model
 
 NAMES = ["llama-tied", "gemma3-images", "gemma4-experts", "gpt-oss", "mimo", "ernie-moe", "deepseek-v3"]
 """Fused and interleaved matrices, layouts of their own, stacked experts, names of something larger."""

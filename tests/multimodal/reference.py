@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from tiny_vision import IDS
+from support.models.tiny_vision import IDS
 from transformers import PreTrainedModel
 
 from headrace.core.media import ItemInputs, TensorData

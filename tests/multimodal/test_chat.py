@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_vision
+from support.media import noise, picture
+from support.models import tiny_vision
 from typer.testing import CliRunner
 
 from headrace import SamplingParams
 from headrace.cli.main import app
 from headrace.errors import RequestError
 
-from .media import noise, picture
 from .test_pictures import Served, served
 
 SHORT = SamplingParams(max_tokens=4, temperature=0.0)

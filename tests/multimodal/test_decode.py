@@ -11,12 +11,12 @@ import numpy as np
 import psutil
 import pytest
 from PIL import Image
+from support.media import clip, encoded, noise, picture, real_picture
 
 from headrace.errors import RequestError
 from headrace.host.jobs import ProcessLimits
 from headrace.multimodal.decode import DecodeError, DecodeLimits, decode_image, decode_video, sample_indices
 from headrace.multimodal.decoder import MediaDecoder
-from multimodal.media import clip, encoded, noise, picture, real_picture
 
 LIMITS = DecodeLimits(image_pixels=1_000_000, video_pixels=2_000_000, video_seconds=60.0, video_frames=8)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_vision
 import torch
 from PIL import Image, ImageDraw, ImageFont
+from support.models import tiny_vision
 
 from headrace.errors import ConfigError, RequestError
 from headrace.models.registry import model_spec

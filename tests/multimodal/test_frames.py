@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_vision
 import transformers
 import transformers.video_utils
+from support.models import tiny_vision
 
 from headrace.errors import RequestError
 from headrace.multimodal.families import media_rules

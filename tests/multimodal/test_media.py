@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from support.media import clip, encoded, noise, picture
 
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError, QueueFullError, RequestError
@@ -21,7 +22,6 @@ from headrace.host.channel import Channel
 from headrace.multimodal.items import Features, MultiModalData, Picture, Video
 from headrace.multimodal.media import MediaBudget, MediaLoader, from_base64
 from headrace.text.content import MediaPart
-from multimodal.media import clip, encoded, noise, picture
 from multimodal.test_feature_file import save, tensors
 
 

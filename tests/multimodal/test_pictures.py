@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_vision
 import torch
 from PIL import Image
-from runner.harness import media_of
+from support.models import tiny_vision
+from support.runner.harness import media_of
 from transformers import PreTrainedModel
 
 from headrace import LLM, SamplingParams

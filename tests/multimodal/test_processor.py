@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_vision
 import torch
 import transformers
 from PIL import Image
+from support.models import tiny_vision
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig
 

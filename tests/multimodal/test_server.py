@@ -9,16 +9,15 @@ from typing import Any
 
 import httpx
 import pytest
-import tiny_vision
 import torch
 from safetensors.torch import save
-from server.harness import Running, running
+from support.media import clip, noise, picture, real_picture, real_video
+from support.models import tiny_vision
+from support.server.harness import Running, running
 
 from headrace import LLM, SamplingParams
 from headrace.config import EngineArgs
 from headrace.frontend.async_llm import AsyncLLM
-
-from .media import clip, noise, picture, real_picture, real_video
 
 pytestmark = pytest.mark.slow
 HIDDEN = 64

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_vision
 import torch
 import transformers
 import transformers.video_utils
 from PIL import Image
+from support.models import tiny_vision
 
 from headrace.multimodal.families import media_rules
 from headrace.multimodal.items import Video, array_of

@@ -10,9 +10,9 @@ from unittest import mock
 
 import pytest
 import torch
-from models.fallback.megatron import models as small
 from models.fallback.megatron.test_checkpoint import arguments, save
 from models.fallback.megatron.test_megatron import OWN, SHARED, engine, state_of, tokens_of, train_step
+from support.models import megatron
 from typer.testing import CliRunner
 
 from headrace import LLM
@@ -48,7 +48,7 @@ def assert_exact(parity: Parity, reference: str) -> None:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
-    save(small.gpt(), folder, args=arguments())
+    save(megatron.gpt(), folder, args=arguments())
     return folder
 
 
@@ -69,7 +69,7 @@ def test_a_checkpoint_agrees_with_megatrons_modules(saved: Path) -> None:
 
 
 def test_a_checkpoint_agrees_with_megatrons_own_forward(saved: Path) -> None:
-    with small.no_device_asked_for():
+    with megatron.no_device_asked_for():
         parity = measure(args(saved, dtype="float32"))
     assert_exact(parity, OWN_NAME)
     assert parity.notes == ()
@@ -139,8 +139,8 @@ QUICK = ("windows in some layers", "learned sinks", "interleaved, half of the ch
 
 @pytest.mark.parametrize("kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in EAGER])
 def test_a_live_model_agrees_with_its_modules(kind: str) -> None:
-    with small.no_device_asked_for():
-        model = small.gpt(**EAGER[kind])
+    with megatron.no_device_asked_for():
+        model = megatron.gpt(**EAGER[kind])
     parity = engine(model).parity()
     assert_exact(parity, EAGER_NAME)
     assert any("ask for a CUDA device" in note for note in parity.notes)
@@ -148,18 +148,18 @@ def test_a_live_model_agrees_with_its_modules(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["experts with a bias", "latent, YaRN"])
 def test_a_live_model_agrees_with_its_own_forward(kind: str) -> None:
-    with small.no_device_asked_for():
-        assert_exact(engine(small.gpt(**OWN[kind])).parity(), OWN_NAME)
+    with megatron.no_device_asked_for():
+        assert_exact(engine(megatron.gpt(**OWN[kind])).parity(), OWN_NAME)
 
 
 @pytest.mark.parametrize("own", [True, False])
 def test_a_live_model_of_few_bits_is_measured_in_its_dtype(own: bool) -> None:
     """Nothing is converted for good: in float32 its modules compute one by one, and are found as they were."""
-    model = small.gpt(dtype=torch.bfloat16, bf16=True, std=0.1)
+    model = megatron.gpt(dtype=torch.bfloat16, bf16=True, std=0.1)
     before = state_of(model)
     llm = engine(model)
     if own:
-        with small.no_device_asked_for():
+        with megatron.no_device_asked_for():
             parity = llm.parity()
     else:
         parity = llm.parity()
@@ -177,7 +177,7 @@ def test_the_float32_of_a_model_of_few_bits_is_that_of_its_weights() -> None:
     from headrace.models.fallback.megatron.describe import describe_megatron
     from headrace.models.fallback.megatron.own import OwnForward
 
-    few, wide = small.gpt(dtype=torch.bfloat16, bf16=True), small.gpt()
+    few, wide = megatron.gpt(dtype=torch.bfloat16, bf16=True), megatron.gpt()
     for theirs, own in zip(few.parameters(), wide.parameters(), strict=True):
         own.data.copy_(theirs.data)
     tokens = [5, 9, 33, 2, 71, 8]
@@ -189,7 +189,7 @@ def test_the_float32_of_a_model_of_few_bits_is_that_of_its_weights() -> None:
 def test_a_layer_of_a_live_model_that_is_off_fails_and_is_named(
     factor: float, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = engine(small.gpt())
+    llm = engine(megatron.gpt())
     plain = CoreAttention.forward
 
     def off(self: CoreAttention, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -205,7 +205,7 @@ def test_a_layer_of_a_live_model_that_is_off_fails_and_is_named(
 
 
 def test_a_reference_that_is_not_finite_is_no_reference() -> None:
-    model = small.gpt()
+    model = megatron.gpt()
     llm = engine(model)
     model.decoder.layers[0].mlp.linear_fc1.weight.data.fill_(float("nan"))
     with pytest.raises(ConfigError, match=f"{EAGER_NAME}, float32, gives logits that are not finite"):
@@ -214,12 +214,12 @@ def test_a_reference_that_is_not_finite_is_no_reference() -> None:
 
 def test_it_leaves_model_and_engine_as_they_were() -> None:
     """Modes, gradients, cached prefixes; and a trainer's steps go on."""
-    model = small.gpt(hidden_dropout=0.0, attention_dropout=0.0).train()
+    model = megatron.gpt(hidden_dropout=0.0, attention_dropout=0.0).train()
     llm = engine(model)
     prompt = [*SHARED, 1, 2, 3, 4]
     expected = tokens_of(llm, prompt)
     before, hits = state_of(model), llm.stats.prefix_hit_tokens
-    with small.no_device_asked_for():
+    with megatron.no_device_asked_for():
         assert llm.parity().passed
     assert state_of(model) == before
     assert tokens_of(llm, prompt) == expected
@@ -229,7 +229,7 @@ def test_it_leaves_model_and_engine_as_they_were() -> None:
 
 
 def test_what_a_running_engine_has_and_parity_does_not_measure_is_said() -> None:
-    llm = engine(small.gpt())
+    llm = engine(megatron.gpt())
     (note,) = [note for note in llm.parity().notes if note.startswith("not measured")]
     assert note == "not measured: max_num_seqs, max_num_batched_tokens"
     assert llm._external is not None
@@ -240,11 +240,11 @@ def test_what_a_running_engine_has_and_parity_does_not_measure_is_said() -> None
 
 
 def test_what_cannot_run_on_the_device_is_refused_with_the_layer() -> None:
-    with small.no_device_asked_for():
-        model = small.gpt(**OWN["latent, YaRN"])
+    with megatron.no_device_asked_for():
+        model = megatron.gpt(**OWN["latent, YaRN"])
     with pytest.raises(ConfigError, match="layer 0 has multi-head latent attention, whose rotary embedding asks for a CUDA"):
         engine(model).parity()
-    model = small.gpt()
+    model = megatron.gpt()
     llm = engine(model)
     failing = mock.patch.object(EagerAttention, "forward", side_effect=RuntimeError("no such kernel"))
     with failing, pytest.raises(ConfigError, match=r"decoder\.layers\.0\.self_attention\.core_attention: .*no such kernel"):

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_models
 import torch
 import transformers
-from architectures import quiet
+from support.models import tiny_models
+from support.models.architectures import quiet
 from typer.testing import CliRunner
 
 from headrace.cli.main import app

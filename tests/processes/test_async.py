@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
-from engine.fakes import SCRIPT, said
+from support.engine.fakes import SCRIPT, fake_process, said
 
 from headrace.config import EngineArgs
 from headrace.core.request import Request
@@ -32,7 +32,6 @@ from headrace.processes.messages import Fatal
 from headrace.processes.supervisor import Death
 from headrace.sampling_params import SamplingParams
 
-FAKE = Path(__file__).parent / "fake_process.py"
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 
 
@@ -70,7 +69,7 @@ def shared(tiny_folder: Path) -> Iterator[Shared]:
 
 def build(folder: Path, mode: str = "fine", seconds: float = 0.01, on_progress: Any = None, **args: Any) -> AsyncLLM:
     llm = AsyncLLM(EngineArgs(model=str(folder), load_format="dummy", **args), on_progress=on_progress)
-    llm._supervisor._command = (sys.executable, str(FAKE), mode, str(seconds))
+    llm._supervisor._command = fake_process(mode, seconds)
     return llm
 
 
@@ -635,7 +634,7 @@ from headrace.frontend.async_llm import AsyncLLM
 
 async def main():
     llm = AsyncLLM(EngineArgs(model={str(tiny_folder)!r}, load_format="dummy"))
-    llm._supervisor._command = (sys.executable, {str(FAKE)!r}, "fine", "0.01")
+    llm._supervisor._command = {fake_process(seconds=0.01)!r}
     await llm.start()
     print(llm.engine_pid, flush=True)
     await asyncio.sleep(60)

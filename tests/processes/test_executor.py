@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from engine.tiny import VOCAB, write_config
+from support.models.tiny_llama import VOCAB, write_config
 
 from headrace.config import EngineArgs
 from headrace.core.plan import SamplePlan, StepPlan, StepResult, encode_plan

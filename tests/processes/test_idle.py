@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from engine.fakes import FakeRunner, make_core
+from support.engine.fakes import FakeRunner, make_core
 
 from headrace.errors import RankLostError
 from headrace.host.channel import Channel as SocketChannel

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from engine.fakes import make_core
+from support.engine.fakes import fake_process, make_core
 
 from headrace import LLM, SamplingParams
 from headrace.config import EngineArgs, KVEventsConfig
@@ -202,7 +201,7 @@ def test_the_router_knows_the_caches_of_its_replicas(tiny_folder: Path) -> None:
     """Real processes report to the front; answers are known too, and what was reset is not."""
 
     class FakeLLM(AsyncLLM):
-        command = (sys.executable, str(Path(__file__).parent / "fake_process.py"), "fine", "0")
+        command = fake_process()
 
     async def work() -> None:
         args = EngineArgs(model=str(tiny_folder), load_format="dummy", data_parallel_size=2, block_size=8)

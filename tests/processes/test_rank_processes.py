@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from engine.tiny import write_config
+from support.models.tiny_llama import write_config
 
 from headrace import AsyncLLM, SamplingParams
 from headrace.config import EngineArgs

@@ -6,14 +6,13 @@ import asyncio
 import functools
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.fakes import said
+from support.engine.fakes import fake_process, said
 
 from headrace.config import EngineArgs
 from headrace.core.request import Request
@@ -40,7 +39,6 @@ from headrace.processes.replicas import ReplicaSet, capacity_of
 from headrace.processes.supervisor import Health
 from headrace.sampling_params import SamplingParams
 
-FAKE = Path(__file__).parent / "fake_process.py"
 INFO = EngineInfo(
     model="stub",
     architecture="Stub",
@@ -345,11 +343,11 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 
 class FakeLLM(AsyncLLM):
-    command = (sys.executable, str(FAKE), "fine", "0.02")
+    command = fake_process(seconds=0.02)
 
 
 class PoisonLLM(AsyncLLM):
-    command = (sys.executable, str(FAKE), "prompts", "0.02")
+    command = fake_process("prompts", 0.02)
 
 
 async def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from gguf.quants import dequantize
+from support.quant_blocks import Type, random_blocks
 from torch.nn.functional import linear
 
 from headrace.errors import ConfigError
@@ -19,8 +20,6 @@ from headrace.quant.hybrid import HybridMethod
 from headrace.quant.int4 import Int4Method
 from headrace.quant.int8 import Int8Method
 from headrace.quant.native import NativeMethod
-
-from .blocks import Type, random_blocks
 
 COLUMNS = 256
 

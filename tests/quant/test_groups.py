@@ -8,12 +8,11 @@ import torch
 from gguf.quants import dequantize, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.quant_blocks import HALVES, Type, random_blocks
 
 from headrace.quant import int4, native
 from headrace.quant.gguf_blocks import decode
 from headrace.quant.groups import GROUP, GroupCodes, concatenate, relative_error, round_to_groups
-
-from .blocks import HALVES, Type, random_blocks
 
 GROUPED = [kind for kind in HALVES if kind != Type.Q6_K]
 

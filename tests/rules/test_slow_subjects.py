@@ -29,3 +29,14 @@ def test_a_change_of_pages_runs_none() -> None:
 
 def test_a_change_of_what_is_installed_runs_all() -> None:
     assert {"models", "kernels", "text"} <= {Path(each).parts[1] for each in slow_subjects("pyproject.toml")}
+
+
+@pytest.mark.parametrize("name", ["sim/examples", "sim/sleeping_process"])
+def test_a_change_of_a_fake_runs_the_slow_tests_that_use_it(name: str) -> None:
+    """Through other fakes, and as a program; not those beside them."""
+    found = slow_subjects(f"tests/support/{name}.py")
+    assert "tests/sim/test_cluster.py" in found and "tests/bench/test_pictures.py" not in found
+
+
+def test_a_change_of_the_interpreter_runs_all() -> None:
+    assert slow_subjects("tests/support/interpreter.py") == slow_subjects("pyproject.toml")

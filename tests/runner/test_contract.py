@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.runner.harness import BLOCK, EOS, MAX_LEN, VOCAB, World, model, prompt, request, serve
+from support.runner.plans import blocks_for, new, plan, row
 
 from headrace.core.plan import NewSequence, Row, SamplePlan, StepPlan, StepResult, pack_tokens
 from headrace.errors import ConfigError, EngineError
 from headrace.runner.part import StepHandle
 from headrace.runner.runner import BROKEN, ModelRunner
-
-from .harness import BLOCK, EOS, MAX_LEN, VOCAB, World, model, prompt, request, serve
-from .plans import blocks_for, new, plan, row
 
 PROMPT = prompt(1, 6)
 

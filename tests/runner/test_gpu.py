@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.runner.harness import FAMILIES, IN_FP8, Engine, World, alone, same, serve
 
 from headrace.core.plan import NewSequence, pack_tokens
 from headrace.sampling.feature import LogitsRows
@@ -11,7 +12,6 @@ from headrace.sampling.random import philox
 from headrace.sampling.sampler import Sampler
 from headrace.sampling_params import SamplingParams
 
-from .harness import FAMILIES, IN_FP8, Engine, World, alone, same, serve
 from .test_invariants import REQUESTS, shuffled
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -10,6 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from support.runner.harness import VOCAB, Engine, Outcomes, World, model, prompt, request, same, serve, token_bytes
+from support.runner.plans import blocks_for, masked, new, plan, row
 
 from headrace.attention.backend import AttentionBackend, AttentionInputs, StepMetadata
 from headrace.core.plan import NewSequence, Row, SamplePlan
@@ -22,8 +24,6 @@ from headrace.runner.runner import ModelRunner
 from headrace.sampling.feature import Feature, Indices, LogitsRows
 from headrace.sampling.sampler import NOTHING_ALLOWED
 
-from .harness import VOCAB, Engine, Outcomes, World, model, prompt, request, same, serve, token_bytes
-from .plans import blocks_for, masked, new, plan, row
 from .test_invariants import FEATURES
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="the kernels of graphs need Triton")

@@ -14,13 +14,27 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from support.runner.harness import (
+    EOS,
+    FAMILIES,
+    IN_FP8,
+    VOCAB,
+    Engine,
+    Outcomes,
+    World,
+    alone,
+    model,
+    prompt,
+    request,
+    same,
+    serve,
+    text_of,
+)
 
 from headrace.core.request import Request
 from headrace.core.sequence import Sequence
 from headrace.outputs import TokenLogprobs
 from headrace.runner.replay import replay
-
-from .harness import EOS, FAMILIES, IN_FP8, VOCAB, Engine, Outcomes, World, alone, model, prompt, request, same, serve, text_of
 
 BAD_WORDS = ["ab", "dcd", "aé", "bbb"]
 

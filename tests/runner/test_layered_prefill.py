@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from support.runner.harness import Engine, Outcomes, alone, prompt, request, same
+from support.runner.sparse_world import SparseWorld, captured_runner, elastic
 
 from headrace.core.plan import LayerRange, SamplePlan, StepPlan
 from headrace.core.request import Request
@@ -23,8 +25,6 @@ from headrace.runner.parts.pieces import Pieces
 from headrace.runner.replay import replay
 from headrace.runner.runner import ModelRunner
 
-from .harness import Engine, Outcomes, alone, prompt, request, same
-from .sparse_world import SparseWorld, captured_runner, elastic
 from .test_sparse import strip
 
 LAYERS = 5

@@ -8,14 +8,27 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from attention.fake_flashinfer import Device, flashinfer, wait_for_kernels
+from support.fake_flashinfer import Device, flashinfer, wait_for_kernels
+from support.runner.harness import (
+    MEDIA_IN_FP8,
+    SPECS,
+    WITH_MEDIA,
+    Encoder,
+    Engine,
+    Outcomes,
+    World,
+    alone,
+    model,
+    same,
+    serve,
+    token_bytes,
+)
 
 from headrace.attention import select
 from headrace.attention.compose import WithVisibleEnds, usual_of
 from headrace.core.request import Request
 from headrace.runner.runner import ModelRunner
 
-from .harness import MEDIA_IN_FP8, SPECS, WITH_MEDIA, Encoder, Engine, Outcomes, World, alone, model, same, serve, token_bytes
 from .test_media_invariants import finished, quick, requests, shuffled
 
 __all__ = ["flashinfer"]

@@ -15,18 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-
-from headrace.core.media import ItemInputs, TensorData
-from headrace.core.request import Request
-from headrace.core.sequence import Sequence
-from headrace.kernels.inputs import RowTensors
-from headrace.kv import Item
-from headrace.models.vision.interface import EncodedItem, encoded_item
-from headrace.multimodal.positions import Run, rope_positions
-from headrace.runner.parts.media import _token_slots
-from headrace.runner.replay import replay
-
-from .harness import (
+from support.runner.harness import (
     MEDIA_IN_FP8,
     SPECS,
     WITH_MEDIA,
@@ -41,6 +30,17 @@ from .harness import (
     same,
     serve,
 )
+
+from headrace.core.media import ItemInputs, TensorData
+from headrace.core.request import Request
+from headrace.core.sequence import Sequence
+from headrace.kernels.inputs import RowTensors
+from headrace.kv import Item
+from headrace.models.vision.interface import EncodedItem, encoded_item
+from headrace.multimodal.positions import Run, rope_positions
+from headrace.runner.parts.media import _token_slots
+from headrace.runner.replay import replay
+
 from .test_graphs import runner as graph_runner
 
 HIDDEN = 32

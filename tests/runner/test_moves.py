@@ -6,13 +6,12 @@ import random
 
 import pytest
 import torch
+from support.runner.harness import World
 
 from headrace.core.plan import StepPlan
 from headrace.errors import EngineError
 from headrace.runner.slots import SlotTables
 from headrace.startup.ledger import cache_lines
-
-from .harness import World
 
 
 def test_tables_follow_blocks_that_move_one_after_the_other() -> None:

@@ -7,15 +7,14 @@ import os
 from pathlib import Path
 
 import pytest
+from support.runner.harness import World, prompt
+from support.runner.plans import new, plan, row
 
 from headrace.core.plan import RunnerEvent, SamplePlan, encode_plan
 from headrace.errors import ConfigError
 from headrace.runner.graphs import GraphCount
 from headrace.runner.parts.record import Recorder, fingerprint
 from headrace.runner.replay import read_plans, replay
-
-from .harness import World, prompt
-from .plans import new, plan, row
 
 PLANS = [
     plan(row(1, 0, 0, 3, [1]), new=[new(1, 0, prompt(1, 3), temperature=1.0, logit_bias={3: 1.5})], step=1),

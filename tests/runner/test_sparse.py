@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from support.runner.harness import Engine, Outcomes, alone, prompt, request, same
+from support.runner.sparse_world import Reference, SparseWorld, elastic
 
 from headrace.attention.sparse import Watch, WithSparsePrompts
 from headrace.core.plan import StepPlan, StepResult
@@ -21,9 +23,6 @@ from headrace.errors import ConfigError, EngineError
 from headrace.model_spec import ELASTIC_MODES
 from headrace.model_spec.kv import FP8_KV
 from headrace.runner.replay import replay
-
-from .harness import Engine, Outcomes, alone, prompt, request, same
-from .sparse_world import Reference, SparseWorld, elastic
 
 
 def outcome(

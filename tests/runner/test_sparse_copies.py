@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention.fake_flashinfer import Device, flashinfer
+from support.fake_flashinfer import Device, flashinfer
+from support.runner.harness import alone, same
+from support.runner.sparse_world import SparseWorld, elastic
 
 from headrace.attention import sparse
 from headrace.attention.flashinfer import heads, kernels
 from headrace.kernels import support
 
-from .harness import alone, same
-from .sparse_world import SparseWorld, elastic
 from .test_sparse import MODES, expected, run, traffic
 
 __all__ = ["flashinfer"]

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.runner.harness import Engine, alone, prompt, request, same
+from support.runner.sparse_world import SparseWorld, captured_runner, model
 
 from headrace.attention import sparse
 from headrace.attention.backend import StepMetadata, distinct
@@ -19,8 +21,6 @@ from headrace.models.interface import ModelInputs
 from headrace.runner.build import make_backends, make_caches
 from headrace.startup.profile import largest_step
 
-from .harness import Engine, alone, prompt, request, same
-from .sparse_world import SparseWorld, captured_runner, model
 from .test_sparse import EXACT, MODES, expected, run, traffic
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="the kernels need Triton")

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.runner.harness import VOCAB, World, prompt
+from support.runner.plans import blocks_for, masked, new, plan, row
 
 from headrace.core.plan import SamplePlan, StepPlan, StepResult
 from headrace.errors import EngineError
@@ -16,9 +18,6 @@ from headrace.runner.replay import read_plans, replay
 from headrace.runner.runner import ModelRunner
 from headrace.sampling.feature import LogitsRows
 from headrace.sampling.sampler import NOTHING_ALLOWED, Sampled
-
-from .harness import VOCAB, World, prompt
-from .plans import blocks_for, masked, new, plan, row
 
 WORLD = World(max_num_seqs=8, num_blocks=90)
 PROMPTS = {10: prompt(1, 6), 11: prompt(2, 9)}

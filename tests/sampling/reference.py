@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from bad_words_reference import BadWordsStepper
+from support.bad_words_reference import BadWordsStepper
 
 from headrace.core.plan import NewSequence, pack_tokens
 from headrace.sampling.feature import LogitsRows

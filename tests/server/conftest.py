@@ -6,9 +6,8 @@ import os
 from collections.abc import Iterator
 
 import pytest
-
-from server.fakes import FakeLLM
-from server.harness import Api, Running, running
+from support.server.fakes import FakeLLM
+from support.server.harness import Api, Running, running
 
 
 @pytest.fixture(autouse=True)

@@ -7,11 +7,11 @@ import logging
 from pathlib import Path
 
 import pytest
+from support.server.fakes import FakeLLM
+from support.server.harness import Api, error
 
 from headrace.errors import ConfigError
 from headrace.server.settings import ServerSettings
-from server.fakes import FakeLLM
-from server.harness import Api, error
 
 KEYS = ServerSettings(api_keys=("first-key", "zweiter-schlüssel"))
 

@@ -9,12 +9,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 import httpx
 import msgspec
 import pytest
+from support.server.fakes import FakeLLM
+from support.server.harness import Api, client, error, events
 
 from headrace.core.request import Request
 from headrace.outputs import AttentionReport, OutputDelta
 from headrace.server.settings import ServerSettings
-from server.fakes import FakeLLM
-from server.harness import Api, client, error, events
 
 BASE = {
     "/v1/completions": {"prompt": "Hi", "max_tokens": 5},

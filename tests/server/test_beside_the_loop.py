@@ -12,6 +12,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.server import scripted
+from support.server.harness import Api, client, error
+from support.server.scripted import ScriptedLLM
 
 from headrace.server.routes import chat, messages, tokens
 from headrace.server.settings import ServerSettings
@@ -19,10 +22,7 @@ from headrace.server.shape import messages as message_shape
 from headrace.server.shape import responses as response_shape
 from headrace.server.shape.turns import Turns
 from headrace.text.tokenizer import Tokenizer
-from server import scripted
-from server.harness import Api, client, error
 from server.loop_turns import Turn, turns
-from server.scripted import ScriptedLLM
 
 USER = {"role": "user", "content": "Hi"}
 TOOL = {"name": "add", "input_schema": {"type": "object"}}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.server.fakes import BOS, EOS, FakeLLM
+from support.server.harness import Api, error, events
 
 from headrace.sampling_params import SamplingParams
 from headrace.server.settings import ServerSettings
-from server.fakes import BOS, EOS, FakeLLM
-from server.harness import Api, error, events
 
 
 @pytest.mark.parametrize("name", ["messages", "chat_template_kwargs"])

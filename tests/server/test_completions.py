@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.server.fakes import BOS, EOS, ByteTokenizer, FakeLLM
+from support.server.harness import Api, error, events
 
 from headrace.server.settings import ServerSettings
-from server.fakes import BOS, EOS, ByteTokenizer, FakeLLM
-from server.harness import Api, error, events
 
 
 def test_answer(api: Api) -> None:

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+from support.server.fakes import FakeLLM
+from support.server.harness import Running, running, wait_for
+from support.server.raw import RawClient, get, post
 
 from headrace.server.settings import ServerSettings
-from server.fakes import FakeLLM
-from server.harness import Running, running, wait_for
-from server.raw import RawClient, get, post
 
 LONG = [97] * 400
 GENERATE = b'{"prompt": "Hi", "max_tokens": 400}'

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-
-from server.fakes import FakeLLM
-from server.harness import Running, error, running, wait_for
-from server.raw import RawClient, post
+from support.server.fakes import FakeLLM
+from support.server.harness import Running, error, running, wait_for
+from support.server.raw import RawClient, post
 
 STEP = 0.02
 LONG = [97] * 400

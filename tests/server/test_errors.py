@@ -7,12 +7,12 @@ import json
 from typing import Any
 
 import pytest
+from support.server.fakes import FakeLLM
+from support.server.harness import Api, client, error
 
 from headrace.errors import EngineDeadError, EngineError, RequestError
 from headrace.server.app import build_app
 from headrace.server.settings import ServerSettings
-from server.fakes import FakeLLM
-from server.harness import Api, client, error
 
 JSON = {"content-type": "application/json"}
 CHAT = "/v1/chat/completions"

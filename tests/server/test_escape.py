@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from support.server.harness import Api
+from support.server.scripted import ScriptedLLM, tokenizer
+
 from headrace.server.settings import ServerSettings
-from server.harness import Api
-from server.scripted import ScriptedLLM, tokenizer
 
 ESCAPED = ServerSettings(escape_special_tokens="user")
 END = "<eos>"

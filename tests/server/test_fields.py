@@ -11,6 +11,8 @@ from openai.types import completion_create_params as text_params
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params as response_params
 from reference import request_fields
+from support.server.fakes import FakeLLM
+from support.server.harness import Api
 
 from headrace.constrain.fields import ConstraintFields
 from headrace.core.request import Request
@@ -19,8 +21,6 @@ from headrace.sampling_params import SamplingParams
 from headrace.server import fields
 from headrace.server.fields import FIELDS, applied_fields, rules
 from headrace.server.schema import BODIES
-from server.fakes import FakeLLM
-from server.harness import Api
 
 PATHS = {
     "chat": "/v1/chat/completions",

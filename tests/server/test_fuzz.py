@@ -12,15 +12,15 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from support.server import scripted
+from support.server.fakes import FakeLLM
+from support.server.harness import client
+from support.server.mutations import requests
+from support.server.scripted import ScriptedLLM
 
 from headrace.server.fields import FIELDS, rules
 from headrace.server.state import Serving
 from headrace.server.store import StoredItem
-from server import scripted
-from server.fakes import FakeLLM
-from server.harness import client
-from server.mutations import requests
-from server.scripted import ScriptedLLM
 
 FUZZ = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 PATHS = {

@@ -6,13 +6,13 @@ import json
 from typing import Any
 
 import pytest
+from support.server import scripted
+from support.server.grammars import folded_messages, folded_responses, named_events
+from support.server.harness import Api, error, events
+from support.server.scripted import ScriptedLLM
 
 from headrace.server.settings import ServerSettings
 from headrace.text.tokenizer import Tokenizer
-from server import scripted
-from server.grammars import folded_messages, folded_responses, named_events
-from server.harness import Api, error, events
-from server.scripted import ScriptedLLM
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"

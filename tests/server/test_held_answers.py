@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.server import scripted
+from support.server.harness import Api
+from support.server.scripted import ScriptedLLM
 
 from headrace.config import StructuredOutputsConfig
 from headrace.constrain.compiler import compiled
 from headrace.constrain.factory import GrammarFactory
 from headrace.text.tokenizer import Tokenizer
-from server import scripted
-from server.harness import Api
-from server.scripted import ScriptedLLM
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}

@@ -19,14 +19,14 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.server.fakes import FakeLLM
+from support.server.harness import Api, Running, error, running, wait_for
+from support.server.raw import RawClient, get, post
 
 from headrace.options import options
 from headrace.server.body import num_values
 from headrace.server.protocol import LimitedProtocol
 from headrace.server.settings import ServerSettings
-from server.fakes import FakeLLM
-from server.harness import Api, Running, error, running, wait_for
-from server.raw import RawClient, get, post
 
 LIMITS = ServerSettings(
     max_header_bytes=2000, max_url_bytes=500, max_body_bytes=1000, max_bytes_in_flight=4000, max_json_values=50

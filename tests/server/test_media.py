@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from multimodal.media import clip, noise, picture, real_picture
 from multimodal.test_feature_file import save, tensors
 from multimodal.test_media import data_url
+from support.media import clip, noise, picture, real_picture
+from support.server.fakes import FakeLLM
+from support.server.harness import Api, running
+from support.server.media import HIDDEN, SeeingLLM, loader
 
 from headrace.errors import RequestError
 from headrace.multimodal.feature_file import read_features
@@ -22,9 +25,6 @@ from headrace.server.errors import ApiError
 from headrace.server.features import FeatureStore
 from headrace.server.settings import ServerSettings
 from headrace.server.state import Serving
-from server.fakes import FakeLLM
-from server.harness import Api, running
-from server.media import HIDDEN, SeeingLLM, loader
 
 PNG = data_url(picture(32, 24))
 FEATURES = save(tensors())

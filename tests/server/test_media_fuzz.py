@@ -16,14 +16,14 @@ import httpx
 import numpy as np
 import psutil
 import pytest
-from multimodal.media import clip, encoded, noise
 from multimodal.test_feature_file import nan, save, tensors
 from multimodal.test_fetch import NOT_PUBLIC, Site
 from PIL import Image
+from support.media import clip, encoded, noise
+from support.server.media import SeeingLLM, loader
 
 from headrace.multimodal.fetch import Fetcher
 from headrace.server.app import build_app
-from server.media import SeeingLLM, loader
 
 COUNT = 300
 ALIVE_EVERY = 50

@@ -7,15 +7,15 @@ from typing import Any
 
 import anthropic
 import pytest
+from support.server import scripted
+from support.server.fakes import FakeLLM
+from support.server.grammars import folded_messages, named_events
+from support.server.harness import Api, running
+from support.server.scripted import ScriptedLLM
 
 from headrace.server import sse
 from headrace.server.settings import ServerSettings
 from headrace.text.tokenizer import Tokenizer
-from server import scripted
-from server.fakes import FakeLLM
-from server.grammars import folded_messages, named_events
-from server.harness import Api, running
-from server.scripted import ScriptedLLM
 
 TOOL: dict[str, Any] = {
     "name": "add",

@@ -6,16 +6,16 @@ from typing import Any
 
 import httpx
 import pytest
-from pages import ROOT
 from prometheus_client.parser import text_string_to_metric_families as families_of
+from support.pages import ROOT
+from support.server.fakes import FakeLLM
+from support.server.harness import Running, running
 
 from headrace.metrics.compat import VLLM
 from headrace.metrics.prometheus import GenerationObserver, ServerMetrics
 from headrace.metrics.stats import EngineStats
 from headrace.outputs import Event, OutputDelta, RequestTimes
 from headrace.server.settings import ServerSettings
-from server.fakes import FakeLLM
-from server.harness import Running, running
 
 
 class Scrape:

@@ -7,9 +7,8 @@ from typing import Any
 
 import openai
 import pytest
-
-from server.fakes import FakeLLM
-from server.harness import Running, running
+from support.server.fakes import FakeLLM
+from support.server.harness import Running, running
 
 MESSAGES: list[Any] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "Hi"}]
 TEXT = "Hello 0, wörld € 🙂 seed 4"

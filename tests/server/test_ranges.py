@@ -7,13 +7,13 @@ import math
 from typing import Any
 
 import pytest
+from support.server.fakes import FakeLLM
+from support.server.harness import Api
 
 from headrace.cli.prompts import parse_line
 from headrace.errors import RequestError
 from headrace.options import Option, options
 from headrace.sampling_params import SamplingParams
-from server.fakes import FakeLLM
-from server.harness import Api
 
 EXTREMES: list[Any] = [
     *(1.7976931348623157e308, 1e300, 3.5e38, 3.4028234663852886e38, 1e-40, 5e-324, -5e-324, 0.0, -0.0, -1.0, -2.1, -1e300),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.server.fakes import FakeLLM, Health
+from support.server.harness import Api, error
 
 from headrace.core.routing import RouterStats, RoutingDecision
 from headrace.errors import RequestError
@@ -12,8 +14,6 @@ from headrace.metrics.prometheus import ReplicaReport
 from headrace.metrics.stats import EngineStats
 from headrace.processes.replicas import ReplicaStatus
 from headrace.server.settings import ServerSettings
-from server.fakes import FakeLLM, Health
-from server.harness import Api, error
 
 
 class Replicas:

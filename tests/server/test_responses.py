@@ -9,17 +9,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.server import scripted
+from support.server.fakes import FakeLLM
+from support.server.grammars import folded_responses, named_events
+from support.server.harness import Api, error, running
+from support.server.scripted import ScriptedLLM
 
 from headrace.errors import EngineError
 from headrace.server.settings import ServerSettings
 from headrace.server.store import ResponseStore, StoredItem
 from headrace.server.transcript import Transcript
 from headrace.text.tokenizer import Tokenizer
-from server import scripted
-from server.fakes import FakeLLM
-from server.grammars import folded_responses, named_events
-from server.harness import Api, error, running
-from server.scripted import ScriptedLLM
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -177,7 +177,7 @@ def with_client(server: Api, work: Callable[[Any], Any]) -> Any:
     """Several requests to one app."""
     import asyncio
 
-    from server.harness import client
+    from support.server.harness import client
 
     async def run() -> Any:
         async with client(server.llm, server.settings) as http:

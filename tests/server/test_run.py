@@ -20,15 +20,15 @@ from typing import Any
 
 import httpx
 import pytest
+from support.server.fakes import SERVE_FAKE
+from support.server.harness import error, wait_for
 
 import headrace
 from headrace.errors import ConfigError
 from headrace.server.listen import listen
 from headrace.server.run import within_open_files
 from headrace.server.settings import ServerSettings
-from server.harness import error, wait_for
 
-SCRIPT = Path(__file__).with_name("serve_fake.py")
 BODY = {"prompt": "Hi"}
 TEXT = "Hello 0, wörld € 🙂 seed 0"
 NUM_STEPS = len(TEXT.encode()) + 1
@@ -38,7 +38,7 @@ class Process:
     def __init__(self, log: Path, options: dict[str, Any]) -> None:
         self.log = log
         self._file = log.open("w")
-        command = [sys.executable, str(SCRIPT), json.dumps(options)]
+        command = [sys.executable, str(SERVE_FAKE), json.dumps(options)]
         home = str(Path(headrace.__file__).resolve().parents[1])
         env = os.environ | {"PYTHONPATH": home}
         self.child = subprocess.Popen(command, stdout=self._file, stderr=subprocess.STDOUT, env=env)

@@ -6,12 +6,12 @@ import asyncio
 
 import httpx
 import pytest
+from support.server.fakes import BOS, EOS, FakeLLM
+from support.server.harness import Api, error, running
 
 import headrace
 from headrace.sampling_params import SamplingParams
 from headrace.server.app import build_app
-from server.fakes import BOS, EOS, FakeLLM
-from server.harness import Api, error, running
 
 
 def test_version(api: Api) -> None:

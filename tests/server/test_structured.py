@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 import pytest
+from support.server.fakes import FakeLLM
+from support.server.harness import Api
 
 from headrace.cli.prompts import parse_line
 from headrace.config import StructuredOutputsConfig
@@ -16,8 +18,6 @@ from headrace.core.request import Constraint
 from headrace.errors import RequestError
 from headrace.sampling_params import StructuredOutputsParams
 from headrace.server.settings import ServerSettings
-from server.fakes import FakeLLM
-from server.harness import Api
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 NAMED = {"name": "answer", "schema": SCHEMA}

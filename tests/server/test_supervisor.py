@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from support.server.harness import wait_for
 
-from server.harness import wait_for
 from server.test_run import Process, process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="servers are supervised on Linux")

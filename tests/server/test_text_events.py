@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.server import scripted
+from support.server.fakes import FakeLLM
+from support.server.harness import Api
 
 from headrace.server.routes.chat import ChatAnswer
 from headrace.server.routes.completions import CompletionAnswer
 from headrace.server.settings import ServerSettings
 from headrace.server.sse import Answer, ChunkAnswer
-from server import scripted
-from server.fakes import FakeLLM
-from server.harness import Api
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 TEXT: dict[str, Any] = {"prompt": "Hi"}

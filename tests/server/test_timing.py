@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from support.server.fakes import FakeLLM
+from support.server.harness import Api, error, events
 
 from headrace.outputs import OutputDelta, RequestTimes
 from headrace.server.generation import Generation, Piece
 from headrace.server.settings import ServerSettings
 from headrace.server.state import Serving
-from server.fakes import FakeLLM
-from server.harness import Api, error, events
 
 NAMES = {"time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms", "tokens_per_second"}
 BASE = {

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from support.server import scripted
+from support.server.harness import Api, error, events, running
+from support.server.scripted import ScriptedLLM
 
 from headrace.errors import ConfigError
 from headrace.server.settings import ServerSettings
 from headrace.text.answers import AnswerFormats
 from headrace.text.tokenizer import Tokenizer
-from server import scripted
-from server.harness import Api, error, events, running
-from server.scripted import ScriptedLLM
 
 TOOL: dict[str, Any] = {
     "type": "function",

@@ -8,13 +8,13 @@ import itertools
 from typing import Any
 
 import pytest
+from support.server.harness import client
+from support.server.scripted import ScriptedLLM
 
 from headrace.config import EngineArgs
 from headrace.server.settings import ServerSettings
 from headrace.sources.files import find_model
 from headrace.text.tokenizer import Tokenizer, load_tokenizer
-from server.harness import client
-from server.scripted import ScriptedLLM
 
 WORDS = "The mill stands by the river."
 

@@ -6,23 +6,21 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from engine.fakes import SCRIPT, said
-from engine.tiny import write_config
+from support.engine.fakes import SCRIPT, fake_process, said
+from support.models.tiny_llama import write_config
+from support.server.harness import Running, error, events, running
 
 from headrace.config import EngineArgs
 from headrace.frontend.async_llm import AsyncLLM
 from headrace.server.app import build_app
 from headrace.server.settings import ServerSettings
-from server.harness import Running, error, events, running
 
-FAKE_PROCESS = Path(__file__).resolve().parents[1] / "processes" / "fake_process.py"
 CHAT = "/v1/chat/completions"
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20}
 TEMPLATE = (
@@ -37,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def engine(folder: Path, seconds: float = 0.0, **args: Any) -> AsyncLLM:
     llm = AsyncLLM(EngineArgs(model=str(folder), load_format="dummy", **args), chat_template=TEMPLATE)
-    llm._supervisor._command = (sys.executable, str(FAKE_PROCESS), "fine", str(seconds))
+    llm._supervisor._command = fake_process(seconds=seconds)
     return llm
 
 

@@ -12,7 +12,20 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from engine.tiny import write_config
+from support.models.tiny_llama import write_config
+from support.sim.examples import (
+    SHAPE,
+    SHARED,
+    TIMES,
+    RealTime,
+    SleepingExecutor,
+    VirtualTime,
+    config,
+    run,
+    sleeping_process,
+    slower,
+    traffic,
+)
 
 from headrace.config import EngineArgs
 from headrace.core.request import Request
@@ -24,8 +37,6 @@ from headrace.sim.cluster import Simulation
 from headrace.sim.config import Lengths, ReplicaFailure
 from headrace.sim.step_time import GraphSizes, StepTimeModel
 from headrace.sim.traffic import generate, make_request
-
-from .examples import SHAPE, SHARED, TIMES, RealTime, SleepingExecutor, VirtualTime, config, run, slower, traffic
 
 
 def test_the_same_seed_gives_the_same_report_byte_for_byte(tmp_path: Path) -> None:
@@ -195,7 +206,7 @@ def test_four_processes_that_sleep_take_no_less_time(policy: str, tmp_path: Path
     simulation.run(requests)
 
     class SleepingLLM(AsyncLLM):
-        command = (sys.executable, str(Path(__file__).parent / "sleeping_process.py"), "4.0")
+        command = sleeping_process(4.0)
 
     first: dict[str, float] = {}
 

@@ -7,13 +7,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.sim.examples import TIMES
 
 from headrace.core.plan import LayerRange, Row, StepPlan
 from headrace.errors import ConfigError
 from headrace.sim.fit import MeasuredStep, fit
 from headrace.sim.step_time import Curve, GraphSizes, StepFeatures, features
-
-from .examples import TIMES
 
 START, END = 0.0003, 0.0002
 """Seconds of the host for each sequence."""

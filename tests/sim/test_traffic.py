@@ -9,13 +9,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.sim.examples import SHAPE, TIMES, run, traffic
 
 from headrace.errors import ConfigError
 from headrace.sim.config import FORMAT, Calibration, Lengths, Prefixes, load
 from headrace.sim.step_time import Curve
 from headrace.sim.traffic import generate, read_trace
-
-from .examples import SHAPE, TIMES, run, traffic
 
 
 def test_generated_traffic_is_as_asked() -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from e2e.running import Server, start_server, stop_server
-from engine.tiny import write_model
+from support.models.tiny_llama import write_model
+from support.server.running import Server, start_server, stop_server
 
 MEMORY_GROWTH = 96 * 2**20
 """Bytes that a process may hold more at the end than at the start: allocators keep what they once had."""

@@ -13,10 +13,10 @@ from typing import Any, cast
 import httpx
 import numpy as np
 import pytest
-import tiny_vision
 from multimodal.test_feature_file import save, tensors
 from multimodal.test_fetch import Site
 from server.test_media_fuzz import CASES, World, attack, bad_site, data_url, private_url, site
+from support.models import tiny_vision
 
 from .conftest import SoakedServer, serve
 

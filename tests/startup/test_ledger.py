@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from resolve.test_resolve_gpu import GIB, HOPPER, a_device, on_gpu
-from runner.harness import World, model
-from runner.sparse_world import SparseWorld, elastic
-from runner.sparse_world import model as sparse_model
+from support.runner.harness import World, model
+from support.runner.sparse_world import SparseWorld, elastic
+from support.runner.sparse_world import model as sparse_model
 
 from headrace.config import EngineConfig, MemoryLine
 from headrace.resolve.memory import CUDA_SLACK

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models.families.cases import CASES, SMALL
-from thread_ranks import ThreadAgreement, on_ranks
+from support.models.cases import CASES, SMALL
+from support.thread_ranks import ThreadAgreement, on_ranks
 
 from headrace.config import EngineArgs
 from headrace.frontend.local import open_local

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from models.families.test_paw import CONFIG, tensors, write
-from runner.harness import prompt
-from thread_ranks import ThreadAgreement, on_ranks
+from support.runner.harness import prompt
+from support.thread_ranks import ThreadAgreement, on_ranks
 
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError

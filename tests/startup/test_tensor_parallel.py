@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.tiny import VOCAB, write_config
-from thread_ranks import ThreadAgreement, on_ranks
+from support.models.tiny_llama import VOCAB, write_config
+from support.thread_ranks import ThreadAgreement, on_ranks
 
 from headrace.config import EngineArgs
 from headrace.core.plan import StepResult

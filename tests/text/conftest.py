@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-import vocabularies
+from support import vocabularies
 from transformers import AutoTokenizer
 
 from headrace.config import EngineArgs

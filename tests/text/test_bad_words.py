@@ -7,9 +7,9 @@ import time
 
 import numpy as np
 import pytest
-from bad_words_reference import BadWordsStepper
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.bad_words_reference import BadWordsStepper
 
 from headrace.config import EngineArgs
 from headrace.errors import RequestError

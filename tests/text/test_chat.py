@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-import vocabularies
+from support import vocabularies
 
 from headrace.errors import ConfigError, RequestError
 from headrace.host.jobs import ProcessLimits

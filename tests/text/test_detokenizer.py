@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 import pytest
-import vocabularies
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support import vocabularies
 
 from headrace.text.detokenizer import IncrementalDetokenizer
 from headrace.text.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import vocabularies
+from support import vocabularies
 from tokenizers import Tokenizer as Backend
 from transformers import GPT2Config, LlamaConfig, PreTrainedConfig, PreTrainedTokenizerFast, Qwen3Config
 

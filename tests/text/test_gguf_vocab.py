@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import vocabularies
+from support import vocabularies
 from tokenizers import Regex, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-import vocabularies
+from support import vocabularies
 
 from headrace.engine.parsed_text import Parsing
 from headrace.errors import RequestError

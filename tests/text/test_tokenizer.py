@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import vocabularies
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support import vocabularies
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast

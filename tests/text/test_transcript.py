@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-import vocabularies
+from support import vocabularies
 
 from headrace.server.transcript import Transcript
 from headrace.text.tokenizer import Tokenizer

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from gguf.quants import dequantize
-from quant.blocks import HALVES, Type, random_blocks
+from support.models.export import export
+from support.quant_blocks import HALVES, Type, random_blocks
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
 from headrace.config import EngineArgs
@@ -17,7 +18,6 @@ from headrace.models import registry
 from headrace.sources.files import find_model
 from headrace.weights.gguf import READABLE, GGUFCheckpoint
 from headrace.weights.load import load_weights
-from weights.export import export
 
 from .models import config, expected_parameters, files, parameters_of, permuted, spec, tensors, write_gguf
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.models.export import export
 from transformers import Qwen2Config
 
 from headrace.errors import ConfigError
@@ -17,7 +18,6 @@ from headrace.models.size import weight_bytes
 from headrace.quant.packed import PackedMethod
 from headrace.weights.load import load_weights
 from headrace.weights.report import LoadReport
-from weights.export import export
 
 from .models import config, expected_parameters, files, parameters_of, spec, tensors, write_safetensors
 

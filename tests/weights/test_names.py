@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.models.export import export
 from torch import nn
 
 from headrace.weights.names import NameTable, Target
-from weights.export import export
 
 
 def table() -> NameTable:

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models.families.cases import CASES, pair
-from quant.blocks import Type, random_blocks
 from safetensors.torch import save_file
+from support.models.cases import CASES, pair
+from support.models.export import export
+from support.quant_blocks import Type, random_blocks
 from transformers import GptOssConfig
 
 from headrace.errors import ConfigError
@@ -29,7 +30,6 @@ from headrace.weights.report import LoadReport
 from headrace.weights.safetensors import SafetensorsCheckpoint
 from headrace.weights.scaled import ScaledCheckpoint
 from headrace.weights.update import WeightUpdate
-from weights.export import export
 
 from .models import config, files, spec, tensors, write_gguf, write_safetensors
 

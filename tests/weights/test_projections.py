@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.models.export import export
 from transformers import LlamaConfig, PretrainedConfig
 
 from headrace.errors import ConfigError
@@ -20,7 +21,6 @@ from headrace.models.decoder import Decoder
 from headrace.parallel.shards import attention_cuts, dense_cuts
 from headrace.weights.load import load_weights
 from headrace.weights.names import NameTable, StoredLayout
-from weights.export import export
 
 from .models import config, expected_parameters, files, parameters_of, spec, tensors, write_safetensors
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention.cases import Case, layer_spec, make_case
+from support.attention_cases import Case, layer_spec, make_case
 
 from headrace.attention import native as backend
 from headrace.attention.native import NativeAttention

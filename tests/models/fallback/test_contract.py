@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cache_config import cache_holding
+from support.cache_config import cache_holding
+from support.models.harness import model_spec
 
 from headrace.attention.backend import StepMetadata
 from headrace.attention.context import ForwardContext
@@ -20,7 +21,6 @@ from headrace.cache.planes import allocate
 from headrace.model_spec import AttentionSpec, cache_groups
 from headrace.models.fallback.contract import ContextCell, ForeignLayer, check_layer_numbers, finished_logits
 from headrace.models.fallback.layout import MEGATRON, TRANSFORMERS, TRANSFORMERS_OUT, AxisLayout
-from models.harness import model_spec
 
 HEADS, KV_HEADS, WIDTH, V_WIDTH = 6, 2, 8, 4
 FLEET = AxisLayout("PaddleFleet", "bshd")

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import quiet
+from support.models import megatron
+from support.models.architectures import quiet
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headrace import LLM, SamplingParams
 from headrace.models.interface import ModelInputs
-from models.fallback.megatron import models as small
 
 IDS = [5, 17, 3, 40, 22, 8]
 Change = Callable[[ModelInputs], ModelInputs]
@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llm(request: pytest.FixtureRequest, folder: Path) -> LLM:
     if request.param == "megatron":
         pytest.importorskip("megatron.core")
-        model = small.gpt()
+        model = megatron.gpt()
         return LLM.from_megatron(model, model.config, None, max_model_len=64, enable_prefix_caching=False)
     with quiet():
         return LLM(

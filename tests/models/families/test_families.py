@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.models.cases import CASES, SMALL, VOCAB, greedy, pair, prompt
+from support.models.harness import Bench, Seq, random_model
 
 from headrace.attention import select
 from headrace.models import registry
-from models.families.cases import CASES, SMALL, VOCAB, greedy, pair, prompt
-from models.harness import Bench, Seq, random_model
 
 STEPS = 26
 LENGTHS = (1, 13, 30)

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.models.cases import CASES, SMALL, pair
+from support.models.export import export
 from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config, PreTrainedModel, Qwen3MoeConfig
-from weights.export import export
 
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError
@@ -18,7 +19,6 @@ from headrace.models.decoder import Decoder
 from headrace.resolve import DeviceFacts, resolve
 from headrace.sources.files import ModelFiles
 from headrace.weights.load import load_weights
-from models.families.cases import CASES, SMALL, pair
 
 NAMES = ["qwen3-moe-mixed", "ernie-biases", "ernie-moe", "ernie-moe-biases", "deepseek-v2", "deepseek-v2-lite", "deepseek-v3"]
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from engine.tiny import write_tokenizer
 from PIL import Image
-from runner.harness import prompt
-from runner.sparse_world import BLOCK, MAX_LEN, Reference, SparseWorld, elastic, model, spec_of
 from safetensors.torch import save_file
+from support.models.tiny_llama import write_tokenizer
+from support.runner.harness import prompt
+from support.runner.sparse_world import BLOCK, MAX_LEN, Reference, SparseWorld, elastic, model, spec_of
 from transformers import LlamaConfig, Qwen3Config
 from typer.testing import CliRunner
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_vision import _configs
+from support.models.tiny_vision import _configs
 from torch.nn.functional import scaled_dot_product_attention as attend
 
 from headrace.core.media import ItemInputs, PatchLayout

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from formats import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.answer_formats import (
     RAW,
     TEMPLATES,
     UNMARKED,
@@ -24,8 +26,6 @@ from formats import (
     types,
     written,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from headrace.outputs import Call, Event, Message
 from headrace.text.chat import normalize

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from formats import WRITTEN, events, fold, machine, marker_texts, message, types, written
+from support.answer_formats import WRITTEN, events, fold, machine, marker_texts, message, types, written
 
 from headrace.outputs import Call, Event, Message
 from headrace.text.parse.format import Machine

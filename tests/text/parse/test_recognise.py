@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import pytest
-import vocabularies
-from formats import HERMES, INLINE, NAMED, TEMPLATES, environment, machine, message
+from support import vocabularies
+from support.answer_formats import HERMES, INLINE, NAMED, TEMPLATES, environment, machine, message
 from transformers.utils.chat_parsing import parse_response
 
 from headrace.engine.parsed_text import Parsing

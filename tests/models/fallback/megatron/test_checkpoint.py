@@ -12,10 +12,10 @@ from unittest import mock
 
 import pytest
 import torch
+from support.models import megatron
 
 from headrace import LLM, SamplingParams
 from headrace.errors import ConfigError
-from models.fallback.megatron import models as small
 from models.fallback.megatron.test_megatron import OWN, PROMPTS, assert_same, eager
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'headrace[megatron]'")
@@ -54,10 +54,10 @@ def arguments(**changes: Any) -> argparse.Namespace:
         "position_embedding_type": "rope",
         "rotary_percent": 1.0,
         "rotary_base": 10000,
-        "max_position_embeddings": small.CONTEXT,
+        "max_position_embeddings": megatron.CONTEXT,
         "untie_embeddings_and_output_weights": True,
         "vocab_size": 90,
-        "padded_vocab_size": small.VOCAB,
+        "padded_vocab_size": megatron.VOCAB,
         "params_dtype": torch.float32,
         "tensor_model_parallel_size": 4,
         "recompute_granularity": "selective",
@@ -73,7 +73,7 @@ def save(model: Any, folder: Path, **common: Any) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     queue = mock.patch("megatron.core.dist_checkpointing.strategies.filesystem_async._get_write_results_queue", _queue)
-    with small.no_device_asked_for(), mock.patch("torch.cuda.synchronize"), queue:
+    with megatron.no_device_asked_for(), mock.patch("torch.cuda.synchronize"), queue:
         dist_checkpointing.save({"model": model.sharded_state_dict(), "iteration": 7, **common}, str(folder))
 
 
@@ -104,7 +104,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_is_the_model_that_was_saved(kind: str, tmp_path: Path) -> None:
     config, given = KINDS[kind]
-    model = small.gpt(**config)
+    model = megatron.gpt(**config)
     save(model, tmp_path, args=arguments(**given))
     llm = load(tmp_path, model_impl="megatron")
     assert_same(llm, masked(eager(model)))
@@ -125,7 +125,7 @@ def masked(reference: Any) -> Any:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's directory, with one iteration."""
     folder = tmp_path_factory.mktemp("run")
-    save(small.gpt(), folder / "iter_0000007", args=arguments())
+    save(megatron.gpt(), folder / "iter_0000007", args=arguments())
     (folder / "latest_checkpointed_iteration.txt").write_text("7\n")
     return folder
 
@@ -142,7 +142,7 @@ def test_the_latest_iteration_of_a_run_is_loaded_by_itself(saved: Path) -> None:
     llm = load(saved)
     lines = {line.name: (line.value, line.reason) for line in llm.info.decisions}
     assert lines["model_impl"] == ("megatron", "it is a distributed checkpoint of Megatron-core")
-    assert llm.info.vocab_size == small.VOCAB
+    assert llm.info.vocab_size == megatron.VOCAB
     params = SamplingParams(temperature=3.0, max_tokens=30, ignore_eos=True, seed=1)
     (out,) = llm.generate({"prompt_token_ids": PROMPTS[0]}, params)[0].outputs
     assert max(out.token_ids) < 90
@@ -241,11 +241,11 @@ def test_a_run_without_an_iteration_is_refused(tmp_path: Path) -> None:
 
 
 def test_weights_that_do_not_fit_the_arguments_are_refused(tmp_path: Path) -> None:
-    model = small.gpt()
+    model = megatron.gpt()
     save(model, tmp_path / "fewer", args=arguments(qk_layernorm=True))
     with refused(r"lacks decoder\.layers\.self_attention\.k_layernorm\.weight"):
         load(tmp_path / "fewer")
-    save(small.gpt(add_qkv_bias=True), tmp_path / "more", args=arguments())
+    save(megatron.gpt(add_qkv_bias=True), tmp_path / "more", args=arguments())
     with refused(r"has no place for decoder\.layers\.self_attention\.linear_qkv\.bias"):
         load(tmp_path / "more")
     save(model, tmp_path / "wider", args=arguments(ffn_hidden_size=64))
@@ -266,9 +266,9 @@ def test_weights_that_do_not_fit_the_arguments_are_refused(tmp_path: Path) -> No
 
 
 def test_experts_are_refused_on_a_cpu_before_their_weights_are_read(tmp_path: Path) -> None:
-    with small.no_device_asked_for():
-        save(small.gpt(**OWN["experts"]), tmp_path, args=arguments(num_experts=4, moe_router_topk=2))
-        assert small.own_logprobs(load(tmp_path)._engine.executor.model.foreign, [4, 5]).isfinite().all()  # type: ignore[attr-defined]
+    with megatron.no_device_asked_for():
+        save(megatron.gpt(**OWN["experts"]), tmp_path, args=arguments(num_experts=4, moe_router_topk=2))
+        assert megatron.own_logprobs(load(tmp_path)._engine.executor.model.foreign, [4, 5]).isfinite().all()  # type: ignore[attr-defined]
     fill = mock.patch("headrace.models.fallback.megatron.checkpoint._fill")
     with fill as filled, refused(r"decoder\.layers\.0\.mlp\.router: Megatron's router (asks for|moves to)", "model_impl"):
         load(tmp_path)

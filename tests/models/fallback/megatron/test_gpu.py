@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.models import megatron
 
 from headrace import LLM, SamplingParams
 from headrace.errors import EngineError
-from models.fallback.megatron import models as small
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'headrace[megatron]'")
 
@@ -50,14 +50,15 @@ CASES = [
     if dtype is torch.float32 or "experts" not in kind
 ]
 PROMPTS = [
-    [(7 * i * i + 3 * i + start) % small.VOCAB for i in range(length)] for start, length in ((1, 40), (5, 3), (1, 33), (9, 1))
+    [(7 * i * i + 3 * i + start) % megatron.VOCAB for i in range(length)]
+    for start, length in ((1, 40), (5, 3), (1, 33), (9, 1))
 ]
 
 
 @pytest.fixture(autouse=True)
 def as_installed() -> Any:
     with contextlib.ExitStack() as stack:
-        for patch in small.without_transformer_engine():
+        for patch in megatron.without_transformer_engine():
             stack.enter_context(patch)
         yield
 
@@ -75,7 +76,7 @@ def assert_as_megatron(llm: LLM, model: Any, dtype: torch.dtype) -> None:
     for prompt, output in zip(PROMPTS, llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params), strict=True):
         out = output.outputs[0]
         tokens: Sequence[int] = out.token_ids
-        logprobs = small.own_logprobs(model, [*prompt, *tokens])[len(prompt) - 1 : -1].cpu()
+        logprobs = megatron.own_logprobs(model, [*prompt, *tokens])[len(prompt) - 1 : -1].cpu()
         expected = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0]
         given = torch.tensor([entry[token].logprob for entry, token in zip(out.logprobs, tokens, strict=True)])
         assert (logprobs.amax(-1) - expected).max() <= largest
@@ -88,7 +89,7 @@ def assert_as_megatron(llm: LLM, model: Any, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("kind", "dtype"), CASES)
 def test_as_megatron_itself(kind: str, dtype: torch.dtype) -> None:
     """In chunks beside decode rows; again with prefixes from the cache."""
-    model = small.gpt(device="cuda", dtype=dtype, bf16=dtype is torch.bfloat16, **WIDE | KINDS[kind])
+    model = megatron.gpt(device="cuda", dtype=dtype, bf16=dtype is torch.bfloat16, **WIDE | KINDS[kind])
     llm = engine(model)
     assert_as_megatron(llm, model, dtype)
     hits = llm.stats.prefix_hit_tokens
@@ -101,7 +102,7 @@ def test_as_megatron_itself(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_parity_is_with_megatrons_own_forward(dtype: torch.dtype) -> None:
     """In 16 bits that is the measure of rounding, and its modules in float32 are what is right."""
-    model = small.gpt(device="cuda", dtype=dtype, bf16=dtype is torch.bfloat16, **WIDE)
+    model = megatron.gpt(device="cuda", dtype=dtype, bf16=dtype is torch.bfloat16, **WIDE)
     parity = engine(model).parity()
     exact = dtype is torch.float32
     assert parity.reference == f"Megatron's {'own forward' if exact else 'modules, eager attention'}, float32"
@@ -111,7 +112,7 @@ def test_parity_is_with_megatrons_own_forward(dtype: torch.dtype) -> None:
 
 
 def test_graphs_that_were_captured_read_the_weights_of_today() -> None:
-    model = small.gpt(device="cuda", **WIDE)
+    model = megatron.gpt(device="cuda", **WIDE)
     llm = engine(model)
     assert_as_megatron(llm, model, torch.float32)
     for parameter in model.decoder.parameters():
@@ -123,7 +124,7 @@ def test_graphs_that_were_captured_read_the_weights_of_today() -> None:
 
 
 def test_a_model_in_train_mode_rolls_out_without_dropout_and_trains_on() -> None:
-    model = small.gpt(device="cuda", **WIDE)
+    model = megatron.gpt(device="cuda", **WIDE)
     llm = engine(model)
     model.train()
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -139,6 +140,6 @@ def test_a_model_in_train_mode_rolls_out_without_dropout_and_trains_on() -> None
 def test_a_model_on_another_device_than_the_current_is_refused() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    model = small.gpt(device="cuda:1", **WIDE)
+    model = megatron.gpt(device="cuda:1", **WIDE)
     with pytest.raises(Exception, match="set_device"):
         engine(model)

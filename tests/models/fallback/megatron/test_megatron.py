@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support.models import megatron
 
 from headrace import LLM, SamplingParams
 from headrace.errors import ConfigError, EngineError
@@ -16,7 +17,6 @@ from headrace.model_spec import ForeignSpec
 from headrace.models.fallback.foreign_model import ForeignModel
 from headrace.models.fallback.megatron.model import MegatronModel
 from headrace.models.interface import ModelInputs
-from models.fallback.megatron import models as small
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'headrace[megatron]'")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -72,8 +72,8 @@ def assert_same_every_way(llm: LLM, reference: Reference) -> None:
 
 
 def eager(model: Any, *, channels: int = 8, base: float = 10000.0, window: int | None = None, **options: Any) -> Reference:
-    turned = small.angles(small.CONTEXT, channels, base, **options) if channels else None
-    return lambda tokens: small.eager_logprobs(model, tokens, turned, window)
+    turned = megatron.angles(megatron.CONTEXT, channels, base, **options) if channels else None
+    return lambda tokens: megatron.eager_logprobs(model, tokens, turned, window)
 
 
 EAGER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -98,7 +98,7 @@ EAGER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("kind", EAGER)
 def test_as_the_same_modules_with_eager_attention(kind: str) -> None:
     config, rotary = EAGER[kind]
-    model = small.gpt(**config)
+    model = megatron.gpt(**config)
     # Blocks behind a window are given back: it takes fewer to run short of them.
     blocks = 24 if "window" not in rotary else 8
     assert_same_every_way(engine(model, num_kv_blocks=blocks), eager(model, **rotary))
@@ -150,10 +150,10 @@ OWN: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", OWN)
 def test_as_megatron_itself(kind: str) -> None:
     """Its own forward pass, which asks for a CUDA device in places that would do on any."""
-    with small.no_device_asked_for():
-        model = small.gpt(**OWN[kind])
+    with megatron.no_device_asked_for():
+        model = megatron.gpt(**OWN[kind])
         llm = engine(model)
-        assert_same_every_way(llm, lambda tokens: small.own_logprobs(model, tokens))
+        assert_same_every_way(llm, lambda tokens: megatron.own_logprobs(model, tokens))
     mla = [line.value for line in llm.info.decisions if line.name == "latent attention"]
     assert mla == (["uncompressed"] if "latent" in kind else [])
 
@@ -168,7 +168,7 @@ def renumber(model: Any, numbers: Sequence[int]) -> None:
 
 @pytest.mark.parametrize("first", [0, 1, 2, 17])
 def test_layers_may_be_numbered_from_anywhere(first: int) -> None:
-    model = small.gpt()
+    model = megatron.gpt()
     renumber(model, range(first, first + 3))
     llm = engine(model)
     assert [layer.layer for layer in llm.info.layers] == [0, 1, 2]
@@ -180,7 +180,7 @@ def test_layers_that_do_not_attend_are_not_counted(empty: int) -> None:
     """As empty layers at the head of a pipeline: the others' numbers begin behind them."""
     from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 
-    model = small.gpt()
+    model = megatron.gpt()
     layer = model.decoder.layers[empty]
     layer.input_layernorm, layer.self_attention, layer.self_attn_bda = IdentityOp(), IdentityOp(), IdentityFuncOp()
     llm = engine(model)
@@ -190,7 +190,7 @@ def test_layers_that_do_not_attend_are_not_counted(empty: int) -> None:
 
 @pytest.mark.parametrize("numbers", [[1, 2, 2], [1, 3, 4], [3, 2, 1], [2, 1, 3]])
 def test_wrong_numbers_raise(numbers: list[int]) -> None:
-    model = small.gpt()
+    model = megatron.gpt()
     renumber(model, numbers)
     with pytest.raises(ValueError, match="layer numbers must be consecutive"):
         engine(model)
@@ -205,7 +205,7 @@ def train_step(model: Any, rate: float = 0.5) -> None:
     ids = torch.tensor([[5, 9, 33, 2, 71, 8]])
     places = torch.arange(6)
     mask = (places[None] > places[:, None])[None, None]
-    with small.no_device_asked_for():
+    with megatron.no_device_asked_for():
         loss = model(ids[:, :-1], places[None, :-1], mask[..., :-1, :-1], labels=ids[:, 1:]).mean()
         loss.backward()
     optimizer.step()
@@ -214,7 +214,7 @@ def train_step(model: Any, rate: float = 0.5) -> None:
 
 def test_a_trainer_step_is_seen_by_the_next_rollout() -> None:
     """Nothing is converted, and nothing computed with the old weights is used again."""
-    model = small.gpt()
+    model = megatron.gpt()
     llm = engine(model)
     prompt = [*SHARED, 1, 2, 3, 4]
     assert_same(llm, eager(model), [prompt])
@@ -234,8 +234,8 @@ def test_a_rollout_leaves_nothing_behind_that_training_meets(kind: str) -> None:
     """No buffer is written, and no tensor of inference mode is kept: steps of a trainer go as they would have gone."""
     trained = []
     for rolls_out in (False, True):
-        with small.no_device_asked_for():
-            model = small.gpt(hidden_dropout=0.0, attention_dropout=0.0, **OWN[kind]).train()
+        with megatron.no_device_asked_for():
+            model = megatron.gpt(hidden_dropout=0.0, attention_dropout=0.0, **OWN[kind]).train()
             buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
             if rolls_out:
                 llm = engine(model)
@@ -254,7 +254,7 @@ def test_a_rollout_leaves_nothing_behind_that_training_meets(kind: str) -> None:
     "how", ["data", "in place", "new memory", "one bit", "rows turned", "columns turned", "two changed places"]
 )
 def test_weights_written_in_any_way_are_noticed(how: str) -> None:
-    model = small.gpt()
+    model = megatron.gpt()
     llm = engine(model)
     prompt = [*SHARED, 1, 2, 3, 4]
     tokens_of(llm, prompt)
@@ -280,7 +280,7 @@ def test_weights_written_in_any_way_are_noticed(how: str) -> None:
 
 
 def test_weights_that_stay_keep_the_cache_unless_told_otherwise() -> None:
-    llm = engine(small.gpt())
+    llm = engine(megatron.gpt())
     prompt = [*SHARED, 1, 2, 3, 4]
     expected = tokens_of(llm, prompt)
     assert tokens_of(llm, prompt) == expected
@@ -299,7 +299,7 @@ def state_of(model: Any) -> list[Any]:
 
 def test_the_model_stays_as_its_owner_left_it() -> None:
     """Also its modes, where some modules train and others do not; also during the engine's life, not only after it."""
-    model = small.gpt()
+    model = megatron.gpt()
     model.train()
     model.decoder.layers[1].mlp.train(False)
     model.decoder.layers[2].requires_grad_(False)
@@ -329,7 +329,7 @@ def eager_in_eval_mode(model: Any) -> Reference:
 
 
 def test_the_model_is_given_back_when_a_step_fails() -> None:
-    model = small.gpt().train()
+    model = megatron.gpt().train()
     llm = engine(model)
     before = state_of(model)
     failing = mock.patch.object(type(model.decoder.layers[1].mlp), "forward", side_effect=RuntimeError("no memory"))
@@ -342,7 +342,7 @@ def test_a_closed_engine_lets_go_of_the_model() -> None:
     import gc
     import weakref
 
-    model = small.gpt()
+    model = megatron.gpt()
     held = weakref.ref(model)
     llm = engine(model)
     tokens_of(llm, [4, 5])
@@ -358,7 +358,7 @@ def test_what_trainers_wrap_a_model_in_is_taken_off() -> None:
             super().__init__()
             self.module = module
 
-    model = small.gpt()
+    model = megatron.gpt()
     expected = tokens_of(engine(model), PROMPTS[0])
     wrapped = LLM.from_megatron([Wrapper(Wrapper(model))], num_kv_blocks=24, max_model_len=64)
     assert tokens_of(wrapped, PROMPTS[0]) == expected
@@ -368,7 +368,7 @@ def test_what_trainers_wrap_a_model_in_is_taken_off() -> None:
 
 
 def test_columns_that_pad_the_vocabulary_are_never_drawn() -> None:
-    model = small.gpt()
+    model = megatron.gpt()
     model.output_layer.weight.data[80:] = 30 * model.output_layer.weight.data[:16].abs()
     llm = engine(model, vocab_size=80)
     params = SamplingParams(temperature=2.0, max_tokens=40, ignore_eos=True, logprobs=20, seed=3)
@@ -394,7 +394,7 @@ def tokenizer() -> Any:
 
 
 def test_a_tokenizer_as_an_object_or_a_directory(tokenizer: Any, tmp_path: Any) -> None:
-    model = small.gpt()
+    model = megatron.gpt()
     tokenizer.save_pretrained(tmp_path)
 
     class Megatrons:
@@ -419,7 +419,7 @@ def test_a_tokenizer_as_an_object_or_a_directory(tokenizer: Any, tmp_path: Any) 
 
 def test_all_weights_are_updated_at_once() -> None:
     """In the trainer's own tensors; what was cached of the old ones is not used again."""
-    model, other = small.gpt(add_qkv_bias=True), small.gpt(add_qkv_bias=True, seed=1)
+    model, other = megatron.gpt(add_qkv_bias=True), megatron.gpt(add_qkv_bias=True, seed=1)
     llm = engine(model)
     prompt = [*SHARED, 1, 2, 3, 4]
     tokens_of(llm, prompt)
@@ -432,8 +432,8 @@ def test_all_weights_are_updated_at_once() -> None:
 
 def test_what_chooses_experts_is_updated_too() -> None:
     """It is a buffer, which the trainer moves between its steps."""
-    with small.no_device_asked_for():
-        model = small.gpt(**OWN["experts with a bias"])
+    with megatron.no_device_asked_for():
+        model = megatron.gpt(**OWN["experts with a bias"])
     name = "decoder.layers.1.mlp.router.expert_bias"
     value = torch.tensor([1.0, -2.0, 3.0, -4.0])
     ours = ForeignModel(ForeignSpec.__new__(ForeignSpec), torch.float32)
@@ -443,7 +443,7 @@ def test_what_chooses_experts_is_updated_too() -> None:
 
 
 def test_weights_are_updated_under_megatrons_names() -> None:
-    model = small.gpt()
+    model = megatron.gpt()
     llm = engine(model)
     ours = llm._engine.executor.model
     assert isinstance(ours, MegatronModel)
@@ -468,7 +468,7 @@ def core_of(llm: LLM, index: int = 0) -> Any:
 
 
 def test_a_layers_calls_are_checked() -> None:
-    llm = engine(small.gpt())
+    llm = engine(megatron.gpt())
     core, second = core_of(llm), core_of(llm, 1)
     q, kv = torch.zeros(3, 1, 4, 8), torch.zeros(3, 1, 2, 8)
     turn = core._turn
@@ -497,7 +497,7 @@ def test_a_layers_calls_are_checked() -> None:
     ],
 )
 def test_shapes_that_are_not_the_layers_raise(q: tuple[int, ...], k: tuple[int, ...], match: str) -> None:
-    llm = engine(small.gpt())
+    llm = engine(megatron.gpt())
     ours = llm._engine.executor.model
     context: Any = mock.MagicMock()
     with pytest.raises(ValueError, match=match), ours.cell.holding(context), ours._turn.all():
@@ -507,15 +507,15 @@ def test_shapes_that_are_not_the_layers_raise(q: tuple[int, ...], k: tuple[int, 
 
 
 def test_no_tokens_at_all() -> None:
-    ours = engine(small.gpt())._engine.executor.model
+    ours = engine(megatron.gpt())._engine.executor.model
     empty = torch.empty(0, dtype=torch.int64)
     context: Any = type("Context", (), {"caches": [None] * 3})()
     assert ours(ModelInputs(empty, empty), context).shape == (0, 32)
     logits = ours.logits(torch.empty(0, 32, dtype=torch.bfloat16))
-    assert (logits.shape, logits.dtype) == ((0, small.VOCAB), torch.float32)
+    assert (logits.shape, logits.dtype) == ((0, megatron.VOCAB), torch.float32)
 
 
 def test_bfloat16_follows_the_model() -> None:
-    llm = engine(small.gpt(dtype=torch.bfloat16, bf16=True))
+    llm = engine(megatron.gpt(dtype=torch.bfloat16, bf16=True))
     assert llm.info.dtype == "bfloat16"
     assert len(tokens_of(llm, PROMPTS[0])) == 8

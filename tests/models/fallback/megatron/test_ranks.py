@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.models import megatron
 
 from headrace import LLM, SamplingParams
 from headrace.errors import ConfigError, RequestError
-from models.fallback.megatron import models as small
 from models.fallback.megatron.test_megatron import PROMPTS, assert_same, assert_same_every_way, eager, engine, tokens_of
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'headrace[megatron]'")
@@ -21,7 +21,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip
 
 def as_eager(rank: int) -> None:
     """The same modules with eager attention exchange what they need likewise."""
-    model = small.gpt()
+    model = megatron.gpt()
     llm = engine(model)
     assert [(layer.num_heads, layer.num_kv_heads) for layer in llm.info.layers] == [(2, 1)] * 3
     assert_same_every_way(llm, eager(model))
@@ -29,14 +29,14 @@ def as_eager(rank: int) -> None:
 
 def one_kv_head_for_both(rank: int) -> None:
     """Both have it, and each its part of the queries."""
-    model = small.gpt(num_query_groups=1)
+    model = megatron.gpt(num_query_groups=1)
     llm = engine(model)
     assert [(layer.num_heads, layer.num_kv_heads) for layer in llm.info.layers] == [(2, 1)] * 3
     assert_same_every_way(llm, eager(model))
 
 
 def random_tokens_are_the_same(rank: int) -> None:
-    llm = engine(small.gpt())
+    llm = engine(megatron.gpt())
     params = SamplingParams(temperature=1.5, max_tokens=12, ignore_eos=True, n=3)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params)
     drawn = [list(sample.token_ids) for output in outputs for sample in output.outputs]
@@ -46,7 +46,7 @@ def random_tokens_are_the_same(rank: int) -> None:
 
 
 def weights_of_one_changed(rank: int) -> None:
-    model = small.gpt()
+    model = megatron.gpt()
     llm = engine(model)
     tokens_of(llm, PROMPTS[0])
     hits = llm.stats.prefix_hit_tokens
@@ -60,7 +60,7 @@ def weights_of_one_changed(rank: int) -> None:
 
 def updates_of_each_part(rank: int) -> None:
     """Each has its part of the new weights; what one refuses is written in neither."""
-    model, other = small.gpt(), small.gpt(seed=1)
+    model, other = megatron.gpt(), megatron.gpt(seed=1)
     llm = engine(model)
     name, norm = "decoder.layers.0.self_attention.linear_qkv.weight", "decoder.final_layernorm.weight"
     value = model.get_parameter(norm).detach().clone()
@@ -73,7 +73,7 @@ def updates_of_each_part(rank: int) -> None:
 
 
 def parity_is_the_same_in_both(rank: int) -> None:
-    for model in (small.gpt(num_query_groups=1), small.gpt(dtype=torch.bfloat16, bf16=True, std=0.1)):
+    for model in (megatron.gpt(num_query_groups=1), megatron.gpt(dtype=torch.bfloat16, bf16=True, std=0.1)):
         parity = engine(model).parity()
         assert parity.passed, parity
         both: list[Any] = [None, None]
@@ -82,7 +82,7 @@ def parity_is_the_same_in_both(rank: int) -> None:
 
 
 def other_prompts_are_refused_in_both(rank: int) -> None:
-    llm = engine(small.gpt())
+    llm = engine(megatron.gpt())
     with pytest.raises(RequestError, match="must all be given the same prompts"):
         llm.generate({"prompt_token_ids": [4, 5, rank]}, SamplingParams(max_tokens=2))
     assert len(tokens_of(llm, [4, 5])) == 8
@@ -90,7 +90,7 @@ def other_prompts_are_refused_in_both(rank: int) -> None:
 
 def other_arguments_are_refused_in_both(rank: int) -> None:
     with pytest.raises(ConfigError, match="the same arguments"):
-        engine(small.gpt(), num_kv_blocks=20 + rank)
+        engine(megatron.gpt(), num_kv_blocks=20 + rank)
 
 
 def memory_is_what_the_poorer_has(rank: int) -> None:
@@ -99,7 +99,7 @@ def memory_is_what_the_poorer_has(rank: int) -> None:
     probe = environment.probe
     environment.probe = lambda device: _with_memory(probe(device), (1 + rank) * 2**21)  # type: ignore[assignment]
     try:
-        model = small.gpt()
+        model = megatron.gpt()
         llm = LLM.from_megatron(model, block_size=4, max_model_len=64)
         sizes: list[Any] = [None, None]
         torch.distributed.all_gather_object(sizes, llm.info.num_blocks)
@@ -137,7 +137,7 @@ def process(rank: int, folder: str) -> None:
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     for check in CHECKS:
-        with small.no_device_asked_for():
+        with megatron.no_device_asked_for():
             check(rank)
         Path(f"{folder}/{check.__name__}.{rank}").touch()
     torch.distributed.barrier()

@@ -10,10 +10,10 @@ from unittest import mock
 
 import pytest
 import torch
+from support.models import megatron
 
 from headrace import LLM
 from headrace.errors import ConfigError
-from models.fallback.megatron import models as small
 from models.fallback.megatron.test_megatron import OWN, PROMPTS, engine, tokens_of
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'headrace[megatron]'")
@@ -49,7 +49,7 @@ def refused(match: str, param: str = "model_impl") -> Iterator[None]:
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_configurations_that_cannot_run_are_refused(name: str) -> None:
-    model = small.gpt()
+    model = megatron.gpt()
     setattr(model.config, name, FEATURES[name])
     with refused(f"GPTModel cannot run through Megatron: {name} is {FEATURES[name]}: "):
         engine(model)
@@ -59,28 +59,28 @@ def test_models_that_cannot_run_are_refused_with_the_layer() -> None:
     from megatron.core.transformer.enums import AttnMaskType
 
     with refused("it is in 2 chunks"):
-        LLM.from_megatron([small.gpt(), small.gpt()])
+        LLM.from_megatron([megatron.gpt(), megatron.gpt()])
     with refused("it is a Linear, not a GPTModel"):
         LLM.from_megatron(torch.nn.Linear(2, 2))
-    model = small.gpt()
+    model = megatron.gpt()
     model.decoder.layers[1].self_attention.attn_mask_type = AttnMaskType.no_mask
     with refused(r"decoder\.layers\.1\.self_attention: its mask is no_mask"):
         engine(model)
     with refused(r"decoder\.layers\.0\.self_attention: window_size is \(4, 2\)"):
-        engine(small.gpt(window_size=(4, 2)))
-    model = small.gpt()
+        engine(megatron.gpt(window_size=(4, 2)))
+    model = megatron.gpt()
     model.decoder.layers[2].self_attention = torch.nn.Linear(3, 3)
     with refused(r"decoder\.layers\.2\.self_attention: a Linear has no core_attention"):
         engine(model)
-    model = small.gpt()
+    model = megatron.gpt()
     model.decoder.layers[2].cross_attention = torch.nn.Linear(3, 3)
     with refused(r"decoder\.layers\.2\.cross_attention: it attends to another sequence"):
         engine(model)
-    model = small.gpt()
+    model = megatron.gpt()
     model.position_embedding_type = "mrope"
     with refused("position_embedding_type mrope"):
         engine(model)
-    model = small.gpt()
+    model = megatron.gpt()
     model.post_process = False
     with refused("one stage of a pipeline"):
         engine(model)
@@ -89,7 +89,7 @@ def test_models_that_cannot_run_are_refused_with_the_layer() -> None:
 @pytest.mark.parametrize("number", [None, "1", True, 2.0, "absent"])
 def test_a_layer_number_that_is_no_number_is_refused_with_the_layer(number: Any) -> None:
     for part in ("", ".self_attention"):
-        model = small.gpt(window_size=(4, 0), window_attn_skip_freq=2)
+        model = megatron.gpt(window_size=(4, 0), window_attn_skip_freq=2)
         module = model.get_submodule(f"decoder.layers.1{part}")
         module.layer_number = number
         if number == "absent":
@@ -97,7 +97,7 @@ def test_a_layer_number_that_is_no_number_is_refused_with_the_layer(number: Any)
         said = "is missing" if number == "absent" else f"is {number!r}"
         with refused(rf"Megatron: decoder\.layers\.1{part}: layer_number {said}, and must be a whole number"):
             engine(model)
-    model = small.gpt(apply_query_key_layer_scaling=True, attention_softmax_in_fp32=True)
+    model = megatron.gpt(apply_query_key_layer_scaling=True, attention_softmax_in_fp32=True)
     model.decoder.layers[1].self_attention.core_attention.layer_number = None
     with refused(r"decoder\.layers\.1\.self_attention\.core_attention: layer_number is None"):
         engine(model)
@@ -106,8 +106,8 @@ def test_a_layer_number_that_is_no_number_is_refused_with_the_layer(number: Any)
 @pytest.mark.parametrize("size", ["80", 80.0, True, 0, -3])
 def test_a_vocabulary_that_is_no_number_is_refused(size: Any) -> None:
     with refused("vocab_size is .*, and must be a whole number of at least 1", "vocab_size"):
-        engine(small.gpt(), vocab_size=size)
-    model = small.gpt()
+        engine(megatron.gpt(), vocab_size=size)
+    model = megatron.gpt()
     model.vocab_size = size
     with refused("Megatron: vocab_size is .*, and must be a whole number"):
         engine(model)
@@ -123,7 +123,7 @@ def test_a_vocabulary_that_is_no_number_is_refused(size: Any) -> None:
     ],
 )
 def test_products_of_two_dtypes_are_refused_with_the_weight(name: str) -> None:
-    model = small.gpt(dtype=torch.bfloat16, bf16=True, add_bias_linear=True)
+    model = megatron.gpt(dtype=torch.bfloat16, bf16=True, add_bias_linear=True)
     parameter = model.get_parameter(name)
     parameter.data = parameter.data.float()
     at_fault, its, other = name, "float32", "bfloat16"
@@ -134,8 +134,8 @@ def test_products_of_two_dtypes_are_refused_with_the_weight(name: str) -> None:
 
 
 def test_norms_sinks_and_routers_may_have_a_dtype_of_their_own() -> None:
-    with small.no_device_asked_for():
-        model = small.gpt(dtype=torch.bfloat16, bf16=True, softmax_type="learnable", **OWN["experts"])
+    with megatron.no_device_asked_for():
+        model = megatron.gpt(dtype=torch.bfloat16, bf16=True, softmax_type="learnable", **OWN["experts"])
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1 or "router" in name:
                 parameter.data = parameter.data.float()
@@ -143,8 +143,8 @@ def test_norms_sinks_and_routers_may_have_a_dtype_of_their_own() -> None:
 
 
 def test_routers_that_ask_for_another_device_are_refused() -> None:
-    with small.no_device_asked_for():
-        model = small.gpt(**OWN["experts"])
+    with megatron.no_device_asked_for():
+        model = megatron.gpt(**OWN["experts"])
     with refused(r"decoder\.layers\.0\.mlp\.router: Megatron's router (asks for|moves to)"):
         engine(model)
 
@@ -162,13 +162,13 @@ def test_routers_that_ask_for_another_device_are_refused() -> None:
 )
 def test_arguments_that_would_change_the_model_are_refused(name: str, value: Any) -> None:
     with refused("", name):
-        engine(small.gpt(), **{name: value})
+        engine(megatron.gpt(), **{name: value})
 
 
 def test_arguments_of_another_model_raise() -> None:
-    model = small.gpt()
+    model = megatron.gpt()
     with pytest.raises(ValueError, match="config is not the model's: num_query_groups"):
-        LLM.from_megatron(model, small.gpt(num_query_groups=4).config)
+        LLM.from_megatron(model, megatron.gpt(num_query_groups=4).config)
     with pytest.raises(ValueError, match="vocab_size is 97, but the model has 96"):
         LLM.from_megatron(model, vocab_size=97)
     with refused("config is a dict, not the model's TransformerConfig", "config"):
@@ -178,7 +178,7 @@ def test_arguments_of_another_model_raise() -> None:
 
 
 def test_without_the_library_one_line_says_how_to_install_it() -> None:
-    model = small.gpt()
+    model = megatron.gpt()
     with mock.patch.dict(sys.modules, {"megatron.core": None}), pytest.raises(ImportError) as caught:
         engine(model)
     assert str(caught.value).endswith("pip install 'megatron-core==0.16.1'")

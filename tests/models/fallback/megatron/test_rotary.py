@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.models import megatron
 
 from headrace.models.fallback.megatron.rotary import Rotary, StepRotary
 from headrace.models.fallback.refusal import Unfit
-from models.fallback.megatron import models as small
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'headrace[megatron]'")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -33,14 +33,14 @@ POSITIONS = torch.tensor([0, 5, 1, 1, 60, 33])
 
 @pytest.fixture(autouse=True)
 def groups() -> None:
-    small.start()
+    megatron.start()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_plain(kind: str) -> None:
     from megatron.core.models.common.embeddings import RotaryEmbedding
 
-    with small.no_device_asked_for():
+    with megatron.no_device_asked_for():
         module = RotaryEmbedding(32, **{"rotary_percent": 1.0, "use_cpu_initialization": True, **KINDS[kind]})
         expected = module(64)
     ours = Rotary(module, "rotary", torch.device("cpu"))
@@ -56,7 +56,7 @@ def test_plain(kind: str) -> None:
 def test_yarn(kind: str) -> None:
     from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 
-    with small.no_device_asked_for():
+    with megatron.no_device_asked_for():
         module = YarnRotaryEmbedding(32, use_cpu_initialization=True, **YARN[kind])
         expected, magnitude = module(64)
         cosines, sines = module.get_cached_cos_sin(64, dtype=torch.float32)
@@ -76,7 +76,7 @@ def test_yarn(kind: str) -> None:
 def test_positions_of_several_numbers_are_refused() -> None:
     from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding
 
-    with small.no_device_asked_for():
+    with megatron.no_device_asked_for():
         module = MultimodalRotaryEmbedding(16, 1.0)
     with pytest.raises(Unfit, match="rotary: positions of a MultimodalRotaryEmbedding are not one number a token"):
         Rotary(module, "rotary", torch.device("cpu"))

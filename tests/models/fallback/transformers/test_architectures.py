@@ -7,9 +7,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import tiny_models
 import transformers
-from architectures import PAGE, TOLERANCE, survey_one
+from support.models import tiny_models
+from support.models.architectures import PAGE, TOLERANCE, survey_one
 
 ROOT = Path(__file__).resolve().parents[4]
 

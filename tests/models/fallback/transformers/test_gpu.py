@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tiny_models
 import torch
-from architectures import quiet, survey_one
+from support.models import tiny_models
+from support.models.architectures import quiet, survey_one
 
 from headrace.models.capture import no_host_sync
 from models.fallback.transformers.test_transformers import decisions, engine, tokens_of

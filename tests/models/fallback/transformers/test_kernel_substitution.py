@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_models
 import torch
 import transformers
-from architectures import quiet
+from support.models import tiny_models
+from support.models.architectures import quiet
 from torch import nn
 
 from headrace.kernels import gpu

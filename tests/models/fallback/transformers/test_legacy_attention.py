@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_models
 import torch
-from architectures import TOLERANCE, quiet, survey_one
+from support.models import tiny_models
+from support.models.architectures import TOLERANCE, quiet, survey_one
 from transformers import FalconForCausalLM
 from transformers.models.xglm.modeling_xglm import XGLMAttention, XGLMConfig
 

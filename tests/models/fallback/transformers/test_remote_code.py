@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-import tiny_models
-from architectures import quiet
+from support.models import tiny_models
+from support.models.architectures import quiet
 
 from headrace.errors import ConfigError
 from models.fallback.transformers.test_transformers import decisions, engine, tokens_of

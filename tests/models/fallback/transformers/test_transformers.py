@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_models
 import torch
 import transformers
-from architectures import TOLERANCE, quiet, survey_one
+from support.models import tiny_models
+from support.models.architectures import TOLERANCE, quiet, survey_one
 from transformers.models.gpt_neox_japanese.modeling_gpt_neox_japanese import GPTNeoXJapaneseAttention
 
 from headrace import LLM, SamplingParams

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_models
 import torch
-from architectures import quiet
+from support.models import tiny_models
+from support.models.architectures import quiet
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from cache_config import cache_holding
 
 from headrace.config import EngineArgs, EngineConfig, SchedulerConfig
 from headrace.core.media import ItemInputs
@@ -32,6 +31,7 @@ from headrace.runner.runner import ModelRunner
 from headrace.sampling_params import SamplingParams
 from headrace.text.bad_words import compile_bad_words
 from headrace.text.vocab import TokenBytes
+from support.cache_config import cache_holding
 
 VOCAB = 160
 EOS = 1

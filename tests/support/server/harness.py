@@ -20,7 +20,7 @@ from fastapi import FastAPI
 from headrace.server.app import build_app
 from headrace.server.run import uvicorn_config
 from headrace.server.settings import ServerSettings
-from server.fakes import FakeLLM
+from support.server.fakes import FakeLLM
 
 
 @contextlib.asynccontextmanager

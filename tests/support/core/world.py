@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable
 
 import msgspec
-from cache_config import cache_holding
 
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.core.plan import SamplePlan, StepPlan, StepResult, decode_plan, encode_plan
@@ -18,8 +17,8 @@ from headrace.kv import Item
 from headrace.model_spec import CacheGroup
 from headrace.outputs import Failure, TokenLogprobs
 from headrace.sampling_params import SamplingParams
-
-from .oracle_runner import EOS, VOCAB, OracleRunner, expected_outputs, expected_prompt_logprobs
+from support.cache_config import cache_holding
+from support.core.oracle_runner import EOS, VOCAB, OracleRunner, expected_outputs, expected_prompt_logprobs
 
 
 def make_cache(

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from engine.tiny import write_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from headrace.config import StructuredOutputsConfig
@@ -21,7 +20,8 @@ from headrace.engine.outputs import OutputProcessor
 from headrace.outputs import OutputDelta, TokenLogprobs
 from headrace.text.answers import AnswerFormats
 from headrace.text.tokenizer import Tokenizer
-from server.fakes import LIMITS, FakeLLM, SeededInputs
+from support.models.tiny_llama import write_tokenizer
+from support.server.fakes import LIMITS, FakeLLM, SeededInputs
 
 MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_start|>"]
 TEMPLATE = """\

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from cache_config import cache_holding
 from kernels.sparse.cases import select_upstream
+from runner.test_graphs import DeviceAttention, Immediate
 
 from headrace.attention.selectors.mean import MeanConfig
 from headrace.attention.selectors.xattn import XAttentionConfig
@@ -23,9 +23,8 @@ from headrace.model_spec.kv import FP8_KV
 from headrace.models.decoder import Decoder
 from headrace.models.registry import build
 from headrace.runner.runner import ModelRunner
-
-from .harness import VOCAB, token_bytes
-from .test_graphs import DeviceAttention, Immediate
+from support.cache_config import cache_holding
+from support.runner.harness import VOCAB, token_bytes
 
 BLOCK = 64
 MAX_LEN = 1024

@@ -7,8 +7,7 @@ from typing import Any
 
 from headrace.core.plan import NewSequence, Row, SamplePlan, StepPlan, pack_tokens
 from headrace.sampling_params import SamplingParams
-
-from .harness import BLOCK
+from support.runner.harness import BLOCK
 
 
 def new(seq_id: int, slot: int, token_ids: Sequence[int], prompt_len: int | None = None, **sampling: Any) -> NewSequence:

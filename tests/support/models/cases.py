@@ -41,9 +41,9 @@ from transformers import (
 
 from headrace.models import registry
 from headrace.models.decoder import Decoder
-from models.families import mixtures
-from models.families.uneven import replace_projections
-from models.harness import copy_weights
+from support.models import mixtures
+from support.models.harness import copy_weights
+from support.models.uneven import replace_projections
 
 VOCAB = 89
 SMALL = {

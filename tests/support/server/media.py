@@ -15,7 +15,7 @@ from headrace.multimodal.items import Features, MultiModalData, Picture, Video, 
 from headrace.multimodal.media import MediaLoader
 from headrace.multimodal.processor import PreparedPrompt
 from headrace.text.chat import normalize
-from server.fakes import BOS, ByteTokenizer, FakeLLM, SeededInputs
+from support.server.fakes import BOS, ByteTokenizer, FakeLLM, SeededInputs
 
 HIDDEN = 8
 IMAGE, VIDEO = "<image>", "<video>"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -62,6 +64,11 @@ def run(settings: SimConfig) -> Simulation:
     simulation = Simulation(settings)
     simulation.run(generate(settings.traffic, settings.seed, settings.measured.engine.max_model_len))
     return simulation
+
+
+def sleeping_process(factor: float) -> tuple[str, ...]:
+    """The command of an engine's process over a :class:`SleepingExecutor`, whose steps take ``factor`` times as long."""
+    return sys.executable, str(Path(__file__).with_name("sleeping_process.py")), str(factor)
 
 
 class RealTime:

@@ -14,9 +14,9 @@ from headrace.server.run import run
 from headrace.server.settings import ServerSettings
 from headrace.server.supervisor import Supervised, supervised
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from server.fakes import FakeLLM
+from support.server.fakes import FakeLLM
 
 
 def main() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from pathlib import Path
 from typing import Any
-
-from cache_config import cache_holding
 
 from headrace.config import SchedulerConfig
 from headrace.core.plan import NewSequence, SamplePlan, StepPlan, StepResult
@@ -17,6 +17,7 @@ from headrace.model_spec import CacheGroup
 from headrace.outputs import Failure, TokenLogprobs
 from headrace.runner.graphs import GraphCount
 from headrace.text.tokenizer import Tokenizer
+from support.cache_config import cache_holding
 
 VOCAB, CONTEXT, BLOCK = 272, 256, 8
 SCRIPT = "The mill wheel turns: wörld € 🙂 and so on. ".encode()
@@ -94,6 +95,11 @@ class FakeRunner:
 def logprob(token: int, count: int) -> TokenLogprobs:
     """The token, of rank 7, and the ``count`` best, which are tokens 32, 33, ..."""
     return TokenLogprobs([token, *range(32, 32 + count)], [-3.0] + [-0.1 * (place + 1) for place in range(count)], 7)
+
+
+def fake_process(mode: str = "fine", seconds: float = 0.0) -> tuple[str, ...]:
+    """The command of an engine's process over a :class:`FakeRunner`, whose steps take so many seconds."""
+    return sys.executable, str(Path(__file__).with_name("fake_process.py")), mode, str(seconds)
 
 
 def make_core(

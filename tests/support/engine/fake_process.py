@@ -17,9 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from engine.fakes import make_core, make_info
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from headrace.config import EngineArgs
 from headrace.core.plan import StepPlan
@@ -30,6 +28,7 @@ from headrace.errors import ConfigError
 from headrace.host.parent import run
 from headrace.processes.process import serve
 from headrace.startup.text import load_text
+from support.engine.fakes import make_core, make_info
 
 mode, seconds = sys.argv[1], float(sys.argv[2])
 

@@ -6,7 +6,7 @@ import functools
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from headrace.config import EngineArgs
 from headrace.core.scheduler import Scheduler
@@ -16,7 +16,7 @@ from headrace.engine.outputs import OutputProcessor
 from headrace.engine.timeline import Timeline
 from headrace.host.parent import run
 from headrace.processes.process import serve
-from sim.examples import SHAPE, RealTime, SleepingExecutor, slower
+from support.sim.examples import SHAPE, RealTime, SleepingExecutor, slower
 
 factor = float(sys.argv[1])
 

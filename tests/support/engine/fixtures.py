@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.tiny import write_config
 from headrace.config import EngineArgs
 from headrace.startup.text import ModelText, load_text
+from support.models.tiny_llama import write_config
 
 
 @pytest.fixture(scope="session")

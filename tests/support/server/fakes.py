@@ -8,6 +8,7 @@ import itertools
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,6 +25,8 @@ from headrace.text.pieces import DecoderRules
 from headrace.text.vocab import TokenBytes
 
 BOS, EOS = 256, 257
+SERVE_FAKE = Path(__file__).with_name("serve_fake.py")
+"""A server over a :class:`FakeLLM`, as a program."""
 VOCAB = 258
 Script = Callable[[Request, int], Sequence[int]]
 

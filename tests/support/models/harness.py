@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from cache_config import cache_holding
 
 from headrace.attention.backend import StepMetadata
 from headrace.attention.context import ForwardContext
@@ -17,6 +16,7 @@ from headrace.model_spec import Arena, AttentionSpec, DenseSpec, ModelSpec, cach
 from headrace.models.decoder import Decoder
 from headrace.models.interface import ModelInputs
 from headrace.models.registry import build, name_table
+from support.cache_config import cache_holding
 
 
 def copy_weights(model: Decoder, state: dict[str, torch.Tensor]) -> None:

@@ -4,7 +4,7 @@ Each is built tiny and random, saved, loaded by the engine through ``model_impl=
 prompts in chunks, in mixed batches, after preemptions and from cached prefixes. Tokens must be transformers' own, and
 logprobs within 1e-4, in float32.
 
-    python tests/architectures.py --write docs
+    PYTHONPATH=tests python -m support.models.architectures --write docs
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import tiny_models
 import torch
 import transformers
 import typer
@@ -32,6 +31,7 @@ from headrace.frontend.llm import LLM
 from headrace.models import registry
 from headrace.outputs import RequestOutput
 from headrace.sampling_params import SamplingParams
+from support.models import tiny_models
 
 TOLERANCE = 1e-4
 OUTPUT = 16
@@ -197,9 +197,9 @@ def page(verdicts: Sequence[Verdict]) -> str:
         "windows release blocks before memory runs short). "
         "How it works, and the reasons of refusals: [Foreign models](foreign-models.md).",
         "",
-        f"Made by `python tests/architectures.py --write docs` with transformers {transformers.__version__}: "
-        f"{len(runs)} of {len(verdicts)} model types run, {len(foreign)} of their architectures without a native "
-        "implementation.",
+        "Made by `PYTHONPATH=tests python -m support.models.architectures --write docs` with transformers "
+        f"{transformers.__version__}: {len(runs)} of {len(verdicts)} model types run, {len(foreign)} of their "
+        "architectures without a native implementation.",
         "",
         "| model_type | architecture | native | through transformers | largest difference of a logprob |",
         "| --- | --- | --- | --- | --- |",

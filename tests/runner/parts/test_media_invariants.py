@@ -40,8 +40,7 @@ from headrace.models.vision.interface import EncodedItem, encoded_item
 from headrace.multimodal.positions import Run, rope_positions
 from headrace.runner.parts.media import _token_slots
 from headrace.runner.replay import replay
-
-from .test_graphs import runner as graph_runner
+from runner.test_graphs import runner as graph_runner
 
 HIDDEN = 32
 PLACEHOLDER = 5

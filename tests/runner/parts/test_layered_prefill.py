@@ -24,8 +24,7 @@ from headrace.models.capture import no_host_sync
 from headrace.runner.parts.pieces import Pieces
 from headrace.runner.replay import replay
 from headrace.runner.runner import ModelRunner
-
-from .test_sparse import strip
+from runner.parts.test_sparse import strip
 
 LAYERS = 5
 WORLD = SparseWorld(elastic=elastic("xattn", "streaming"), num_layers=LAYERS)

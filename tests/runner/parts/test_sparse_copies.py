@@ -11,8 +11,7 @@ from support.runner.sparse_world import SparseWorld, elastic
 from headrace.attention import sparse
 from headrace.attention.flashinfer import heads, kernels
 from headrace.kernels import support
-
-from .test_sparse import MODES, expected, run, traffic
+from runner.parts.test_sparse import MODES, expected, run, traffic
 
 __all__ = ["flashinfer"]
 

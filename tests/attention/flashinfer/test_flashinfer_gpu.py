@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.attention_cases import Case, in_fp8, layer_spec, make_case, placed
 
+from attention.test_triton import to
 from headrace.attention import select
 from headrace.attention.backend import AttentionInputs, LayerCache, ReplayLengths, StepMetadata
 from headrace.attention.flashinfer import kernels
@@ -18,8 +19,6 @@ from headrace.attention.flashinfer.attention import FlashInferBackend
 from headrace.attention.reference import ReferenceAttention
 from headrace.kernels import support
 from headrace.model_spec import AttentionSpec, MLASpec
-
-from .test_triton import to
 
 pytestmark = [
     pytest.mark.gpu,

@@ -28,8 +28,7 @@ from headrace.attention import select
 from headrace.attention.compose import WithVisibleEnds, usual_of
 from headrace.core.request import Request
 from headrace.runner.runner import ModelRunner
-
-from .test_media_invariants import finished, quick, requests, shuffled
+from runner.parts.test_media_invariants import finished, quick, requests, shuffled
 
 __all__ = ["flashinfer"]
 triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="the kernels need Triton")

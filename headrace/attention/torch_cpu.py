@@ -12,13 +12,14 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from headrace.attention.backend import VISIBLE_ENDS, AttentionBackend, AttentionInputs, LayerCache, Scratch, StepMetadata
 from headrace.attention.compose import output_of
-from headrace.attention.masks import Staircases
 from headrace.model_spec import AttentionSpec
 
 _PART_BYTES = 2 << 20
 """KV gathered at a time for rows with one query: small enough to stay in the core's cache until it is used."""
 _PART_WASTE = 512
 """Padded key positions in a part, beyond which another part costs less."""
+_MASK_ENTRIES = 1 << 21
+_MASK_QUERIES = (16, 256)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,46 @@ class _Row:
     blocks: torch.Tensor
     """``[B]``: the blocks that hold what any of its queries may see."""
     pieces: list[_Piece]
+
+
+class Staircases:
+    """Additive causal masks for queries at the end of a longer row of keys, kept between steps.
+
+    In a causal mask whose last query sees the last key, each query sees one key more than the one before: every such mask
+    is a view of one wide staircase, so only a few are ever allocated.
+    """
+
+    def __init__(self) -> None:
+        self._by_shape: dict[object, torch.Tensor] = {}
+
+    @staticmethod
+    def num_queries(length: int) -> int:
+        """How many queries with ``length`` keys to take at a time, so that a mask stays small."""
+        fewest, most = _MASK_QUERIES
+        return max(fewest, min(most, _MASK_ENTRIES // length))
+
+    def mask(self, queries: int, length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The last of ``queries`` consecutive queries sees the last of ``length`` keys, and ``window`` at most.
+
+        Returns:
+            ``[queries, length]``, 0 or -inf: a view.
+        """
+        steps = 1 << max(length - 1, 0).bit_length()
+        key = (steps, window, dtype, device)
+        wide = self._by_shape.get(key)
+        if wide is None or len(wide) < queries:
+            wide = self._by_shape[key] = _staircase(max(queries, self.num_queries(steps)), steps, window, dtype, device)
+        # Row i of the staircase sees up to column steps + i; row i of the mask sees up to key length - queries + i.
+        shift = steps - (length - queries)
+        return wide[:queries, shift : shift + length]
+
+
+def _staircase(queries: int, steps: int, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """``[queries, steps + queries]``: row i sees columns up to ``steps + i``."""
+    mask = torch.full((queries, steps + queries), -torch.inf, dtype=dtype, device=device).triu_(steps + 1)
+    if window is not None:
+        mask += torch.full_like(mask, -torch.inf).tril_(steps - window)
+    return mask
 
 
 class TorchAttention(AttentionBackend):

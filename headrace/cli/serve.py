@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import sys
+from typing import Any, TextIO
+
 from rich.console import Console
 
-from headrace.cli import logs
 from headrace.cli.options import ENGINE_OPTIONS, Group, command
 from headrace.cli.own_options import LogOptions
 from headrace.config import EngineArgs
@@ -19,6 +23,33 @@ LOG_OPTIONS: Group[LogOptions] = Group.of(LogOptions)
 SERVER_OPTIONS: Group[ServerSettings] = Group.of(ServerSettings)
 
 
+class LossyStream:
+    """A text stream that drops what it cannot write: a full disk, or a reader that left, must not end what only reports."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def set_up_logs(level: str) -> None:
+    """``level`` holds for headrace; libraries speak up from warnings on."""
+    # Python has None in place of a stream that its caller closed.
+    sys.stdout, sys.stderr = (LossyStream(stream) if stream else stream for stream in (sys.stdout, sys.stderr))
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("headrace").setLevel(level.upper())
+
+
 @command(args=ENGINE_OPTIONS, settings=SERVER_OPTIONS, logging=LOG_OPTIONS)
 def serve(args: EngineArgs, settings: ServerSettings, logging: LogOptions) -> None:
     """Serve a model over HTTP, in the shape of OpenAI's API.
@@ -26,7 +57,7 @@ def serve(args: EngineArgs, settings: ServerSettings, logging: LogOptions) -> No
     Without MODEL it serves a small embedded one, so that `headrace serve` works on a machine with no GPU and no network.
     """
     locate(args.model)  # Reports a mistyped name before anything heavy is imported and the port is taken.
-    logs.set_up(logging.log_level)
+    set_up_logs(logging.log_level)
     sockets, began = listen(settings), process_start()
     server = supervised()
     # Before anything else is imported: the engine's process imports its own part beside this one.

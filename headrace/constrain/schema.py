@@ -11,17 +11,17 @@ import bisect
 import dataclasses
 import decimal
 import difflib
+import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
-from headrace.constrain.branches import ANNOTATIONS, TYPES, Apart, combines, followed, told_apart, types_named
+from headrace.constrain.branches import ANNOTATIONS, TYPES, Apart, combines, constants, followed, says, told_apart, types_named
 from headrace.constrain.formats import PATTERNS
 from headrace.constrain.lookaheads import json_patterns
 from headrace.constrain.paths import PATH_DEPTHS, longest_path
 from headrace.constrain.references import References, escaped, local, subschemas
-from headrace.constrain.sets import unique_arrays
 from headrace.errors import RequestError
 
 Schema = dict[str, Any] | bool
@@ -31,6 +31,9 @@ _INTEGER = 10**18
 """Bound of integers that have none; llguidance's bounds are float64, and those of int64 itself are beyond it."""
 _LARGEST = 10**300
 _DIVISOR = 10_000
+_ARRAYS = 400
+"""Arrays that one schema may stand for, at most: those of five values are 326."""
+_BY_TYPE: dict[str, list[Any]] = {"boolean": [False, True], "null": [None]}
 _NAMING = frozenset({"properties", "patternProperties"})
 
 
@@ -439,3 +442,24 @@ def _shown(value: Any) -> str:
 def refusal(error: SchemaError, param: str) -> RequestError:
     """The error as a client gets it."""
     return RequestError(f"the schema at #{error.pointer}: {error.message}", param, code="unsupported_schema")
+
+
+def unique_arrays(schema: Mapping[str, Any], items: Any) -> list[list[Any]] | None:
+    """Every array without repetitions that the schema may allow; None: they are not known, too many, or none.
+
+    They are written out, since no grammar remembers what it has read.
+
+    Args:
+        items: the schema of the items, behind its references.
+    """
+    if schema.keys() & {"prefixItems", "enum", "const"} or not isinstance(items, dict):
+        return None
+    if any(says(name) for name in items.keys() - {"type", "enum", "const"}):
+        return None
+    named, kind = constants(items), items.get("type")
+    values = list(named.values()) or (_BY_TYPE.get(kind, []) if isinstance(kind, str) else [])
+    least, most = schema.get("minItems", 0), min(schema.get("maxItems", len(values)), len(values))
+    sizes = range(least, most + 1)
+    if not values or not sizes or sum(math.perm(len(values), size) for size in sizes) > _ARRAYS:
+        return None
+    return [list(array) for size in sizes for array in itertools.permutations(values, size)]

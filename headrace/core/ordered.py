@@ -1,4 +1,4 @@
-"""OrderedSequences: the container of the waiting queue and of the running set, sorted by policy."""
+"""OrderedSequences: the container of the waiting queue and of the running set; and the order of both by each policy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from headrace.core.sequence import Sequence
+from headrace.choices import Policy
+from headrace.core.sequence import Sequence, Status
 
 
 class OrderedSequences:
@@ -50,3 +51,18 @@ class OrderedSequences:
             raise KeyError(seq)
         del self._keys[place]
         del self._sequences[place]
+
+
+def running_order(policy: Policy, seq: Sequence) -> tuple[int, int]:
+    """Sort key of running sequences: the last one is the first to be preempted."""
+    return _priority(policy, seq), seq.seq_id
+
+
+def waiting_order(policy: Policy, seq: Sequence) -> tuple[int, bool, int]:
+    """Sort key of waiting sequences: a preempted one comes back before all others of its priority."""
+    return _priority(policy, seq), seq.status is not Status.PREEMPTED, seq.seq_id
+
+
+def _priority(policy: Policy, seq: Sequence) -> int:
+    """A lower value goes first and is preempted last, whatever the order of arrival."""
+    return seq.request.priority if policy == "priority" else 0

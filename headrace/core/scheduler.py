@@ -13,16 +13,15 @@ from headrace.config import CacheConfig, SchedulerConfig
 from headrace.core.admission import check_request
 from headrace.core.budget import StepBudget
 from headrace.core.items import affordable_length
-from headrace.core.ordered import OrderedSequences
+from headrace.core.ordered import OrderedSequences, running_order, waiting_order
 from headrace.core.pace import PrefillPace
 from headrace.core.plan import LayerRange, SparseOutcome, StepPlan, StepResult
-from headrace.core.policies import running_order, waiting_order
 from headrace.core.request import Request
-from headrace.core.results import collect_tokens, keep_prompt_logprobs
 from headrace.core.sequence import Sequence, SequenceUpdate, Status
 from headrace.core.slots import Slots
 from headrace.core.sparse import Decisions, SparsePrompt
 from headrace.core.step import ConstrainedRow, InFlightRow, InFlightStep, StepBuilder
+from headrace.core.stops import collect_tokens, keep_prompt_logprobs
 from headrace.errors import EngineError, RequestError
 from headrace.kv import KVCacheManager
 from headrace.kv.manager import NewBlocks

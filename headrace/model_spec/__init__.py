@@ -3,10 +3,9 @@
 from headrace.model_spec.arena import Arena
 from headrace.model_spec.attention import AttentionSpec, MLASpec, Mode
 from headrace.model_spec.elastic import BLOCK_SPARSE, DENSE, ELASTIC_MODES, HEAD_TYPES, POOLED, STREAMING, ElasticSpec, HeadMode
-from headrace.model_spec.foreign import AnySpec, ForeignSpec
 from headrace.model_spec.kv import CacheGroup, LayerKV, Plane, block_sizes, cache_groups, layer_kv
 from headrace.model_spec.mlp import CLAMPED_SWIGLU, DenseSpec, MlpSpec, MoeSpec
-from headrace.model_spec.model import ModelFacts, ModelSpec, Shard
+from headrace.model_spec.model import AnySpec, ForeignSpec, ModelFacts, ModelSpec, Shard
 from headrace.model_spec.rope import RopeSpec
 from headrace.model_spec.vision import VisionSpec
 

@@ -1,4 +1,4 @@
-"""ModelSpec: the facts of a decoder that the rest of the engine needs, free of any library's config class."""
+"""ModelSpec and ForeignSpec: the facts of a model that the engine needs, free of any library's config class."""
 
 from __future__ import annotations
 
@@ -117,3 +117,19 @@ class ModelSpec(ModelFacts):
     def whole(self) -> ModelSpec:
         """The whole model that this is a part of, or itself."""
         return self if self.shard is None else self.shard.whole
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ForeignSpec(ModelFacts):
+    """A model of which headrace knows its attention; the rest is the library's."""
+
+    num_tokens: int
+    """Of the vocabulary; ``vocab_size`` counts the columns of the logits, some of which may be padding."""
+    num_weights: int
+    """Numbers in all its weights, tied ones once."""
+    no_graphs: str = ""
+    """Why no step may be captured as a CUDA graph; empty: capture is tried."""
+
+
+AnySpec = ModelSpec | ForeignSpec
+"""A model that the engine can run."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headrace.cli import logs
+from headrace.cli.serve import set_up_logs
 
 MISSING = """
 import os, sys
@@ -52,7 +52,7 @@ def test_reports_on_a_full_disk_are_dropped(monkeypatch: pytest.MonkeyPatch) -> 
             print("x", file=stream)
         monkeypatch.setattr(sys, name, stream)
     monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
-    logs.set_up("info")
+    set_up_logs("info")
     Console(stderr=True).print("the report")
     print("a line", flush=True)
     sys.stderr.write("x")

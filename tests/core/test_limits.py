@@ -12,8 +12,7 @@ from support.core.world import item, make_cache, make_config, make_request
 
 from headrace.core.budget import StepBudget
 from headrace.core.items import affordable_length, chunk_length, encoder_cost, least_chunk
-from headrace.core.ordered import OrderedSequences
-from headrace.core.policies import running_order, waiting_order
+from headrace.core.ordered import OrderedSequences, running_order, waiting_order
 from headrace.core.scheduler import Scheduler
 from headrace.core.sequence import Sequence, Status
 from headrace.core.slots import Slots

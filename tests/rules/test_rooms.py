@@ -28,7 +28,6 @@ BUSY = {
     "headrace.frontend.async_llm": "every message between the client and its engine",
     "headrace.models.fallback.transformers.load": "every step from a description to weights",
     "headrace.runner.runner": "every part of a step",
-    "headrace.core.scheduler": "every part of a plan",
     "headrace.parity.measure": "every implementation that is compared",
 }
 """Modules with more imports, each with its reason."""

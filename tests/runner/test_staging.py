@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.runner.staging import StagedTable
+from headrace.runner.slots import StagedTable
 
 ROWS, WIDTH = 5, 12
 runs = st.lists(

@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.engine.fakes import FakeRunner
 from support.models.tiny_llama import write_config
-from support.sim.examples import SHAPE, TIMES, RealTime, SleepingExecutor, config, traffic
+from support.sim.examples import SHAPE, TIMES, config, traffic
 
 from headrace.bench import calibrate
 from headrace.config import EngineArgs
@@ -30,7 +31,7 @@ def sleeping_engine(depth: int) -> tuple[EngineCore, Any]:
     shape = msgspec.structs.replace(SHAPE, pipeline_depth=depth)
     scheduler, cache = shape.scheduler(), shape.cache()
     core = EngineCore(
-        Scheduler(scheduler, cache), SleepingExecutor(TIMES, RealTime()), OutputProcessor(None), pipeline_depth=depth
+        Scheduler(scheduler, cache), FakeRunner(TIMES.device_seconds), OutputProcessor(None), pipeline_depth=depth
     )
     facts = SimpleNamespace(scheduler=scheduler, cache=cache, model=SimpleNamespace(vocab_size=100), graph_rows=())
     return core, facts

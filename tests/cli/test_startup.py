@@ -6,6 +6,7 @@ import io
 import json
 
 from rich.console import Console
+from support.engine.info import engine_info
 
 from headrace.cli.announce import describe
 from headrace.cli.startup import as_json, render
@@ -16,18 +17,7 @@ WHY = "the fastest that supports it"
 
 
 def info(layers: list[LayerLine]) -> EngineInfo:
-    return EngineInfo(
-        model="tiny",
-        architecture="LlamaForCausalLM",
-        vocab_size=100,
-        max_model_len=8192,
-        max_num_seqs=64,
-        max_num_batched_tokens=2048,
-        block_size=16,
-        num_blocks=[10],
-        dtype="bfloat16",
-        quantization="int4",
-        device="cpu",
+    return engine_info(
         timeline=[StartupPhase("config", 0.5), StartupPhase("weights", 1.25, "from [a] file")],
         memory=[MemoryLine("weights", 123_456_789), MemoryLine("KV cache", 2**20, "10 blocks")],
         layers=layers,

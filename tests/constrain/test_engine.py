@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from support.byte_tokenizer import ByteTokenizer
 from support.runner.harness import EOS, VOCAB, World, prompt, request
 
 from headrace.config import StructuredOutputsConfig
@@ -38,7 +39,6 @@ from headrace.runner.runner import ModelRunner
 from headrace.sampling_params import SamplingParams, StructuredOutputsParams
 from headrace.text.parse.format import Choice, Vocabulary
 from headrace.text.parse.formats import reasoning_format
-from headrace.text.vocab import TokenBytes
 
 PIECES = [b"<pad>", b"<eos>", b"<sep>", *(bytes([byte]) for byte in range(32, 127)), b"\n"]
 PIECES += [b'{"', b'":', b'": ', b'",', b", ", b'"}', b"}}", b"name", b"true", b"10", b"ab", b"  "]
@@ -59,17 +59,9 @@ CONSTRAINTS: dict[str, dict[str, Any]] = {
 }
 
 
-class Letters:
-    vocab_size = VOCAB
-    token_bytes = TokenBytes(tuple(PIECES), frozenset({0, EOS, 2}))
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return [PIECES.index(bytes([byte])) for byte in text.encode() if bytes([byte]) in PIECES]
-
-
 @functools.lru_cache(maxsize=1)
 def grammars(name: str = "letters") -> tuple[GrammarFactory, GrammarVocabulary]:
-    vocabulary = GrammarVocabulary(Letters(), VOCAB, {OPEN, CLOSE})  # type: ignore[arg-type]
+    vocabulary = GrammarVocabulary(ByteTokenizer(PIECES, (0, EOS, 2)), VOCAB, {OPEN, CLOSE})  # type: ignore[arg-type]
     return GrammarFactory(StructuredOutputsConfig(), vocabulary), vocabulary
 
 

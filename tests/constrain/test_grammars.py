@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 import pytest
-from support.words import EOS, OTHER_SPECIAL, PIECES, VOCAB, ByteTokenizer, accepts, allowed, matcher, walk
+from support.words import EOS, OTHER_SPECIAL, PIECES, VOCAB, accepts, allowed, matcher, tokenizer, walk
 
 from headrace.config import StructuredOutputsConfig
 from headrace.constrain.compiler import GrammarCompiler
@@ -37,12 +37,12 @@ KINDS: list[dict[str, Any]] = [
 @functools.lru_cache(maxsize=1)
 def factory_of(config: StructuredOutputsConfig) -> GrammarFactory:
     """One for several tests, since its processes take a while to start."""
-    return GrammarFactory(config, GrammarVocabulary(ByteTokenizer(), VOCAB))  # type: ignore[arg-type]
+    return GrammarFactory(config, GrammarVocabulary(tokenizer(), VOCAB))  # type: ignore[arg-type]
 
 
 def make(config: StructuredOutputsConfig | None = None) -> tuple[GrammarFactory, GrammarCompiler]:
     config = config or StructuredOutputsConfig()
-    return factory_of(config), GrammarCompiler(GrammarVocabulary(ByteTokenizer(), VOCAB), config)  # type: ignore[arg-type]
+    return factory_of(config), GrammarCompiler(GrammarVocabulary(tokenizer(), VOCAB), config)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -213,9 +213,11 @@ def test_the_cache_is_bounded_in_bytes() -> None:
 
 
 def test_a_vocabulary_that_cannot_be_built_refuses_with_the_reason() -> None:
-    class Broken(ByteTokenizer):
+    class Broken:
+        vocab_size = VOCAB
+
         @property
-        def token_bytes(self) -> Any:  # type: ignore[override]
+        def token_bytes(self) -> Any:
             raise ValueError("no bytes here")
 
     vocabulary = GrammarVocabulary(Broken(), VOCAB)  # type: ignore[arg-type]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.engine.clock import VirtualTime
 
 from headrace.core.request import Request
 from headrace.engine.endings import failed
@@ -26,36 +25,9 @@ def named(name: str) -> Request:
     return request(name, tuple(name.encode()))
 
 
-class Clock:
-    """Time that passes when it is told to, and the timers set by it."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._timers: list[tuple[float, Callable[[], None], asyncio.TimerHandle]] = []
-
-    def __call__(self) -> float:
-        return self.now
-
-    def call_later(self, delay: float, callback: Callable[[], None], /) -> asyncio.TimerHandle:
-        loop = asyncio.new_event_loop()
-        handle = asyncio.TimerHandle(self.now + delay, callback, (), loop)
-        loop.close()
-        self._timers.append((self.now + delay, callback, handle))
-        return handle
-
-    def advance(self, seconds: float) -> None:
-        end = self.now + seconds
-        while due := sorted((timer for timer in self._timers if timer[0] <= end), key=lambda timer: timer[0]):
-            self._timers.remove(due[0])
-            if not due[0][2].cancelled():
-                self.now = due[0][0]
-                due[0][1]()
-        self.now = end
-
-
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> VirtualTime:
+    return VirtualTime()
 
 
 def refused(one: Quarantine, again: Request) -> bool:
@@ -64,24 +36,24 @@ def refused(one: Quarantine, again: Request) -> bool:
     return error is not None
 
 
-def test_a_suspect_is_refused_once_it_was_alone_under_any_name_for_a_while(clock: Clock) -> None:
-    one = Quarantine(60.0, clock)
+def test_a_suspect_is_refused_once_it_was_alone_under_any_name_for_a_while(clock: VirtualTime) -> None:
+    one = Quarantine(60.0, clock.now)
     one.crashed([request("a", temperature=2), request("b")])
     assert one.crashes(request("c", temperature=2)) == one.crashes(request("d")) == 1
     assert not refused(one, request("c", temperature=2)) and not refused(one, request("d"))
-    clock.now = 10.0
+    clock.advance(10.0)
     one.crashed([request("d", temperature=2.0, seed=7)])
     assert refused(one, request("f", temperature=2.0))
     for other in (request(temperature=2.1), request(tokens=(1, 2, 3), temperature=2), request(max_tokens=6, temperature=2)):
         assert not refused(one, other) and not one.crashes(other)
-    clock.now = 69.0
+    clock.advance(59.0)
     assert refused(one, request(temperature=2)) and not one.crashes(request())
-    clock.now = 70.0
+    clock.advance(1.0)
     assert not refused(one, request(temperature=2)) and len(one) == 0
 
 
-def test_no_request_is_refused_for_crashes_beside_others(clock: Clock) -> None:
-    one = Quarantine(60.0, clock)
+def test_no_request_is_refused_for_crashes_beside_others(clock: VirtualTime) -> None:
+    one = Quarantine(60.0, clock.now)
     for _ in range(5):
         one.crashed([named("a"), named("b")])
     assert one.crashes(named("a")) == 5 and not refused(one, named("a"))
@@ -89,16 +61,16 @@ def test_no_request_is_refused_for_crashes_beside_others(clock: Clock) -> None:
     assert refused(one, named("a")) and not refused(one, named("b"))
 
 
-def test_a_request_beside_its_equals_is_alone_and_one_crash_is_no_proof(clock: Clock) -> None:
-    one = Quarantine(60.0, clock)
+def test_a_request_beside_its_equals_is_alone_and_one_crash_is_no_proof(clock: VirtualTime) -> None:
+    one = Quarantine(60.0, clock.now)
     one.crashed([request(str(number)) for number in range(5)])
     assert one.crashes(request()) == 1 and not refused(one, request())
     one.crashed([request(str(number)) for number in range(5)])
     assert refused(one, request())
 
 
-def test_a_request_that_is_served_is_no_suspect(clock: Clock) -> None:
-    one = Quarantine(60.0, clock)
+def test_a_request_that_is_served_is_no_suspect(clock: VirtualTime) -> None:
+    one = Quarantine(60.0, clock.now)
     for _ in range(3):
         one.crashed([request()])
         assert not refused(one, request())
@@ -106,9 +78,9 @@ def test_a_request_that_is_served_is_no_suspect(clock: Clock) -> None:
     assert len(one) == 0
 
 
-def test_memory_is_bounded_and_zero_seconds_suspect_nothing(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_bounded_and_zero_seconds_suspect_nothing(clock: VirtualTime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quarantine, "_MOST", 3)
-    one, never = Quarantine(60.0, clock), Quarantine(0.0, clock)
+    one, never = Quarantine(60.0, clock.now), Quarantine(0.0, clock.now)
     for number in range(10):
         one.crashed([request(tokens=(number,))])
         never.crashed([request()])
@@ -116,8 +88,8 @@ def test_memory_is_bounded_and_zero_seconds_suspect_nothing(clock: Clock, monkey
     assert len(one) == 3 and len(never) == 0 and not refused(never, request())
 
 
-def test_a_refusal_reaches_the_client_of_a_request_in_flight_with_its_code(clock: Clock) -> None:
-    one = Quarantine(60.0, clock)
+def test_a_refusal_reaches_the_client_of_a_request_in_flight_with_its_code(clock: VirtualTime) -> None:
+    one = Quarantine(60.0, clock.now)
     suspect = request(n=2)
     one.crashed([suspect])
     one.crashed([suspect])
@@ -132,13 +104,13 @@ def test_a_refusal_reaches_the_client_of_a_request_in_flight_with_its_code(clock
 class Engine:
     """What one engine was sent, with the turns of suspects."""
 
-    def __init__(self, clock: Clock, *suspects: str) -> None:
+    def __init__(self, clock: VirtualTime, *suspects: str) -> None:
         self.sent: list[str] = []
         self.turns: list[bool] = []
-        self.quarantine = Quarantine(600.0, clock)
+        self.quarantine = Quarantine(600.0, clock.now)
         if suspects:
             self.quarantine.crashed([named(name) for name in (*suspects, "another")])
-        self.isolation = Isolation(self.quarantine, self._send, self.turns.append, call_later=clock.call_later, clock=clock)
+        self.isolation = Isolation(self.quarantine, self._send, self.turns.append, call_later=clock.call_later, clock=clock.now)
 
     def _send(self, one: Request) -> None:
         self.sent.append(one.request_id)
@@ -158,7 +130,7 @@ class Engine:
         return [one.request_id for one in self.isolation.sent]
 
 
-def test_without_suspects_requests_are_sent_at_once(clock: Clock) -> None:
+def test_without_suspects_requests_are_sent_at_once(clock: VirtualTime) -> None:
     engine = Engine(clock)
     engine.add("a", "b")
     assert engine.has == ["a", "b"] and engine.turns == []
@@ -166,7 +138,7 @@ def test_without_suspects_requests_are_sent_at_once(clock: Clock) -> None:
     assert engine.has == ["b"]
 
 
-def test_suspects_run_alone_one_after_the_other(clock: Clock) -> None:
+def test_suspects_run_alone_one_after_the_other(clock: VirtualTime) -> None:
     engine = Engine(clock, "s", "t")
     engine.add("a", "s", "t", "b")
     assert engine.has == ["a"], "the engine is to be empty first"
@@ -187,7 +159,7 @@ def test_suspects_run_alone_one_after_the_other(clock: Clock) -> None:
     assert engine.has == ["d"] and engine.turns == [True, False, True, False]
 
 
-def test_the_wait_for_a_suspect_is_bounded(clock: Clock) -> None:
+def test_the_wait_for_a_suspect_is_bounded(clock: VirtualTime) -> None:
     """In both parts: an engine that is never empty, and a suspect that never ends."""
     engine = Engine(clock, "s", "t")
     engine.add("a", "s", "b")
@@ -202,7 +174,7 @@ def test_the_wait_for_a_suspect_is_bounded(clock: Clock) -> None:
     assert engine.has == ["t", "c"]
 
 
-def test_each_crash_gives_a_suspect_more_time_alone(clock: Clock) -> None:
+def test_each_crash_gives_a_suspect_more_time_alone(clock: VirtualTime) -> None:
     engine = Engine(clock, "s")
     engine.quarantine.crashed([named("s"), named("a")])
     engine.add("s", "b")
@@ -212,7 +184,7 @@ def test_each_crash_gives_a_suspect_more_time_alone(clock: Clock) -> None:
     assert engine.has == ["s", "b"]
 
 
-def test_samples_of_a_request_end_one_by_one(clock: Clock) -> None:
+def test_samples_of_a_request_end_one_by_one(clock: VirtualTime) -> None:
     engine = Engine(clock)
     engine.isolation.add(request("a", n=2))
     assert engine.isolation.sample_ended("a") is None and engine.has == ["a"]
@@ -220,7 +192,7 @@ def test_samples_of_a_request_end_one_by_one(clock: Clock) -> None:
     assert engine.isolation.sample_ended("a") is None
 
 
-def test_what_waits_can_be_taken_out_and_released(clock: Clock) -> None:
+def test_what_waits_can_be_taken_out_and_released(clock: VirtualTime) -> None:
     engine = Engine(clock, "s", "t")
     engine.add("a", "s", "b", "c")
     assert [one.request_id for one in engine.isolation.remove(["b", "a", "nobody"])] == ["b"]
@@ -236,7 +208,7 @@ def test_what_waits_can_be_taken_out_and_released(clock: Clock) -> None:
     assert engine.has == []
 
 
-def test_a_refused_suspect_ends_its_turn(clock: Clock) -> None:
+def test_a_refused_suspect_ends_its_turn(clock: VirtualTime) -> None:
     engine = Engine(clock, "s")
     engine.add("s", "a")
     assert engine.has == ["s"]
@@ -244,7 +216,7 @@ def test_a_refused_suspect_ends_its_turn(clock: Clock) -> None:
     assert engine.has == ["a"]
 
 
-def test_a_poison_among_many_is_found_and_only_it_is_refused(clock: Clock) -> None:
+def test_a_poison_among_many_is_found_and_only_it_is_refused(clock: VirtualTime) -> None:
     """Clients send again whatever was in flight at a crash."""
     engine, names = Engine(clock), [f"r{number}" for number in range(20)]
     waiting, crashes = list(names), 0

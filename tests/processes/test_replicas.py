@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 from support.engine.fakes import fake_process, said
+from support.engine.info import engine_info
 
 from headrace.config import EngineArgs
 from headrace.core.request import Request
-from headrace.engine.info import EngineInfo
 from headrace.errors import ConfigError, EngineDeadError, RequestError
 from headrace.frontend.async_llm import AsyncLLM
 from headrace.metrics.stats import EngineStats
@@ -39,23 +39,7 @@ from headrace.processes.replicas import ReplicaSet, capacity_of
 from headrace.processes.supervisor import Health
 from headrace.sampling_params import SamplingParams
 
-INFO = EngineInfo(
-    model="stub",
-    architecture="Stub",
-    vocab_size=100,
-    max_model_len=256,
-    max_num_seqs=2,
-    max_num_batched_tokens=64,
-    block_size=16,
-    num_blocks=[101],
-    dtype="float32",
-    quantization="none",
-    device="cpu",
-    timeline=[],
-    memory=[],
-    layers=[],
-    decisions=[],
-)
+INFO = engine_info(max_num_seqs=2, block_size=16, num_blocks=[101])
 
 
 class StubSupervisor:

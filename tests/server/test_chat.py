@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.server.fakes import BOS, EOS, FakeLLM
+from support.byte_tokenizer import BOS, EOS
+from support.server.fakes import FakeLLM
 from support.server.harness import Api, error, events
 
 from headrace.sampling_params import SamplingParams

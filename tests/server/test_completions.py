@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.server.fakes import BOS, EOS, ByteTokenizer, FakeLLM
+from support.byte_tokenizer import BOS, EOS, ByteTokenizer
+from support.server.fakes import FakeLLM
 from support.server.harness import Api, error, events
 
 from headrace.server.settings import ServerSettings

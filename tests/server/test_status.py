@@ -6,7 +6,8 @@ import asyncio
 
 import httpx
 import pytest
-from support.server.fakes import BOS, EOS, FakeLLM
+from support.byte_tokenizer import BOS, EOS
+from support.server.fakes import FakeLLM
 from support.server.harness import Api, error, running
 
 import headrace

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from support.engine.clock import VirtualTime
+from support.engine.fakes import FakeRunner
 from support.models.tiny_llama import write_config
 from support.sim.examples import (
     SHAPE,
     SHARED,
     TIMES,
-    RealTime,
-    SleepingExecutor,
-    VirtualTime,
     config,
     run,
     sleeping_process,
@@ -136,10 +135,10 @@ def test_prefixes_and_load_decide_better_than_turns() -> None:
     assert rates["prefix"] > rates["round-robin"]
 
 
-def sleeping(times: StepTimeModel, depth: int, clock: RealTime) -> tuple[EngineCore, SleepingExecutor]:
+def sleeping(times: StepTimeModel, depth: int, clock: VirtualTime) -> tuple[EngineCore, FakeRunner]:
     """A real engine whose runner sleeps."""
     shape = msgspec.structs.replace(SHAPE, pipeline_depth=depth)
-    executor = SleepingExecutor(times, clock)
+    executor = FakeRunner(times.device_seconds, clock)
     return EngineCore(
         Scheduler(shape.scheduler(), shape.cache()), executor, OutputProcessor(None), pipeline_depth=depth
     ), executor
@@ -163,7 +162,9 @@ def test_a_runner_that_sleeps_takes_the_same_steps(depth: int) -> None:
         core.add(request)
     while core.has_work():
         core.step()
-    assert (executor.num_steps, executor.num_rows) == (simulation.replicas[0].num_steps, simulation.replicas[0].num_rows)
+    simulated = simulation.replicas[0]
+    assert len(executor.plans) == simulated.num_steps
+    assert sum(len(plan.rows) for plan in executor.plans) == simulated.num_rows
     assert clock.now() == pytest.approx(end)
 
 

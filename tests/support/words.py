@@ -14,7 +14,7 @@ from headrace.constrain.compiler import GrammarCompiler
 from headrace.constrain.matcher import GrammarMatcher
 from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.sampling_params import StructuredOutputsParams
-from headrace.text.vocab import TokenBytes
+from support.byte_tokenizer import ByteTokenizer
 
 EOS, OTHER_SPECIAL = 256, 257
 WORDS = [b'{"', b'": ', b'",', b", ", b"true", b"}}", b"abc", b"12", b"\n  ", b"</think>", b"</s>", "é".encode()]
@@ -23,20 +23,14 @@ PIECES = [*(bytes([value]) for value in range(256)), b"<|im_end|>", b"<s>", *WOR
 VOCAB = len(PIECES)
 
 
-class ByteTokenizer:
-    """As much of Tokenizer as grammars need."""
-
-    vocab_size = VOCAB
-    token_bytes = TokenBytes(PIECES, frozenset({EOS, OTHER_SPECIAL}))
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return list(text.encode())
+def tokenizer() -> ByteTokenizer:
+    return ByteTokenizer(PIECES, (EOS, OTHER_SPECIAL))
 
 
 @functools.lru_cache(maxsize=1)
 def shared(name: str = "words") -> tuple[ConstraintChecker, GrammarCompiler]:
     config = StructuredOutputsConfig()
-    vocabulary = GrammarVocabulary(ByteTokenizer(), VOCAB)  # type: ignore[arg-type]
+    vocabulary = GrammarVocabulary(tokenizer(), VOCAB)  # type: ignore[arg-type]
     return ConstraintChecker(config, vocabulary), GrammarCompiler(vocabulary, config)
 
 

@@ -28,7 +28,8 @@ from headrace.errors import ConfigError
 from headrace.host.parent import run
 from headrace.processes.process import serve
 from headrace.startup.text import load_text
-from support.engine.fakes import make_core, make_info
+from support.engine.fakes import make_core
+from support.engine.info import info_of
 
 mode, seconds = sys.argv[1], float(sys.argv[2])
 
@@ -63,7 +64,7 @@ def load(args: EngineArgs, timeline: Timeline) -> tuple[EngineCore, EngineInfo]:
             return execute(plan)
 
         core.executor.execute = obey
-    return core, make_info(core)
+    return core, info_of(core)
 
 
 run(functools.partial(serve, load))

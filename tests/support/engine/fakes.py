@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,13 @@ from headrace.config import SchedulerConfig
 from headrace.core.plan import NewSequence, SamplePlan, StepPlan, StepResult
 from headrace.core.scheduler import Scheduler
 from headrace.engine.core import EngineCore
-from headrace.engine.info import EngineInfo
 from headrace.engine.outputs import OutputProcessor
 from headrace.model_spec import CacheGroup
 from headrace.outputs import Failure, TokenLogprobs
 from headrace.runner.graphs import GraphCount
 from headrace.text.tokenizer import Tokenizer
 from support.cache_config import cache_holding
+from support.engine.clock import RealTime
 
 VOCAB, CONTEXT, BLOCK = 272, 256, 8
 SCRIPT = "The mill wheel turns: wörld € 🙂 and so on. ".encode()
@@ -28,18 +28,31 @@ def said(index: int, count: int) -> bytes:
     return bytes(SCRIPT[(index + place) % len(SCRIPT)] for place in range(count))
 
 
-class FakeRunner:
-    """Says the script. Knows no more than the plans tell, as the real one."""
+Handle = tuple[StepPlan, StepResult, float]
+"""A plan, its result, and when it has ended."""
 
-    def __init__(self, seconds: float = 0.0) -> None:
-        self.seconds = seconds
+
+class FakeRunner:
+    """An executor that says the script. Knows no more than the plans tell, as the real one.
+
+    Args:
+        seconds: of each step, or of a plan; steps run one after the other, and ``collect`` sleeps until one has ended.
+    """
+
+    def __init__(self, seconds: float | Callable[[StepPlan], float] = 0.0, clock: RealTime | None = None) -> None:
+        self._seconds = seconds
+        self._clock = clock or RealTime()
+        self._free = 0.0
+        """When the last step ends."""
         self.plans: list[StepPlan] = []
         self.broken: dict[int, str] = {}
         """seq_id -> error to report."""
         self._slots: dict[int, NewSequence] = {}
         self._lengths: dict[int, int] = {}
 
-    def execute(self, plan: StepPlan) -> tuple[StepPlan, StepResult]:
+    def execute(self, plan: StepPlan) -> Handle:
+        seconds = self._seconds(plan) if callable(self._seconds) else self._seconds
+        self._free = max(self._free, self._clock.now()) + seconds
         self.plans.append(plan)
         for slot in plan.released:
             del self._slots[slot]
@@ -47,7 +60,7 @@ class FakeRunner:
             assert new.slot not in self._slots, "a slot was given away twice"
             self._slots[new.slot] = new
             self._lengths[new.slot] = len(new.token_ids)
-        result = StepResult(plan.step, [], [], {}, {}, {}, self.seconds, 0.0, len(plan.rows) > 1, len(plan.rows) - 1)
+        result = StepResult(plan.step, [], [], {}, {}, {}, seconds, 0.0, len(plan.rows) > 1, len(plan.rows) - 1)
         for row in plan.rows:
             new = self._slots[row.slot]
             assert new.seq_id == row.seq_id
@@ -66,15 +79,16 @@ class FakeRunner:
                 result.token_ids.append([token])
                 if new.sampling.logprobs is not None:
                     result.logprobs[row.seq_id] = [logprob(token, new.sampling.logprobs)]
-        return plan, result
+        return plan, result, self._free
 
-    def sample(self, handle: tuple[StepPlan, StepResult], plan: SamplePlan) -> None:
+    def sample(self, handle: Handle, plan: SamplePlan) -> None:
         assert plan.step == handle[0].step
 
-    def collect(self, handle: tuple[StepPlan, StepResult]) -> StepResult:
-        if self.seconds:
-            time.sleep(self.seconds)
-        return handle[1]
+    def collect(self, handle: Handle) -> StepResult:
+        _, result, end = handle
+        if (wait := end - self._clock.now()) > 0.0:
+            self._clock.sleep(wait)
+        return result
 
     def capture_next(self) -> GraphCount:
         return self.graphs()
@@ -116,24 +130,3 @@ def make_core(
     cache = cache_holding([num_blocks - 1], block_size=BLOCK, groups=(group,), enable_prefix_caching=True, dtype="float32")
     scheduler = Scheduler(SchedulerConfig(policy="fcfs", pipeline_depth=depth, **numbers), cache)
     return EngineCore(scheduler, FakeRunner(seconds), OutputProcessor(tokenizer, interval), pipeline_depth=depth)
-
-
-def make_info(core: EngineCore) -> EngineInfo:
-    config = core.scheduler.config
-    return EngineInfo(
-        model="fake",
-        architecture="Fake",
-        vocab_size=VOCAB,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        block_size=BLOCK,
-        num_blocks=[512],
-        dtype="float32",
-        quantization="none",
-        device="cpu",
-        timeline=[],
-        memory=[],
-        layers=[],
-        decisions=[],
-    )

@@ -15,83 +15,22 @@ import msgspec
 
 from headrace.config import EngineArgs
 from headrace.core.request import Request
-from headrace.engine.info import EngineInfo, LayerLine
+from headrace.engine.info import LayerLine
 from headrace.errors import EngineDeadError, EngineError, QueueFullError, RequestError
 from headrace.frontend.inputs import InputProcessor
 from headrace.metrics.stats import EngineStats
 from headrace.outputs import OutputDelta, RequestTimes, TokenLogprobs
-from headrace.text.chat import normalize
-from headrace.text.pieces import DecoderRules
-from headrace.text.vocab import TokenBytes
+from support.byte_tokenizer import EOS, VOCAB, ByteTokenizer
+from support.engine.info import engine_info
 
-BOS, EOS = 256, 257
 SERVE_FAKE = Path(__file__).with_name("serve_fake.py")
 """A server over a :class:`FakeLLM`, as a program."""
-VOCAB = 258
 Script = Callable[[Request, int], Sequence[int]]
 
 
 class Health(NamedTuple):
     ok: bool
     reason: str
-
-
-class ByteTokenizer:
-    """Token i < 256 is the byte i; so most non-ASCII characters are several tokens."""
-
-    def __init__(self) -> None:
-        pieces = [bytes([i]) for i in range(256)] + [b"<bos>", b"<eos>"]
-        self.token_bytes = TokenBytes(pieces, frozenset({BOS, EOS}))
-        self.vocab_size = VOCAB
-        self.eos_token_ids = [EOS]
-        self.bos_token_id = BOS
-        self.rules = DecoderRules()
-        self.special_tokens: dict[str, str] = {}
-        self.fim_tokens: dict[str, int] = {}
-        """Tokens for filling in the middle, by their spelling."""
-        self.rendered: list[dict[str, Any]] = []
-        """Arguments of each call of render_chat."""
-
-    def token_to_id(self, name: str) -> int | None:
-        return self.fim_tokens.get(name)
-
-    def encode(
-        self, text: str, add_special_tokens: bool = True, *, param: str = "prompt", max_tokens: int | None = None
-    ) -> list[int]:
-        ids = ([BOS] if add_special_tokens else []) + list(text.encode())
-        if max_tokens is not None and len(ids) > max_tokens:
-            raise RequestError(f"{param} is too long", param, code="context_length_exceeded")
-        return ids
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        kept = (i for i in ids if not (skip_special_tokens and i in self.token_bytes.special))
-        return b"".join(self.token_bytes.pieces[i] for i in kept).decode("utf-8", "replace")
-
-    def render_chat(
-        self,
-        messages: Any,
-        *,
-        add_generation_prompt: bool | None = True,
-        continue_final_message: bool = False,
-        chat_template_kwargs: dict[str, Any] | None = None,
-        strict: bool = False,
-    ) -> str:
-        variables = chat_template_kwargs or {}
-        if add_generation_prompt is None:
-            add_generation_prompt = not continue_final_message
-        if continue_final_message and add_generation_prompt:
-            raise RequestError("continue_final_message and add_generation_prompt exclude each other", "continue_final_message")
-        for name in variables.keys() & {"messages", "tools", "add_generation_prompt", "self", "chat_template"}:
-            raise RequestError(f"chat_template_kwargs cannot set {name}", f"chat_template_kwargs.{name}")
-        messages = normalize(messages, strict=strict)
-        self.rendered.append({"messages": messages, **variables})
-        if messages[-1]["role"] == "tool" and "tool_call_id" not in messages[-1]:
-            raise RequestError("the chat template cannot render these messages: tool_call_id is undefined", "messages")
-        turns = [f"[{m['role']}{':' + m['name'] if 'name' in m else ''}]{m['content']}" for m in messages]
-        text = "".join(variables.get("prefix", "") + turn + "\n" for turn in turns)
-        if continue_final_message:
-            return text[:-1]
-        return text + ("[assistant]" if add_generation_prompt else "")
 
 
 class SeededInputs(InputProcessor):
@@ -133,22 +72,14 @@ class FakeLLM:
         self._steps = self._preempted = self._prompt = self._generated = self._hits = 0
         self._finished: dict[str, int] = {}
         layer = LayerLine(0, 4, 2, 8, 8, None, 64, "fake", "")
-        self.info = EngineInfo(
+        self.info = engine_info(
             model="fake-model",
-            architecture="Fake",
             vocab_size=VOCAB,
             max_model_len=512,
-            max_num_seqs=8,
             max_num_batched_tokens=512,
             block_size=16,
             num_blocks=[64],
-            dtype="float32",
-            quantization="none",
-            device="cpu",
-            timeline=[],
-            memory=[],
             layers=[layer],
-            decisions=[],
         )
 
     @property

@@ -15,7 +15,8 @@ from headrace.multimodal.items import Features, MultiModalData, Picture, Video, 
 from headrace.multimodal.media import MediaLoader
 from headrace.multimodal.processor import PreparedPrompt
 from headrace.text.chat import normalize
-from support.server.fakes import BOS, ByteTokenizer, FakeLLM, SeededInputs
+from support.byte_tokenizer import BOS, ByteTokenizer
+from support.server.fakes import FakeLLM, SeededInputs
 
 HIDDEN = 8
 IMAGE, VIDEO = "<image>", "<video>"

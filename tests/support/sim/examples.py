@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from headrace.core.plan import SamplePlan, StepPlan, StepResult
-from headrace.runner.graphs import GraphCount
 from headrace.sim.cluster import Simulation
 from headrace.sim.config import Calibration, EngineShape, GroupShape, Lengths, Prefixes, SimConfig, Traffic
 from headrace.sim.step_time import Curve, KindTimes, StepTimeModel
@@ -67,70 +63,5 @@ def run(settings: SimConfig) -> Simulation:
 
 
 def sleeping_process(factor: float) -> tuple[str, ...]:
-    """The command of an engine's process over a :class:`SleepingExecutor`, whose steps take ``factor`` times as long."""
+    """The command of an engine's process whose steps take ``factor`` times as long as ``TIMES`` says."""
     return sys.executable, str(Path(__file__).with_name("sleeping_process.py")), str(factor)
-
-
-class RealTime:
-    """The time of the machine."""
-
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
-
-
-class VirtualTime(RealTime):
-    """Passes by sleeping alone, so that no load of the machine changes it."""
-
-    def __init__(self) -> None:
-        self._now = 0.0
-
-    def now(self) -> float:
-        return self._now
-
-    def sleep(self, seconds: float) -> None:
-        self._now += seconds
-
-
-class SleepingExecutor:
-    """Runs steps that take as long as the model says, one after the other."""
-
-    def __init__(self, times: StepTimeModel, clock: RealTime) -> None:
-        self._times = times
-        self._clock = clock
-        self._free = 0.0
-        self._launched: deque[tuple[StepPlan, float, float]] = deque()
-        self.num_steps = 0
-        self.num_rows = 0
-
-    def execute(self, plan: StepPlan) -> StepPlan:
-        seconds = self._times.device_seconds(plan)
-        self._free = max(self._free, self._clock.now()) + seconds
-        self._launched.append((plan, self._free, seconds))
-        self.num_steps += 1
-        self.num_rows += len(plan.rows)
-        return plan
-
-    def sample(self, handle: StepPlan, plan: SamplePlan) -> None:
-        pass
-
-    def collect(self, handle: StepPlan) -> StepResult:
-        plan, end, seconds = self._launched.popleft()
-        self._clock.sleep(max(0.0, end - self._clock.now()))
-        sampled = [row for row in plan.rows if row.num_logits]
-        tokens = [[1] * row.num_logits for row in sampled]
-        return StepResult(plan.step, [row.seq_id for row in sampled], tokens, {}, {}, {}, seconds)
-
-    def graphs(self) -> GraphCount:
-        return GraphCount(0, 0)
-
-    def capture_next(self) -> GraphCount:
-        return self.graphs()
-
-    def sentinels(self) -> list[int]:
-        return []
-
-    def close(self) -> None:
-        pass

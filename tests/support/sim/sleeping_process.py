@@ -16,35 +16,18 @@ from headrace.engine.outputs import OutputProcessor
 from headrace.engine.timeline import Timeline
 from headrace.host.parent import run
 from headrace.processes.process import serve
-from support.sim.examples import SHAPE, RealTime, SleepingExecutor, slower
+from support.engine.fakes import FakeRunner
+from support.engine.info import info_of
+from support.sim.examples import SHAPE, slower
 
 factor = float(sys.argv[1])
 
 
 def load(args: EngineArgs, timeline: Timeline) -> tuple[EngineCore, EngineInfo]:
-    scheduler, cache = SHAPE.scheduler(), SHAPE.cache()
-    depth = scheduler.pipeline_depth
-    core = EngineCore(
-        Scheduler(scheduler, cache), SleepingExecutor(slower(factor), RealTime()), OutputProcessor(None), pipeline_depth=depth
-    )
-    info = EngineInfo(
-        model="sleeping",
-        architecture="Sleeping",
-        vocab_size=272,
-        max_model_len=scheduler.max_model_len,
-        max_num_seqs=scheduler.max_num_seqs,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        block_size=cache.block_size,
-        num_blocks=list(cache.num_blocks),
-        dtype="float32",
-        quantization="none",
-        device="cpu",
-        timeline=[],
-        memory=[],
-        layers=[],
-        decisions=[],
-    )
-    return core, info
+    cache = SHAPE.cache()
+    scheduler, runner = Scheduler(SHAPE.scheduler(), cache), FakeRunner(slower(factor).device_seconds)
+    core = EngineCore(scheduler, runner, OutputProcessor(None), pipeline_depth=scheduler.config.pipeline_depth)
+    return core, info_of(core, block_size=cache.block_size, num_blocks=list(cache.num_blocks))
 
 
 run(functools.partial(serve, load))

@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
-from multimodal.test_pictures import served
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from support.media import encoded, noise
+from support.served_pictures import served
 from typer.testing import CliRunner
 
 from headrace import SamplingParams

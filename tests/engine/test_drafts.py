@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from constrain.test_engine import Engine, constrained
+from support.constrained import Engine, constrained
 from support.runner.harness import VOCAB, World, prompt, request
 
 from headrace.core.plan import StepPlan

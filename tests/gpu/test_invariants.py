@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from runner.test_invariants import FEATURES
+from support.runner.features import FEATURES
 from support.runner.harness import prompt, request
 
 from headrace.config import EngineArgs

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 from support.media import noise, picture
 from support.models import tiny_vision
+from support.served_pictures import Served, served
 from typer.testing import CliRunner
 
 from headrace import SamplingParams
 from headrace.cli.main import app
 from headrace.errors import RequestError
-
-from .test_pictures import Served, served
 
 SHORT = SamplingParams(max_tokens=4, temperature=0.0)
 

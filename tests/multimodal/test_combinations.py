@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from support.served_pictures import MARKS, PICTURE, STEPS, engine, generate, of, picture, prompts, same, served
+from support.vision_reference import BYTES
 
 from headrace.errors import ConfigError, RequestError
 from headrace.outputs import RequestOutput
 from headrace.sampling_params import SamplingParams, StructuredOutputsParams
-
-from .reference import BYTES
-from .test_pictures import MARKS, PICTURE, STEPS, engine, generate, of, picture, prompts, same, served
 
 SHAPE = "[0-9]{3}-[a-f]{2}"
 ALLOWED = [b"0123456789"] * 3 + [b"-"] + [b"abcdef"] * 2

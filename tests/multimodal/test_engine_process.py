@@ -6,12 +6,11 @@ import asyncio
 from typing import Any
 
 import pytest
+from support.served_pictures import STEPS, generate, prompts, served
 
 from headrace import AsyncLLM, SamplingParams
 from headrace.config import EngineArgs
 from headrace.outputs import RequestOutput
-
-from .test_pictures import STEPS, generate, prompts, served
 
 
 @pytest.mark.slow

@@ -11,6 +11,8 @@ import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from support.models import tiny_vision
+from support.served_pictures import CLIPS, MARKS, STEPS, encoded, generate, picture, same, served, video, videos
+from support.vision_reference import encoder_input, generated
 
 from headrace.errors import ConfigError, RequestError
 from headrace.models.registry import model_spec
@@ -18,8 +20,6 @@ from headrace.multimodal.ernie4_5_vl import ErnieRules
 from headrace.multimodal.items import Video, array_of
 from headrace.multimodal.processor import MultiModalProcessor
 
-from .reference import encoder_input, generated
-from .test_pictures import CLIPS, MARKS, STEPS, encoded, generate, picture, same, served, video, videos
 from .test_processor import prepare, processor, theirs
 
 KIND = "ernie4_5_vl_moe"

@@ -8,15 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save
+from support.feature_files import tensors
 
 from headrace.errors import RequestError
 from headrace.multimodal.feature_file import read_features
-
-
-def tensors(**changes: Any) -> dict[str, Any]:
-    """Of one picture of 2 x 4 patches, 4 of which make a row. None leaves a tensor out."""
-    good = {"features": np.ones((2, 8), np.float32), "grid_thw": np.array([[1, 2, 4]])} | changes
-    return {name: value for name, value in good.items() if value is not None}
 
 
 def refused(data: bytes, param: str = "") -> str:
@@ -38,12 +33,6 @@ def test_deepstack() -> None:
     found = read_features(save(tensors(deepstack=np.zeros((3, 2, 8), np.float16))), "p")
     assert found.deepstack is not None
     assert found.deepstack.shape == (3, 2, 8)
-
-
-def nan(value: float, *shape: int) -> Any:
-    array = np.zeros(shape, np.float32)
-    array.flat[-1] = value
-    return array
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 import transformers
 import transformers.video_utils
 from support.models import tiny_vision
+from support.served_pictures import video
 
 from headrace.errors import RequestError
 from headrace.multimodal.families import media_rules
@@ -21,7 +22,6 @@ from headrace.multimodal.idefics3 import _Sampling, in_words
 from headrace.multimodal.items import MultiModalData, Video, array_of
 from headrace.text.content import ConversationMedia
 
-from .test_pictures import video
 from .test_processor import HIDDEN, prepare, processor, theirs
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from safetensors.numpy import save
+from support.feature_files import tensors
 from support.media import clip, encoded, noise, picture
 
 from headrace.config import EngineArgs
@@ -22,7 +24,6 @@ from headrace.host.channel import Channel
 from headrace.multimodal.items import Features, MultiModalData, Picture, Video
 from headrace.multimodal.media import MediaBudget, MediaLoader, from_base64
 from headrace.text.content import MediaPart
-from multimodal.test_feature_file import save, tensors
 
 
 class Responder:

@@ -19,6 +19,7 @@ import torch
 import transformers
 from PIL import Image
 from support.models import tiny_vision
+from support.served_pictures import MARKS, PICTURE, VIDEO, picture, video
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig
 
@@ -35,8 +36,6 @@ from headrace.multimodal.processor import MultiModalProcessor, PreparedPrompt
 from headrace.text.fast_tokenizer import from_directory
 from headrace.text.templates import TemplateRenderer
 from headrace.text.tokenizer import Tokenizer
-
-from .test_pictures import MARKS, PICTURE, VIDEO, picture, video
 
 HIDDEN = 64
 

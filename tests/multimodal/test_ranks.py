@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from .test_pictures import ALONE, MOVING, engine, generate, prompts, same, served
+from support.served_pictures import ALONE, MOVING, engine, generate, prompts, same, served
 
 QUICK = "ernie4_5_vl_moe"
 """Positions of three sections, and experts of pictures."""

@@ -13,13 +13,13 @@ import transformers
 import transformers.video_utils
 from PIL import Image
 from support.models import tiny_vision
+from support.served_pictures import VIDEO, video
+from support.vision_reference import encoder_input
 
 from headrace.multimodal.families import media_rules
 from headrace.multimodal.items import Video, array_of
 from headrace.multimodal.rules import Processed
 
-from .reference import encoder_input
-from .test_pictures import VIDEO, video
 from .test_processor import prepare, processor
 
 SIZES = [(60, 90, 8), (90, 61, 5), (33, 170, 4), (140, 20, 7), (220, 180, 6)]

@@ -6,40 +6,20 @@ import dataclasses
 from typing import Any
 
 import pytest
+from support.resolving import GIB, HOPPER, a_device, decide, model, on_gpu
 
 from headrace.attention import select
-from headrace.attention.triton import InvariantAttention, TritonAttention
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.model_spec import ForeignSpec
 from headrace.model_spec.model import ModelFacts
-from headrace.resolve import DeviceFacts
 from headrace.resolve.memory import CUDA_SLACK
 from headrace.resolve.schedule import DETERMINISTIC, MAX_GRAPH_ROWS
 from headrace.startup.report import _layer_lines
 
-from .test_resolve import FOR_GPUS, decide, model
+from .test_resolve import FOR_GPUS
 
-GIB = 2**30
-HOPPER = DeviceFacts(
-    device="cuda",
-    name="x",
-    instructions=frozenset({"sm90"}),
-    num_cores=6,
-    available_memory=70 * GIB,
-    total_memory=80 * GIB,
-)
-
-
-@pytest.fixture(autouse=True)
-def a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Backends look for the device itself."""
-    for backend in (TritonAttention, InvariantAttention):
-        monkeypatch.setattr(backend, "supports", staticmethod(lambda *_: []))
-
-
-def on_gpu(**args: Any) -> EngineConfig:
-    return decide(model(context=4096), HOPPER, **args)
+__all__ = ["a_device"]
 
 
 def reasons(config: EngineConfig) -> dict[str, str]:

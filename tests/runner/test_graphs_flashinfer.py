@@ -14,13 +14,12 @@ import msgspec
 import pytest
 import torch
 from support.fake_flashinfer import Device, flashinfer, wait_for_kernels
+from support.runner.features import FEATURES
 from support.runner.harness import Engine, World, model, prompt, request, same, serve, token_bytes
 
 from headrace.attention import select
 from headrace.runner.graphs import Captured, SampleShape, Shape, StepGraphs
 from headrace.runner.runner import ModelRunner
-
-from .test_invariants import FEATURES
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="the kernels of graphs need Triton")
 __all__ = ["flashinfer"]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.server.fakes import FakeLLM
 from support.server.harness import Api, client, error
+from support.tokenizers import PanicException
 
 from headrace.errors import EngineDeadError, EngineError, RequestError
 from headrace.server.app import build_app
@@ -203,10 +204,6 @@ def test_the_end_of_one_replica_may_be_tried_again_while_others_serve() -> None:
     api = Api(broken(EngineDeadError("replica 0 died"), 2))
     assert error(api.complete(max_tokens=5), 503)["message"] == "replica 0 died"
     assert api.llm.health().ok
-
-
-class PanicException(BaseException):
-    """As pyo3 raises it for a panic in Rust, which is no Exception."""
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])

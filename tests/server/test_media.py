@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from multimodal.test_feature_file import save, tensors
 from multimodal.test_media import data_url
+from safetensors.numpy import save
+from support.feature_files import tensors
 from support.media import clip, noise, picture, real_picture
 from support.server.fakes import FakeLLM
 from support.server.harness import Api, running

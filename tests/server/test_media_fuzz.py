@@ -16,11 +16,12 @@ import httpx
 import numpy as np
 import psutil
 import pytest
-from multimodal.test_feature_file import nan, save, tensors
-from multimodal.test_fetch import NOT_PUBLIC, Site
 from PIL import Image
+from safetensors.numpy import save
+from support.feature_files import nan, tensors
 from support.media import clip, encoded, noise
 from support.server.media import SeeingLLM, loader
+from support.site import NOT_PUBLIC, Site, serving
 
 from headrace.multimodal.fetch import Fetcher
 from headrace.server.app import build_app
@@ -203,14 +204,8 @@ CASES: list[Callable[[World], Case]] = [
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
     """At every loopback address; tests admit the one that it is not private at for them."""
-    server = Site("0.0.0.0")
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    yield server
-    server.gone.set()
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving("0.0.0.0") as server:
+        yield server
 
 
 def open_files() -> int:

@@ -13,10 +13,11 @@ from typing import Any, cast
 import httpx
 import numpy as np
 import pytest
-from multimodal.test_feature_file import save, tensors
-from multimodal.test_fetch import Site
+from safetensors.numpy import save
 from server.test_media_fuzz import CASES, World, attack, bad_site, data_url, private_url, site
+from support.feature_files import tensors
 from support.models import tiny_vision
+from support.site import Site
 
 from .conftest import SoakedServer, serve
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from resolve.test_resolve_gpu import GIB, HOPPER, a_device, on_gpu
+from support.resolving import GIB, HOPPER, a_device, on_gpu
 from support.runner.harness import World, model
 from support.runner.sparse_world import SparseWorld, elastic
 from support.runner.sparse_world import model as sparse_model

@@ -1,4 +1,4 @@
-"""Fixtures: a tokenizer of every kind."""
+"""Fixtures: a tokenizer of every kind. And how their library fails."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ from headrace.sources.gguf import read_metadata
 from headrace.text.gguf_vocab import build_tokenizer
 from headrace.text.tokenizer import Tokenizer, load_tokenizer
 from support import vocabularies
+
+
+class PanicException(BaseException):
+    """As pyo3 raises it for a panic in Rust, which is no Exception."""
 
 
 @pytest.fixture(scope="session")

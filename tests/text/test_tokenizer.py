@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import vocabularies
+from support.tokenizers import PanicException
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
@@ -246,10 +247,6 @@ def test_parts_of_a_text_are_encoded_one_behind_the_other(name: str, request: py
     assert tokenizer.token_bytes.special.isdisjoint(apart)
     assert not tokenizer.token_bytes.special.isdisjoint(tokenizer.encode(text, False))
     assert tokenizer.encode_parts([text], False) == tokenizer.encode(text, False)
-
-
-class PanicException(BaseException):
-    """As pyo3 raises it for a panic in Rust, which is no Exception."""
 
 
 @pytest.mark.parametrize("failure", [PanicException("byte index 1 is not a char boundary\nstack"), Exception("no [UNK] token")])

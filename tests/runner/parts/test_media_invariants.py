@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from support.runner.graphs import runner as graph_runner
 from support.runner.harness import (
     MEDIA_IN_FP8,
     SPECS,
@@ -40,7 +41,6 @@ from headrace.models.vision.interface import EncodedItem, encoded_item
 from headrace.multimodal.positions import Run, rope_positions
 from headrace.runner.parts.media import _token_slots
 from headrace.runner.replay import replay
-from runner.test_graphs import runner as graph_runner
 
 HIDDEN = 32
 PLACEHOLDER = 5

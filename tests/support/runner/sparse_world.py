@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from kernels.sparse.cases import select_upstream
-from runner.test_graphs import DeviceAttention, Immediate
 
 from headrace.attention.selectors.mean import MeanConfig
 from headrace.attention.selectors.xattn import XAttentionConfig
@@ -24,6 +23,7 @@ from headrace.models.decoder import Decoder
 from headrace.models.registry import build
 from headrace.runner.runner import ModelRunner
 from support.cache_config import cache_holding
+from support.runner.graphs import DeviceAttention, Immediate
 from support.runner.harness import VOCAB, token_bytes
 
 BLOCK = 64

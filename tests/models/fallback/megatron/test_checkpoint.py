@@ -13,10 +13,10 @@ from unittest import mock
 import pytest
 import torch
 from support.models import megatron
+from support.models.megatron_engine import OWN, PROMPTS, assert_same, eager
 
 from headrace import LLM, SamplingParams
 from headrace.errors import ConfigError
-from models.fallback.megatron.test_megatron import OWN, PROMPTS, assert_same, eager
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'headrace[megatron]'")
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from support.models import megatron
+from support.models.megatron_engine import PROMPTS, assert_same, assert_same_every_way, eager, engine, tokens_of
 
 from headrace import LLM, SamplingParams
 from headrace.errors import ConfigError, RequestError
-from models.fallback.megatron.test_megatron import PROMPTS, assert_same, assert_same_every_way, eager, engine, tokens_of
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'headrace[megatron]'")
 

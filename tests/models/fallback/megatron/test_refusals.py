@@ -11,10 +11,10 @@ from unittest import mock
 import pytest
 import torch
 from support.models import megatron
+from support.models.megatron_engine import OWN, PROMPTS, engine, tokens_of
 
 from headrace import LLM
 from headrace.errors import ConfigError
-from models.fallback.megatron.test_megatron import OWN, PROMPTS, engine, tokens_of
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'headrace[megatron]'")
 pytestmark = pytest.mark.filterwarnings("ignore")

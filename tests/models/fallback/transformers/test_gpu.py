@@ -8,9 +8,9 @@ import pytest
 import torch
 from support.models import tiny_models
 from support.models.architectures import quiet, survey_one
+from support.models.foreign import decisions, engine, tokens_of
 
 from headrace.models.capture import no_host_sync
-from models.fallback.transformers.test_transformers import decisions, engine, tokens_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -11,13 +11,13 @@ import torch
 import transformers
 from support.models import tiny_models
 from support.models.architectures import quiet
+from support.models.foreign import decisions, engine, model_of, tokens_of
 from torch import nn
 
 from headrace.kernels import gpu
 from headrace.models.fallback.transformers import kernel_substitution
 from headrace.models.fallback.transformers.fuse import fuse_linears
 from headrace.models.fallback.transformers.kernel_substitution import Norm, substitute_mlp, substitute_norm
-from models.fallback.transformers.test_transformers import decisions, engine, model_of, tokens_of
 
 SUBSTITUTED = {
     "llama": "7 norms, 3 MLPs, 3 attentions, 3 layers' sums, 3 with the norm of the next",

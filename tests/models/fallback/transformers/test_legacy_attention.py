@@ -9,12 +9,12 @@ import pytest
 import torch
 from support.models import tiny_models
 from support.models.architectures import TOLERANCE, quiet, survey_one
+from support.models.foreign import engine, model_of, tokens_of
 from transformers import FalconForCausalLM
 from transformers.models.xglm.modeling_xglm import XGLMAttention, XGLMConfig
 
 from headrace.errors import ConfigError
 from headrace.models.fallback.transformers.legacy_attention import forward_patch
-from models.fallback.transformers.test_transformers import engine, model_of, tokens_of
 
 PROMPT = list(range(3, 24))
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from support.models import tiny_models
 from support.models.architectures import quiet
+from support.models.foreign import decisions, engine, tokens_of
 
 from headrace.errors import ConfigError
-from models.fallback.transformers.test_transformers import decisions, engine, tokens_of
 
 PROMPT = list(range(3, 40))
 LLAMA = """

@@ -12,9 +12,9 @@ import torch
 import transformers
 from support.models import tiny_models
 from support.models.architectures import TOLERANCE, quiet, survey_one
+from support.models.foreign import decisions, engine, model_of, tokens_of
 from transformers.models.gpt_neox_japanese.modeling_gpt_neox_japanese import GPTNeoXJapaneseAttention
 
-from headrace import LLM, SamplingParams
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError
 from headrace.models.fallback.refusal import Unfit
@@ -89,28 +89,6 @@ def test_a_method_that_attends_otherwise_than_it_is_taken_to_is_found_out(
             engine(tmp_path)
 
 
-def engine(folder: Path, **changes: Any) -> LLM:
-    fields: dict[str, Any] = {
-        "skip_tokenizer_init": True,
-        "device": "cpu",
-        "dtype": "float32",
-        "num_kv_blocks": 40,
-        "max_model_len": 64,
-        "num_threads": 1,
-    }
-    return LLM(model=str(folder), **fields | {"model_impl": "transformers"} | changes)
-
-
-def decisions(llm: LLM) -> dict[str, tuple[str, str]]:
-    return {line.name: (line.value, line.reason) for line in llm.info.decisions}
-
-
-def tokens_of(llm: LLM, prompt: list[int], count: int = 6) -> list[int]:
-    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
-    (output,) = llm.generate({"prompt_token_ids": prompt}, params)
-    return list(output.outputs[0].token_ids)
-
-
 @pytest.fixture(scope="module")
 def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model without a native implementation."""
@@ -176,10 +154,6 @@ def test_bfloat16_follows_the_model(granite: Path) -> None:
         llm = engine(granite, dtype="bfloat16")
     assert {parameter.dtype for parameter in model_of(llm).foreign.parameters()} == {torch.bfloat16}
     assert tokens_of(llm, [4, 5, 6])
-
-
-def model_of(llm: LLM) -> Any:
-    return llm._engine.executor.model
 
 
 def copy_of(folder: Path, to: Path, without: str | None = None, **more: torch.Tensor) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from support.models.tiny_vision import IDS
 from transformers import PreTrainedModel
 
 from headrace.core.media import ItemInputs, TensorData
@@ -15,6 +14,7 @@ from headrace.core.request import Request
 from headrace.models.vision.patches import patches_of
 from headrace.multimodal.items import array_of
 from headrace.multimodal.rules import Processed
+from support.models.tiny_vision import IDS
 
 BYTES = 256
 """Tokens that may be generated: transformers would take a placeholder for a picture that is missing."""

@@ -22,12 +22,9 @@ if not torch.cuda.is_available():
     # Triton asks for it when it is imported, and libraries import it, so it must be said before anything else.
     os.environ["TRITON_INTERPRET"] = "1"
     if importlib.util.find_spec("triton"):
-        from support.interpreter import patch_once_a_launch, remember_builtins, remember_types, use_invariant_dot
+        from support.interpreter import install
 
-        remember_builtins()
-        patch_once_a_launch()
-        remember_types()
-        use_invariant_dot()
+        install()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,7 +1,19 @@
-"""FlashInfer's wrappers on a CPU: they compute as the formula says, and are strict about what they are given.
+"""A stand-in for FlashInfer on the CPU: the one place that says how its wrappers are called.
 
-Copies to the "device" are done as late as they may be, and fail where the host memory they come from has changed meanwhile.
-A replay reads nothing but what a captured kernel could: buffers on the device, and the plan in its integers' workspace.
+It promises:
+
+- Results are those of the formula, computed by the reference of paged attention.
+- An argument of another dtype, shape, device or order than FlashInfer takes fails, as does a run without its plan.
+- Copies to the "device" are done as late as they may be, and fail where the host memory they come from has changed meanwhile.
+- A replay reads nothing but what a captured kernel could: buffers on the device, and the plan in its integers' workspace. It
+  fails where another kernel would be launched than was captured.
+
+It does not promise:
+
+- FlashInfer's numbers: it neither rounds nor splits sums as the kernels do;
+- that FlashInfer has a kernel for a geometry, or still has these signatures: ``attention/flashinfer/test_flashinfer_gpu.py``
+  runs FlashInfer itself, on a GPU;
+- to find what only streams that run at the same time get wrong.
 """
 
 from __future__ import annotations

@@ -1,4 +1,19 @@
-"""Triton's interpreter for tests: quicker launches, and products whose bits do not depend on numpy's BLAS."""
+"""Triton's interpreter, which runs kernels on the CPU: the one place that changes its private parts.
+
+It promises:
+
+- A kernel computes what its source says, program after program, by numpy.
+- Bits of ``tl.dot`` depend on the operands' values and the length of its sums alone, not on the numbers of rows and columns,
+  the CPU or the number of threads, so that tests can compare them.
+- A launch takes a part of the time that Triton's own takes, and what it computes differs in the order of those sums alone.
+
+It does not promise:
+
+- that a kernel compiles: ``kernels/on_triton/test_triton_compiles.py`` compiles for GPUs that need not be there;
+- a device's rounding: it cuts bfloat16 off, and sums in another order;
+- to find races: programs do not run at the same time, and atomic operations always come in one order;
+- to notice reads and writes out of bounds: ``kernels/on_triton/memory.py`` adds that.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +30,14 @@ ABREAST = 8
 
 blas_dot = InterpreterBuilder.create_dot
 """Triton's own ``tl.dot``, which calls ``numpy.matmul``."""
+
+
+def install() -> None:
+    """Prepares the interpreter for this process. ``TRITON_INTERPRET`` must be set before Triton is imported."""
+    remember_builtins()
+    patch_once_a_launch()
+    remember_types()
+    use_invariant_dot()
 
 
 def remember_builtins() -> None:

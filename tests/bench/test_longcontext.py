@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models.families import test_paw
+from support.models import paw
 from support.models.tiny_llama import VOCAB, write_tokenizer
 from typer.testing import CliRunner
 
@@ -111,11 +111,11 @@ def test_modes() -> None:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny PawQwen3 whose tokens are bytes."""
-    folder, weights = tmp_path_factory.mktemp("paw"), test_paw.tensors()
+    folder, weights = tmp_path_factory.mktemp("paw"), paw.tensors()
     torch.manual_seed(0)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         weights[name] = torch.randn(VOCAB, weights[name].shape[1])
-    write_tokenizer(test_paw.write(folder, weights, vocab_size=VOCAB, eos_token_id=257))
+    write_tokenizer(paw.write(folder, weights, vocab_size=VOCAB, eos_token_id=257))
     return folder
 
 

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 import pytest
+from support.hostile_constraints import BOMBS
 from support.words import EOS, OTHER_SPECIAL, PIECES, VOCAB, accepts, allowed, matcher, tokenizer, walk
 
 from headrace.config import StructuredOutputsConfig
@@ -229,27 +230,6 @@ def test_a_vocabulary_that_cannot_be_built_refuses_with_the_reason() -> None:
             vocabulary.get()
     with pytest.raises(RequestError, match="no bytes here"):
         GrammarFactory(StructuredOutputsConfig(), vocabulary).constraint(StructuredOutputsParams(regex="a"))
-
-
-BOMBS: dict[str, dict[str, Any]] = {
-    "repetition": {"regex": "(a{1,1000}){1,1000}"},
-    "repetition of repetition": {"regex": "((a{1,1000}){1,1000}){1,1000}"},
-    "intersections": {"grammar": "start: X\nX: /(.*a.{15})/ & /(.*b.{15})/ & ~/(.*c.{15})/"},
-    "exponential": {"grammar": "start: a0\n" + "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(60)) + '\na60: "x"'},
-    "ambiguous": {"grammar": 'start: s\ns: s s | s s s | "a" | ""'},
-    "merges": {"json": {"allOf": [{"anyOf": [{"properties": {f"k{i}{j}": {}}} for j in range(4)]} for i in range(8)]}},
-    "references": {
-        "json": {
-            "$defs": {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(30)} | {"d30": {}},
-            "$ref": "#/$defs/d0",
-        }
-    },
-    "cycle": {"json": {"$ref": "#"}},
-    "many values": {"json": {"enum": [f"value {i}" for i in range(15_000)]}},
-    "many choices": {"choice": [f"value {i}" for i in range(15_000)]},
-    "long": {"json": {"type": "string", "maxLength": 10**6}},
-    "dots": {"regex": "(.*a.*b.*c.*d.*e.*){20}"},
-}
 
 
 @pytest.mark.parametrize("name", BOMBS)

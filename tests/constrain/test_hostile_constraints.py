@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import psutil
 import pytest
+from support.hostile_constraints import LINKS, chain, rules
 
 from headrace.config import StructuredOutputsConfig
 from headrace.constrain.factory import GrammarFactory
@@ -15,26 +15,6 @@ from headrace.constrain.paths import longest_path
 from headrace.core.matcher import TOO_COMPLEX
 from headrace.errors import RequestError
 from headrace.sampling_params import StructuredOutputsParams
-
-LINKS: dict[str, Callable[[str], dict[str, Any]]] = {
-    "$ref": lambda to: {"$ref": to},
-    "anyOf": lambda to: {"anyOf": [{"$ref": to}, {"type": "null"}]},
-    "allOf": lambda to: {"allOf": [{"$ref": to}, {"type": "integer"}]},
-    "properties": lambda to: {"properties": {"a": {"$ref": to}}},
-    "patternProperties": lambda to: {"patternProperties": {"a": {"$ref": to}}},
-    "additionalProperties": lambda to: {"additionalProperties": {"$ref": to}},
-    "items": lambda to: {"items": {"$ref": to}},
-    "prefixItems": lambda to: {"prefixItems": [{"$ref": to}]},
-}
-
-
-def chain(link: str, count: int) -> dict[str, Any]:
-    schemas = {f"d{place}": LINKS[link](f"#/$defs/d{place + 1}") for place in range(count)}
-    return {"$defs": schemas | {f"d{count}": {"type": "integer"}}, "$ref": "#/$defs/d0"}
-
-
-def rules(count: int) -> str:
-    return "start: r0\n" + "\n".join(f"r{place}: r{place + 1}" for place in range(count)) + f'\nr{count}: "x"'
 
 
 @pytest.fixture(scope="module")

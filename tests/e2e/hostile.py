@@ -18,7 +18,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from constrain.test_grammars import BOMBS
+from support.hostile_constraints import BOMBS
 from support.server.reader import StreamReader
 from support.server.running import Server, start_server, stop_server
 

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from constrain.test_hostile_constraints import LINKS, chain, rules
+from support.hostile_constraints import LINKS, chain, rules
 from support.server.running import start_server, stop_server
 
 CLIENTS = 4

@@ -10,8 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
-from models.fallback.megatron.test_checkpoint import arguments, save
 from support.models import megatron
+from support.models.megatron_checkpoint import arguments, save
 from support.models.megatron_engine import OWN, SHARED, engine, state_of, tokens_of, train_step
 from typer.testing import CliRunner
 

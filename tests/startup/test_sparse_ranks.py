@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models.families.test_paw import CONFIG, tensors, write
+from support.models.paw import CONFIG, tensors, write
 from support.runner.harness import prompt
 from support.thread_ranks import ThreadAgreement, on_ranks
 

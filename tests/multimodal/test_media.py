@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 from safetensors.numpy import save
 from support.feature_files import tensors
-from support.media import clip, encoded, noise, picture
+from support.media import clip, data_url, encoded, noise, picture
 
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError, QueueFullError, RequestError
@@ -100,10 +100,6 @@ def refused(loader: MediaLoader, *values: Any, param: str = "messages[0]", **opt
         load(loader, *values, **options)
     assert error.value.param == param
     return error.value.message
-
-
-def data_url(data: bytes, kind: str = "image/png") -> str:
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def pixels(item: Picture | Features) -> Any:

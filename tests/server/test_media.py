@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from multimodal.test_media import data_url
 from safetensors.numpy import save
 from support.feature_files import tensors
-from support.media import clip, noise, picture, real_picture
+from support.media import clip, data_url, noise, picture, real_picture
 from support.server.fakes import FakeLLM
 from support.server.harness import Api, running
 from support.server.media import HIDDEN, SeeingLLM, loader

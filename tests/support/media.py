@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,6 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+
+
+def data_url(data: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def noise(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Image:

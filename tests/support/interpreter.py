@@ -1,4 +1,4 @@
-"""Triton's interpreter, which runs kernels on the CPU: the one place that changes its private parts.
+"""Triton's interpreter, which runs kernels on the CPU, as all tests use it.
 
 It promises:
 
@@ -9,10 +9,10 @@ It promises:
 
 It does not promise:
 
-- that a kernel compiles: ``kernels/on_triton/test_triton_compiles.py`` compiles for GPUs that need not be there;
+- that a kernel compiles: ``kernels/test_triton_compiles.py`` compiles for GPUs that need not be there;
 - a device's rounding: it cuts bfloat16 off, and sums in another order;
 - to find races: programs do not run at the same time, and atomic operations always come in one order;
-- to notice reads and writes out of bounds: ``kernels/on_triton/memory.py`` adds that.
+- to notice reads and writes out of bounds: ``kernels/memory.py`` adds that.
 """
 
 from __future__ import annotations

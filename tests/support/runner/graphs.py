@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headrace.attention.backend import AttentionBackend, AttentionInputs, StepMetadata
-from headrace.kernels.paged_attention import paged_attention
+from headrace.kernels.attention.reference import paged_attention
 from headrace.runner.graphs import Captured, SampleShape, Shape, StepGraphs
 from headrace.runner.runner import ModelRunner
 from support.runner.harness import World, model, token_bytes

@@ -14,10 +14,13 @@ if TYPE_CHECKING:
 
 _REPEATED = 64
 """Tokens that repeat each other, or that are digits, after which an output ends: a model does not come back from there."""
-_PERIODS = range(1, 9)
-"""Lengths of what repeats itself in outputs that are no JSON, in tokens."""
-_KEPT = 256
-"""Last tokens that a matcher keeps: those of ``_REPEATED``, and more than can be rolled back."""
+_LONGEST_PERIOD = 8
+"""Tokens of what repeats itself, at most, where an output that is no JSON ends after ``_REPEATED`` tokens."""
+_LOST = 512
+"""Tokens that repeat the same few, after which any output ends, complete or not."""
+_LONGEST_LOST_PERIOD = 64
+_KEPT = 768
+"""Last tokens that a matcher keeps: those of ``_LOST``, and more than can be rolled back."""
 
 
 class GrammarMatcher:
@@ -34,7 +37,8 @@ class GrammarMatcher:
         digits: frozenset[int] | None = None,
     ) -> None:
         """``digits``: tokens of digits alone, for JSON, which ends wherever equal tokens or digits follow each other; empty:
-        outputs that repeat themselves end where they are complete; None: they may repeat themselves as they like."""
+        outputs that repeat themselves end where they are complete; None: they do not end so soon. ``_LOST`` tokens end all of
+        them."""
         self.vocab_size = vocab_size
         self.known: Mask | None = None
         """llguidance's mask of the state, ``[words(vocab_size)]``, if a copy of this matcher has computed it."""
@@ -82,12 +86,21 @@ class GrammarMatcher:
 
     @property
     def stuck(self) -> bool:
+        return self._repeats() or self._lost()
+
+    def _repeats(self) -> bool:
         last = self._recent[-_REPEATED:]
         if self._digits is None or len(last) < _REPEATED:
             return False
         if self._digits:
             return last[1:] == last[:-1] or self._digits.issuperset(last)
-        return any(last[period:] == last[:-period] for period in _PERIODS) and self.accepting
+        return _cyclic(last, _LONGEST_PERIOD) and self.accepting
+
+    def _lost(self) -> bool:
+        # Text that no constraint holds is as long as the model likes: it may end anywhere.
+        last = self._recent[-_LOST:]
+        cyclic = len(last) == _LOST and _cyclic(last, _LONGEST_LOST_PERIOD)
+        return cyclic and not (self._digits is None and self.accepting)
 
     @property
     def accepting(self) -> bool:
@@ -110,6 +123,12 @@ class GrammarMatcher:
         except BaseException as error:  # A panic of the library is no Exception.
             return f"{TOO_COMPLEX}: {error}"
         return self.error
+
+
+def _cyclic(tokens: list[int], longest: int) -> bool:
+    """Whether tokens repeat the same few, ``longest`` at most."""
+    ends = (period for period in range(1, longest + 1) if tokens[-1] == tokens[-1 - period])
+    return any(tokens[period:] == tokens[:-period] for period in ends)
 
 
 def words(vocab_size: int) -> int:

@@ -232,6 +232,34 @@ def test_a_repeating_output_ends_where_it_is_complete(regex: str, pieces: tuple[
     assert (len(engine.tokens["a", 0]) < 80) == cut
 
 
+@pytest.mark.parametrize(
+    ("constraint", "opening", "cycle"),
+    [
+        ({"json": {"type": "string"}}, '"', "abc"),
+        ({"json": {"type": "array", "items": {"type": "integer"}}}, "[", "1,"),
+        ({"regex": '"[a-z]+"'}, '"', "a"),
+        ({"grammar": 'start: ("ab" | "c")+ ";"'}, "", "abc"),
+    ],
+)
+def test_an_output_that_repeats_itself_for_very_long_ends_incomplete(
+    constraint: dict[str, Any], opening: str, cycle: str
+) -> None:
+    """A string or a list has no end of its own; 64 tokens of it may still be meant."""
+    factory, vocabulary = grammars("letters")
+    compiler = GrammarCompiler(vocabulary, StructuredOutputsConfig())
+    compiled = compiler.compile(factory.constraint(StructuredOutputsParams(**constraint)))[0].result()
+    assert isinstance(compiled, GrammarMatcher)
+    matcher = compiled.with_ends([EOS], vocabulary.digits if "json" in constraint else frozenset())
+    ids = [PIECES.index(letter.encode()) for letter in opening]
+    assert matcher.advance(ids) is None
+    taken = 0
+    while not matcher.stuck:
+        assert taken < 1000
+        taken += len(cycle)
+        assert matcher.advance([PIECES.index(letter.encode()) for letter in cycle]) is None
+    assert taken > 500 and not matcher.accepting
+
+
 def test_min_tokens_holds_where_more_may_come() -> None:
     made = grammars("letters")[0].constraint(StructuredOutputsParams(regex="[a-c]*"))
     each = request("a", prompt(1, 5), temperature=1.0, min_tokens=10, max_tokens=40)

@@ -154,7 +154,8 @@ class OutputDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     """An entry for each token of ``token_ids``."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Sent once, with the first delta of index 0. Its first entry is None: nothing precedes the first token."""
-    num_cached_tokens: int = 0
+    num_cached_tokens: int | None = None
+    """Of the prompt. With the first delta of index 0, and with its last: a preemption may lose some of them."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The token id or string that stopped the sequence; None for end of sequence and for length."""
@@ -202,7 +203,7 @@ def merged(deltas: Sequence[OutputDelta]) -> OutputDelta:
         text="".join([delta.text for delta in deltas]),
         events=events,
         token_ids=[token for delta in deltas for token in delta.token_ids],
-        num_cached_tokens=max(delta.num_cached_tokens for delta in deltas),
+        num_cached_tokens=next((n for delta in reversed(deltas) if (n := delta.num_cached_tokens) is not None), None),
     )
 
 
@@ -267,7 +268,8 @@ class RequestOutput(msgspec.Struct, kw_only=True):
             self.prompt_logprobs = [
                 None if entry is None else position_logprobs(entry, text) for entry in delta.prompt_logprobs
             ]
-        self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
+        if delta.num_cached_tokens is not None:
+            self.num_cached_tokens = delta.num_cached_tokens
         if delta.finish_reason is not None:
             sample.finish_reason, sample.stop_reason = delta.finish_reason, delta.stop_reason
             self.error = delta.error or self.error

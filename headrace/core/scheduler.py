@@ -423,6 +423,7 @@ class Scheduler:
         if seq.siblings:
             seq.blocks.keep_from = self.kv.fork_boundary(seq.blocks, seq.num_prompt)
         if not first_time:
+            seq.num_cached_tokens = min(seq.num_cached_tokens, num_cached)
             return
         seq.scheduled_at = self._clock()
         if forked or seq.index > 0:

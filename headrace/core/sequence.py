@@ -75,7 +75,7 @@ class Sequence:
     num_in_flight: int = 0
     """Rows in steps that are launched and not yet collected."""
     num_cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache when the request first ran."""
+    """Prompt tokens found in the prefix cache whenever the request began to run: those that it never computed."""
     siblings: list[Sequence] = dataclasses.field(default_factory=list)
     """Samples of the same request that wait until this one has computed their prompt."""
     matcher: Matcher | None = None

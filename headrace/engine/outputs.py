@@ -255,7 +255,7 @@ class SequenceText:
             token_ids=tokens,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            num_cached_tokens=self._sequence.num_cached_tokens if first else 0,
+            num_cached_tokens=self._sequence.num_cached_tokens if (first or finish) and not self._sequence.index else None,
             finish_reason=finish,
             stop_reason=stop,
             error=error.message if error is not None else None,

@@ -357,7 +357,7 @@ class ReplicaSet:
                 # The client first: a request of which it heard the end is forgotten here.
                 self._client.on_message(message)
                 for delta in deltas:
-                    cached = delta.num_cached_tokens
+                    cached = delta.num_cached_tokens or 0
                     router.progress(
                         delta.request_id, delta.index, len(delta.token_ids), cached, delta.finish_reason is not None
                     )

@@ -124,6 +124,15 @@ class Generation:
             "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
+    @property
+    def stored_tokens(self) -> int:
+        """Prompt tokens that were computed and are in full blocks, which the prefix cache keeps."""
+        if not self._serving.llm.args.enable_prefix_caching:
+            return 0
+        size = self._serving.llm.info.block_size
+        full = [len(request.prompt_token_ids) // size * size for request in self.requests]
+        return sum(max(0, tokens - cached) for tokens, cached in zip(full, self._cached, strict=True))
+
     @functools.cached_property
     def _media_tokens(self) -> dict[str, int]:
         """Tokens of pictures and videos in the prompts; empty: there are none."""
@@ -159,7 +168,7 @@ class Generation:
         self.completion_tokens += len(delta.token_ids)
         for event in delta.events:
             self.reasoning_tokens += event.tokens
-        if delta.num_cached_tokens > self._cached[piece.prompt]:
+        if delta.num_cached_tokens is not None:
             self._cached[piece.prompt] = delta.num_cached_tokens
         self._observer.delta(piece.prompt, delta)
         if delta.finish_reason is None:

@@ -106,7 +106,8 @@ def test_the_first_requests_of_claude_code(made: Tokenizer) -> None:
     counted = {name: CLAUDE_BODY[name] for name in ("model", "messages", "system", "tools", "thinking", "context_management")}
     found = api.post("/v1/messages/count_tokens", counted, headers=CLAUDE)
     usage = final["usage"]
-    assert found.json()["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
+    names = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+    assert found.json()["input_tokens"] == sum(usage[name] for name in names)
 
 
 @pytest.mark.parametrize(("path", "body", "agent"), [("responses", CODEX_BODY, CODEX), ("messages", CLAUDE_BODY, CLAUDE)])

@@ -121,6 +121,20 @@ def test_the_last_by_policy_is_preempted_and_comes_back_whole() -> None:
     world.assert_right()
 
 
+def test_cached_tokens_that_a_preemption_loses_are_computed_ones() -> None:
+    world = World(make_config(), make_cache(9))
+    world.add(make_request("earlier", [2] * 9, max_tokens=2))
+    world.run()
+    world.add(make_request("a", [1] * 8, max_tokens=24))
+    (second,) = world.add(make_request("b", [2] * 9, max_tokens=12))
+    world.step()
+    assert second.num_cached_tokens == 8
+    world.run()
+    assert world.scheduler.stats().num_preemptions == 1
+    assert second.num_cached_tokens == 0
+    world.assert_right()
+
+
 def test_priority_decides_who_is_preempted() -> None:
     world = World(make_config(policy="priority"), make_cache(7, caching=False))
     (low,) = world.add(make_request("low", [1] * 8, max_tokens=16, priority=1))

@@ -22,6 +22,7 @@ Answer with calls of these functions: {{ tools | tojson }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 TURNS = 8
+PROMPT = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
 CHOICE = {"type": "any", "disable_parallel_tool_use": True}
 
 
@@ -61,7 +62,7 @@ def session(url: str) -> list[tuple[int, int]]:
         system = f"x-anthropic-billing-header: cch={turn};\nYou are an agent."
         answer = httpx.post(f"{url}/v1/messages", json=body | {"messages": messages, "system": system}, timeout=600).json()
         usage = answer["usage"]
-        counts.append((usage["cache_read_input_tokens"], usage["cache_read_input_tokens"] + usage["input_tokens"]))
+        counts.append((usage["cache_read_input_tokens"], sum(usage[name] for name in PROMPT)))
         (call,) = [block for block in answer["content"] if block["type"] == "tool_use"]
         result = {"type": "tool_result", "tool_use_id": call["id"], "content": "done"}
         messages += [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": [result]}]

@@ -53,8 +53,8 @@ def folded(deltas: list[OutputDelta], index: int) -> dict[str, Any]:
         "message": message,
         "kinds": [kind for kind, _ in itertools.groupby((event.kind, event.index) for each in mine for event in each.events)],
         "tokens": [token for each in mine for token in each.token_ids],
-        "cached": max(each.num_cached_tokens for each in mine),
-        "end": msgspec.structs.replace(mine[-1], text="", events=[], token_ids=[], num_cached_tokens=0),
+        "cached": [each.num_cached_tokens for each in mine if each.num_cached_tokens is not None][-1:],
+        "end": msgspec.structs.replace(mine[-1], text="", events=[], token_ids=[], num_cached_tokens=None),
     }
 
 

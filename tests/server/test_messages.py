@@ -13,6 +13,7 @@ from support.server.grammars import folded_messages, named_events
 from support.server.harness import Api, running
 from support.server.scripted import ScriptedLLM
 
+from headrace.config import EngineArgs
 from headrace.server import sse
 from headrace.server.settings import ServerSettings
 from headrace.text.tokenizer import Tokenizer
@@ -98,7 +99,25 @@ def test_usage_is_cumulative_and_leaves_out_what_was_cached() -> None:
     assert end == whole and start == whole | {"output_tokens": 1}
     counted = Api(FakeLLM()).post("/v1/messages/count_tokens", {"messages": HI}).json()
     assert whole["output_tokens"] == 20 and whole["cache_read_input_tokens"] == 16
-    assert counted == {"input_tokens": whole["input_tokens"] + whole["cache_read_input_tokens"]}
+    assert counted == {"input_tokens": prompt_tokens(whole)}
+
+
+def prompt_tokens(usage: dict[str, int]) -> int:
+    return sum(usage[name] for name in ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens"))
+
+
+@pytest.mark.parametrize(("caching", "length", "stored"), [(True, 32, 16), (True, 33, 0), (False, 32, 0)])
+def test_what_the_cache_keeps_of_a_prompt(caching: bool, length: int, stored: int) -> None:
+    """The server has blocks of 16 tokens, and finds all of the prompt but for its last token."""
+    llm = FakeLLM()
+    llm.args = EngineArgs(enable_prefix_caching=caching)
+    server = Api(llm)
+    empty = server.post("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "x"}]}).json()["input_tokens"]
+    text = "x" * (length - empty + 1)
+    usage = server.post("/v1/messages", {"messages": [{"role": "user", "content": text}], "max_tokens": 2}).json()["usage"]
+    assert usage["cache_creation_input_tokens"] == stored and prompt_tokens(usage) == length
+    details = server.post("/v1/responses", {"input": text, "max_output_tokens": 2}).json()["usage"]
+    assert details["input_tokens_details"]["cache_write_tokens"] == stored and details["input_tokens"] == length
 
 
 def test_the_history_reaches_the_template(api: Make) -> None:

@@ -413,11 +413,11 @@ class MessagesAnswer(Answer):
 
     @property
     def _usage(self) -> dict[str, Any]:
-        usage = self._generation.usage
+        usage, stored = self._generation.usage, self._generation.stored_tokens
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
-            "input_tokens": usage["prompt_tokens"] - cached,
-            "cache_creation_input_tokens": 0,
+            "input_tokens": usage["prompt_tokens"] - cached - stored,
+            "cache_creation_input_tokens": stored,
             "cache_read_input_tokens": cached,
             "output_tokens": usage["completion_tokens"],
         }

@@ -422,7 +422,10 @@ class ResponsesAnswer(Answer):
         usage = self._generation.usage
         return {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+            "input_tokens_details": {
+                **usage["prompt_tokens_details"],
+                "cache_write_tokens": self._generation.stored_tokens,
+            },
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],

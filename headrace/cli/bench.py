@@ -26,7 +26,7 @@ from headrace.bench.options import (
     ThroughputOptions,
 )
 from headrace.cli.errors import EXIT_FAILURE, print_error
-from headrace.cli.options import ENGINE_OPTIONS, Group, command
+from headrace.cli.options import ENGINE_OPTIONS, EngineGroup, Group, command
 from headrace.cli.startup import plain_width
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError
@@ -50,7 +50,7 @@ app = typer.Typer(
 )
 
 
-class _BenchGroup(Group[EngineArgs]):
+class _BenchGroup(EngineGroup):
     """Engine options with prefix caching off unless it was asked for: a repeated prompt would measure the cache."""
 
     def build(self, values: dict[str, Any]) -> EngineArgs:

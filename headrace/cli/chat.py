@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from headrace.cli.errors import EXIT_FAILURE, describe, print_error, printable
-from headrace.cli.options import ENGINE_OPTIONS, MAX_TOKENS, SAMPLING_OPTIONS, Group, command
+from headrace.cli.options import ENGINE_FIELDS, MAX_TOKENS, SAMPLING_OPTIONS, Group, check_names, command
 from headrace.cli.own_options import ChatOptions
 from headrace.cli.prompts import picture_part, read_stdin
 from headrace.config import EngineArgs
@@ -42,7 +42,7 @@ A line that ends with \\ goes on in the next one. Ctrl-C stops a reply."""
 
 
 @command(
-    args=ENGINE_OPTIONS,
+    args=ENGINE_FIELDS,
     sampling=SAMPLING_OPTIONS.without(
         "n", "logprobs", "logprobs_mode", "prompt_logprobs", "detokenize", "sparse_prefill"
     ).changed("max_tokens", default=f"{MAX_TOKENS}, within the context; with --url the server's"),
@@ -50,13 +50,15 @@ A line that ends with \\ goes on in the next one. Ctrl-C stops a reply."""
 )
 def chat(args: EngineArgs, sampling: dict[str, Any], options: ChatOptions) -> None:
     """Talk with a model, here or on a server. /help lists what you can type."""
-    # The client library is not needed to print the help.
-    from headrace.cli.talk import EngineTalker, ServerTalker
-
-    if options.url is not None:
+    if options.url is None:
+        check_names(args)
+    else:
         _only_model(args)
         if options.chat_template is not None:
             raise ConfigError(_ELSEWHERE, "chat_template")
+    # The client library is not needed to print the help.
+    from headrace.cli.talk import EngineTalker, ServerTalker
+
     console = Console(stderr=True)
     with LoopThread() as loop:
         talker: Talker = (

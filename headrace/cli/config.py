@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import typer
 
-from headrace.cli.options import ENGINE_OPTIONS, Setting, command
+from headrace.cli.options import ENGINE_FIELDS, Setting, command
 from headrace.cli.own_options import LogOptions
 from headrace.cli.serve import LOG_OPTIONS, SERVER_OPTIONS
 from headrace.config import EngineArgs
@@ -18,7 +18,7 @@ app = typer.Typer(no_args_is_help=True, help="Configuration files.")
 
 
 @app.command("show")
-@command(args=ENGINE_OPTIONS, settings=SERVER_OPTIONS, logging=LOG_OPTIONS)
+@command(args=ENGINE_FIELDS, settings=SERVER_OPTIONS, logging=LOG_OPTIONS)
 def show(args: EngineArgs, settings: ServerSettings, logging: LogOptions, sources: list[Setting]) -> None:
     """Print what `headrace serve` with the same options would use, and where each value comes from.
 

@@ -21,7 +21,6 @@ from headrace.config import Decision, EngineArgs, EngineConfig
 from headrace.errors import ConfigError, MemoryConfigError
 from headrace.host.clock import process_start
 from headrace.processes.spawn import spawn
-from headrace.sources.locate import locate
 
 if TYPE_CHECKING:
     from headrace.engine.info import EngineInfo
@@ -33,7 +32,6 @@ def doctor(args: EngineArgs, options: DoctorOptions) -> None:
 
     Without --load it reads no weights: the memory of the weights is then an estimate.
     """
-    locate(args.model)  # Reports a mistyped name before anything heavy is imported.
     from headrace.cli.startup import as_json as encoded
     from headrace.cli.startup import print_report
 

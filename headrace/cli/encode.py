@@ -16,7 +16,6 @@ from headrace.cli.own_options import EncodeOptions
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError, EngineError
 from headrace.host.user_files import read_input
-from headrace.sources.locate import locate
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +35,6 @@ def encode(args: EngineArgs, options: EncodeOptions) -> None:
 
     Prompts of the model take them as image_embeds in place of the pictures, on this machine or another.
     """
-    locate(args.model)
     pictures = options.pictures
     targets = [(options.output or path.parent) / f"{path.stem}.safetensors" for path in pictures]
     if len(set(targets)) < len(targets):

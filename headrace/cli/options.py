@@ -39,6 +39,7 @@ from headrace.options import (
     options,
 )
 from headrace.sampling_params import SamplingParams
+from headrace.sources.locate import locate
 
 T = TypeVar("T")
 
@@ -350,5 +351,28 @@ def checked_fields(fields: dict[str, Any]) -> dict[str, Any]:
 MAX_TOKENS = 2048
 """Default of --max-tokens in a terminal, where nobody may be there to stop an output that does not end."""
 
-ENGINE_OPTIONS: Group[EngineArgs] = Group.of(EngineArgs)
+
+class EngineGroup(Group[EngineArgs]):
+    """Reports a mistyped name of a model, a tokenizer or a format of answers before anything heavy is imported."""
+
+    def build(self, values: dict[str, Any]) -> EngineArgs:
+        return check_names(super().build(values))
+
+
+def check_names(args: EngineArgs) -> EngineArgs:
+    """Returns the arguments.
+
+    Raises:
+        ConfigError: there is nothing of a name that they have.
+    """
+    from headrace.text.parse.recognise import check_format_names
+
+    locate(args.model)
+    check_format_names(args.tool_call_parser, args.reasoning_parser)
+    return args
+
+
+ENGINE_FIELDS: Group[EngineArgs] = Group.of(EngineArgs)
+"""For commands that may run no engine; ``check_names`` is theirs to call."""
+ENGINE_OPTIONS = EngineGroup.of(EngineArgs)
 SAMPLING_OPTIONS = SamplingGroup.of(SamplingParams).changed("max_tokens", default=f"{MAX_TOKENS}, within the context")

@@ -38,6 +38,13 @@ class ChatOptions(Checked):
     chat_template: Annotated[str | None, OptionSpec(metavar="FILE|TEMPLATE")] = None
     """Jinja file, or the template itself, that replaces the model's chat template."""
 
+    def validate(self) -> None:
+        super().validate()
+        if self.chat_template is not None:
+            from headrace.text.chat import check_template  # Later, for the sake of the commands that have no template.
+
+            check_template(self.chat_template)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DoctorOptions(Checked):

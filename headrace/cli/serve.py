@@ -17,7 +17,6 @@ from headrace.processes.spawn import spawn
 from headrace.server.listen import listen
 from headrace.server.settings import ServerSettings
 from headrace.server.supervisor import supervised
-from headrace.sources.locate import locate
 
 LOG_OPTIONS: Group[LogOptions] = Group.of(LogOptions)
 SERVER_OPTIONS: Group[ServerSettings] = Group.of(ServerSettings)
@@ -56,7 +55,6 @@ def serve(args: EngineArgs, settings: ServerSettings, logging: LogOptions) -> No
 
     Without MODEL it serves a small embedded one, so that `headrace serve` works on a machine with no GPU and no network.
     """
-    locate(args.model)  # Reports a mistyped name before anything heavy is imported and the port is taken.
     set_up_logs(logging.log_level)
     sockets, began = listen(settings), process_start()
     server = supervised()

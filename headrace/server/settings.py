@@ -178,6 +178,10 @@ class ServerSettings(Checked):
             if not pattern or name not in self.served_model_names:
                 message = f"model_alias must be PATTERN=NAME with a NAME of --served-model-name, not {alias!r}"
                 raise ConfigError(message, "model_alias")
+        if self.chat_template is not None:
+            from headrace.text.chat import check_template  # Later, for the sake of the commands that have no template.
+
+            check_template(self.chat_template)
         if self.codex_instructions is not None:
             check_regular(Path(self.codex_instructions), "codex_instructions")
         if "*" in self.cors_origins and self.cors_credentials:

@@ -97,7 +97,8 @@ class Serving:
             await asyncio.to_thread(self.llm.serving)
         except Exception as error:
             self.failure = error
-            logger.error("%s", self._why_not_started(error))
+            if not self.owns_process:  # Else the process ends with this error, and says it.
+                logger.error("%s", self._why_not_started(error))
         finally:
             self.loading = False
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headrace.errors import ConfigError, RequestError, missing, unsupported, wrong_type
-from headrace.host.user_files import read_text
+from headrace.host.user_files import is_stream, read_text
 from headrace.options import shown
 from headrace.text.content import ConversationMedia, content_of, no_others
 from headrace.text.fast_tokenizer import FastTokenizer
@@ -59,10 +59,21 @@ def read_template(source: str) -> str:
     Raises:
         ConfigError: the path does not exist, or is not a small text file; or the template is not valid Jinja.
     """
-    template = source
-    if not any(mark in source for mark in ("{%", "{{", "\n")):
-        template = read_text(Path(source), "chat_template", _MAX_TEMPLATE_BYTES)
-    return template
+    return read_text(Path(source), "chat_template", _MAX_TEMPLATE_BYTES) if _is_path(source) else source
+
+
+def check_template(source: str) -> None:
+    """Checks what ``read_template`` will read, unless it is a pipe, which can be read once.
+
+    Raises:
+        ConfigError: as ``read_template``, or it is not valid Jinja.
+    """
+    if not (_is_path(source) and is_stream(Path(source))):
+        parsed_template(read_template(source))
+
+
+def _is_path(source: str) -> bool:
+    return not any(mark in source for mark in ("{%", "{{", "\n"))
 
 
 def parsed_template(template: str) -> Template:

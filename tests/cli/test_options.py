@@ -46,6 +46,9 @@ OTHER: dict[str, tuple[list[str], Any]] = {
     "tls_key": ([__file__], Path(__file__)),
     "codex_instructions": ([__file__], Path(__file__)),
     "model_alias": (["claude-*=m"], ("claude-*=m",)),
+    "tool_call_parser": (["hermes"], "hermes"),
+    "reasoning_parser": (["qwen3"], "qwen3"),
+    "chat_template": (["{{ messages }}"], "{{ messages }}"),
 }
 """Words and value of fields for which a made-up value would not do."""
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, did_you_mean
 from headrace.text.parse.format import Choice, Format, Machine, Reasoning, Vocabulary
 from headrace.text.parse.formats import (
     REASONING_FORMATS,
@@ -80,9 +80,10 @@ def _tools(text: str, name: str, own: Choice, why: str) -> tuple[Format | None, 
         if own.tools is not None:
             return own.tools, why
         return GENERIC if text else None, f"no known markers in the chat template, and {why}"
+    check_format_names(name, "none")
     found = own.tools if name == "hf" else tool_format(name)
-    if found is None and name != "none":
-        raise _unknown("tool_call_parser", name, tool_names(), why)
+    if found is None and name == "hf":
+        raise ConfigError(f"tool_call_parser: this model has no format hf ({why})", "tool_call_parser")
     return found, f"--tool-call-parser {name}"
 
 
@@ -94,17 +95,25 @@ def _reasoning(text: str, vocabulary: Vocabulary, name: str, own: Choice) -> tup
             if {format.open, format.close} <= vocabulary.tokens.keys():
                 return format, f"{format.open} in the vocabulary"
         return own.reasoning, "the checkpoint's response_template" if own.reasoning else "no markers are known"
+    check_format_names("none", name)
     found = own.reasoning if name == "hf" else reasoning_format(name)
-    if found is None and name != "none" and name not in _WHOLE:
-        raise _unknown("reasoning_parser", name, reasoning_names(), "")
+    if found is None and name == "hf":
+        raise ConfigError("reasoning_parser: this model has no format hf", "reasoning_parser")
     return found, f"--reasoning-parser {name}"
 
 
-def _unknown(param: str, name: str, names: list[str], why: str) -> ConfigError:
-    because = f" ({why})" if name == "hf" and why else ""
-    return ConfigError(
-        f"{param}: this model has no format {name}{because}; there is {', '.join([*names, 'hf'])}, auto, none", param
-    )
+def check_format_names(tools: str, reasoning: str) -> None:
+    """Checks the values of ``tool_call_parser`` and ``reasoning_parser`` as far as they do not depend on the model.
+
+    Raises:
+        ConfigError: there is no format of the name.
+    """
+    known = {"tool_call_parser": (tools, tool_names()), "reasoning_parser": (reasoning, reasoning_names())}
+    for param, (name, names) in known.items():
+        words = [*names, "hf", "auto", "none"]
+        if name not in words and not (param == "reasoning_parser" and name in _WHOLE):
+            hint = did_you_mean(name, words)
+            raise ConfigError(f"{param}: there is no format {name}{hint}; there is {', '.join(words)}", param)
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:

@@ -1,0 +1,74 @@
+"""Mistakes that need no weights are reported before anything heavy is imported, and once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMANDS = {
+    "run": ["run", "--model", "MODEL", "hello"],
+    "serve": ["serve", "MODEL", "--port", "0"],
+    "chat": ["chat", "MODEL"],
+    "doctor": ["doctor", "MODEL"],
+    "encode": ["encode", "--model", "MODEL", "PICTURE"],
+    "explain": ["explain", "MODEL", "--prompt", "hello"],
+    "latency": ["bench", "latency", "MODEL"],
+    "throughput": ["bench", "throughput", "MODEL"],
+    "calibrate": ["bench", "calibrate", "MODEL"],
+    "longcontext": ["bench", "longcontext", "MODEL"],
+}
+PROGRAM = """
+import json, sys
+for heavy in ("torch", "transformers", "headrace.processes.supervisor"):
+    sys.modules[heavy] = None  # An import of it fails.
+from typer.testing import CliRunner
+from headrace.cli.main import app
+results = [CliRunner().invoke(app, words) for words in json.loads(sys.argv[1])]
+print(json.dumps([(result.exit_code, result.stderr) for result in results]))
+"""
+
+
+def outcomes(commands: list[list[str]]) -> list[tuple[int, str]]:
+    command = [sys.executable, "-c", PROGRAM, json.dumps(commands)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    return [(code, said) for code, said in json.loads(ended.stdout.splitlines()[-1])]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "picture.png").write_bytes(b"")
+    (tmp_path / "template.jinja").write_text("{{ messages }}")
+    (tmp_path / "broken.jinja").write_text("{% if %}")
+    (tmp_path / "qwen3").mkdir()
+    return tmp_path
+
+
+def test_a_mistyped_model(folder: Path) -> None:
+    """By every command that runs a model."""
+    names = {"MODEL": str(folder / "qwen33"), "PICTURE": str(folder / "picture.png")}
+    found = outcomes([[names.get(word, word) for word in words] for words in COMMANDS.values()])
+    for name, (code, said) in zip(COMMANDS, found, strict=True):
+        assert code == 2, (name, said)
+        assert said == f"error: there is no file or directory {folder / 'qwen33'}; did you mean {folder / 'qwen3'}?\n", name
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["serve", "--tool-call-parser", "hermez"], "there is no format hermez; did you mean hermes?"),
+        (["run", "--reasoning-parser", "qwen4", "hello"], "there is no format qwen4; did you mean qwen3?"),
+        (["serve", "--chat-template", "FOLDER/templat.jinja"], "did you mean FOLDER/template.jinja?"),
+        (["chat", "--chat-template", "FOLDER/templat.jinja"], "did you mean FOLDER/template.jinja?"),
+        (["serve", "--chat-template", "FOLDER/broken.jinja"], "not valid Jinja: line 1"),
+        (["chat", "--chat-template", "{% if %}"], "not valid Jinja: line 1"),
+    ],
+)
+def test_other_names(words: list[str], said: str, folder: Path) -> None:
+    named = [word.replace("FOLDER", str(folder)) for word in words]
+    ((code, error),) = outcomes([[*named, *(["qwen3"] if named[0] != "run" else ["--model", "qwen3"])]])
+    assert code == 2 and error.count("error:") == 1
+    assert said.replace("FOLDER", str(folder)) in error

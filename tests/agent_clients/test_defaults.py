@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from support.server import scripted
 from support.server.fakes import FakeLLM
 from support.server.grammars import folded_messages, folded_responses, named_events
-from support.server.harness import Api, error
+from support.server.harness import Api, error, running
 from support.server.scripted import ScriptedLLM
 
 from headrace.errors import ConfigError
@@ -117,6 +118,83 @@ def test_extras_are_left_out_for_agents_alone(made: Tokenizer, path: str, body: 
     assert plain.post(f"/v1/{path}", body).status_code == strict.post(f"/v1/{path}", body, headers=agent).status_code == 400
     typed = body | {"stream": "yes"}
     assert plain.post(f"/v1/{path}", typed, headers=agent).status_code == 400, "what is known must still be right"
+
+
+def test_a_conversation_that_began_elsewhere_goes_on(made: Tokenizer) -> None:
+    """With a provider, or with this server before it started again: its reasoning is sealed, and hosted tools were called."""
+    user = {"role": "user", "content": "List the files."}
+    items = [
+        user,
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAAAABm"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "files"}},
+        {"type": "tool_search_call", "call_id": "c", "execution": "client", "arguments": {}},
+        {"type": "tool_search_output", "call_id": "c", "status": "completed", "execution": "client", "tools": []},
+        {"role": "assistant", "content": "a.txt"},
+        user,
+    ]
+    blocks = [
+        {"type": "server_tool_use", "id": "t", "name": "web_search", "input": {"query": "files"}},
+        {"type": "web_search_tool_result", "tool_use_id": "t", "content": []},
+        {"type": "text", "text": "a.txt"},
+    ]
+    responses = {"input": items, "reasoning": {"summary": "none"}, "store": False}
+    turns = [user, {"role": "assistant", "content": blocks}, user]
+    messages = {"messages": turns, "max_tokens": 9, "thinking": {"type": "adaptive", "display": "omitted"}}
+    messages["metadata"] = {"user_id": "u", "device": "d"}
+    for path, body, agent in (("responses", responses, CODEX), ("messages", messages, CLAUDE)):
+        api = Api(ScriptedLLM(made, ["x"]))
+        answer = api.post(f"/v1/{path}", body, headers=agent)
+        assert answer.status_code == 200, answer.text
+        assert api.llm.seen[0].prompt.count("a.txt") == 1 and "ws_1" not in api.llm.seen[0].prompt
+        assert api.post(f"/v1/{path}", body).status_code == 400
+
+
+def test_reasoning_of_this_server_comes_back(made: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    """With its own seal alone."""
+    with running(ScriptedLLM(made, ["<think>\nfirst a.txt</think>It is there."])) as server:
+
+        def post(given: Any) -> Any:
+            body = {"input": given, "include": ["reasoning.encrypted_content"], "store": False}
+            return httpx.post(f"{server.url}/v1/responses", json=body, headers=CODEX).json()
+
+        (reasoning, _) = post("Look.")["output"]
+        del reasoning["content"]
+        for seal, left_out in ((reasoning["encrypted_content"], 0), ("x" + reasoning["encrypted_content"], 1)):
+            items = [{"role": "user", "content": "Look."}, reasoning | {"encrypted_content": seal}]
+            with caplog.at_level("INFO", "headrace.server"):
+                assert post(items)["status"] == "completed"
+            assert caplog.text.count("input[].encrypted_content") == left_out
+
+
+def test_a_call_that_was_cut_off_comes_back(made: Tokenizer) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "shell", "arguments": '{"cmd": "ls -l", "justif'}
+    result = {"type": "function_call_output", "call_id": "c", "output": "failed to parse the arguments"}
+    api = Api(ScriptedLLM(made, ["x"]))
+    body = CODEX_BODY | {"input": [*CODEX_BODY["input"], call, result], "stream": False}
+    answer = api.post("/v1/responses", body, headers=CODEX)
+    assert answer.status_code == 200, answer.text
+    assert '{"cmd": "ls -l"}' in api.llm.seen[0].prompt
+    body["input"][-2] = call | {"arguments": "ls -l"}
+    refused = error(api.post("/v1/responses", body, headers=CODEX), 400)
+    assert refused["message"] == f"{refused['param']} is not a JSON object" == "input[2].arguments is not a JSON object"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "choice", "param"),
+    [
+        ("responses", CODEX_BODY, {"type": "web_search"}, "tool_choice.type"),
+        ("responses", CODEX_BODY, {"type": "function", "name": "web_search"}, "tool_choice.name"),
+        ("messages", CLAUDE_BODY, {"type": "tool", "name": "web_search"}, "tool_choice.name"),
+        ("messages", CLAUDE_BODY | {"tools": CLAUDE_BODY["tools"][2:]}, {"type": "any"}, "tool_choice"),
+    ],
+)
+def test_a_forced_tool_that_was_skipped(
+    made: Tokenizer, path: str, body: dict[str, Any], choice: dict[str, Any], param: str
+) -> None:
+    answer = Api(ScriptedLLM(made, ["x"])).post(
+        f"/v1/{path}", body | {"tool_choice": choice}, headers=CODEX if path == "responses" else CLAUDE
+    )
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(param)
 
 
 def test_the_nonce_of_the_billing_line_does_not_reach_the_prompt(made: Tokenizer) -> None:

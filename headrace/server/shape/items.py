@@ -148,10 +148,13 @@ class TextConfig(Strict, kw_only=True):
     verbosity: str | None = None
 
 
+Summary = Literal["auto", "concise", "detailed"]
+
+
 class ReasoningConfig(Strict, kw_only=True):
     effort: str | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
-    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    summary: Summary | None = None
+    generate_summary: Summary | None = None
 
 
 class Named(_Tagged, tag="function", kw_only=True):

@@ -7,8 +7,6 @@ import hmac
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from pydantic_core import from_json
-
 from headrace.errors import RequestError
 from headrace.options import shown
 from headrace.server.errors import ApiError
@@ -26,6 +24,7 @@ from headrace.server.shape.turns import (
     image_part,
     json_text,
     late_system,
+    partial_object,
 )
 from headrace.server.sse import Answer, named_event
 from headrace.server.state import Serving
@@ -39,6 +38,7 @@ NAMES = {
     "thinking_token_budget": "thinking.budget_tokens",
     "chat_template_kwargs.enable_thinking": "thinking",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "tool_choice": "tool_choice",
     "tools": "tools",
 }
 """Field of a chat request -> the field of a Messages request that sets it."""
@@ -146,13 +146,16 @@ class ToolChoice(Strict, kw_only=True):
     disable_parallel_tool_use: bool | None = None
 
 
+Display = Literal["summarized"]
+
+
 class ThinkingEnabled(Strict, tag_field="type", tag="enabled", kw_only=True):
     budget_tokens: int
-    display: Literal["summarized"] | None = None
+    display: Display | None = None
 
 
 class ThinkingAdaptive(Strict, tag_field="type", tag="adaptive", kw_only=True):
-    display: Literal["summarized"] | None = None
+    display: Display | None = None
 
 
 class ThinkingDisabled(Strict, tag_field="type", tag="disabled", kw_only=True):
@@ -393,7 +396,7 @@ class MessagesAnswer(Answer):
             return {"type": "thinking", "thinking": part.text, "signature": self._signature(part.text)}
         if part.kind == "content":
             return {"type": "text", "text": part.text}
-        return {"type": "tool_use", "id": part.id, "name": part.name, "input": _arguments(part.text)}
+        return {"type": "tool_use", "id": part.id, "name": part.name, "input": partial_object(part.text)}
 
     def _signature(self, text: str) -> str:
         return hmac.digest(self._secret, text.encode("utf-8", "surrogatepass"), hashlib.sha256).hex()
@@ -428,12 +431,3 @@ _DELTAS = {
     "content": ("text_delta", "text"),
     "call": ("input_json_delta", "partial_json"),
 }
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """Of a call that was cut off: as much as is there."""
-    try:
-        value = from_json(text or "{}", allow_partial=True)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -40,7 +40,7 @@ from headrace.server.shape.items import (
 from headrace.server.shape.parts import Part, PartialText, Parts, Step
 from headrace.server.shape.seal import sealed, unsealed
 from headrace.server.shape.toolset import Toolset, shown_name
-from headrace.server.shape.turns import ContentPart, Turns, checked, image_part, json_text
+from headrace.server.shape.turns import ContentPart, Turns, checked, image_part, json_text, whole_arguments
 from headrace.server.sse import Answer
 from headrace.server.state import Serving
 from headrace.server.store import Stored, StoredItem
@@ -55,6 +55,7 @@ NAMES = {
     "structured_outputs.json": "text.format.schema",
     "reasoning_effort": "reasoning.effort",
     "verbosity": "text.verbosity",
+    "tool_choice": "tool_choice",
     "tools": "tools",
 }
 """Field of a chat request -> the field of a Responses request that sets it."""
@@ -211,7 +212,8 @@ def _add(turns: Turns, tools: Toolset, item: Item, state: Serving, where: str) -
             else:
                 turns.say(item.role, content)
         case FunctionCall():
-            turns.call(item.call_id, shown_name(item.namespace, item.name), item.arguments)
+            arguments = whole_arguments(item.arguments, f"{where}.arguments")
+            turns.call(item.call_id, shown_name(item.namespace, item.name), arguments)
         case CustomToolCall():
             turns.call(item.call_id, shown_name(item.namespace, item.name), json_text({CUSTOM_INPUT: item.input}))
         case FunctionCallOutput() | CustomToolCallOutput():

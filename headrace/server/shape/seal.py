@@ -17,14 +17,24 @@ def sealed(text: str, secret: bytes) -> str:
     return base64.urlsafe_b64encode(hmac.digest(secret, data, hashlib.sha256) + data).decode()
 
 
+def is_sealed(value: str, secret: bytes) -> bool:
+    """Whether the server has made the seal since its start."""
+    return _text(value, secret) is not None
+
+
 def unsealed(value: str, secret: bytes) -> str:
     """Raises: RequestError: the seal is not of this server."""
-    try:
-        data = base64.urlsafe_b64decode(value.encode())
-    except ValueError:
-        data = b""
-    seal, text = data[:_SEAL_BYTES], data[_SEAL_BYTES:]
-    if not hmac.compare_digest(seal, hmac.digest(secret, text, hashlib.sha256)):
+    text = _text(value, secret)
+    if text is None:
         message = "input: encrypted_content was not made by this server since its start: leave the reasoning item out"
         raise RequestError(message, "input", code="invalid_encrypted_content")
     return text.decode("utf-8", "surrogatepass")
+
+
+def _text(value: str, secret: bytes) -> bytes | None:
+    try:
+        data = base64.urlsafe_b64decode(value.encode("utf-8", "surrogatepass"))
+    except ValueError:
+        return None
+    seal, text = data[:_SEAL_BYTES], data[_SEAL_BYTES:]
+    return text if hmac.compare_digest(seal, hmac.digest(secret, text, hashlib.sha256)) else None

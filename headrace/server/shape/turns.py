@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import msgspec
+from pydantic_core import from_json
 
 from headrace.errors import RequestError, did_you_mean, unknown, unsupported
 from headrace.options import shown
@@ -119,6 +120,34 @@ async def late_system(state: Serving) -> bool:
         except RequestError:
             state.late_system = False
     return state.late_system
+
+
+def partial_object(text: str) -> dict[str, Any]:
+    """As much of a JSON object as is there."""
+    try:
+        value = from_json(text or "{}", allow_partial=True)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def whole_arguments(arguments: str, where: str) -> str:
+    """The arguments of a call in a history. Those that ``max_tokens`` cut off are as much of an object as is there.
+
+    Raises:
+        RequestError: they are not the beginning of a JSON object.
+    """
+    try:
+        begun = from_json(arguments or "{}", allow_partial=True)
+    except ValueError:
+        begun = None
+    if not isinstance(begun, dict):
+        raise RequestError(f"{where} is not a JSON object", where)
+    try:
+        from_json(arguments)
+    except ValueError:
+        return json_text(begun)
+    return arguments
 
 
 def _reminder(part: ContentPart) -> ContentPart:

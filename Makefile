@@ -18,7 +18,7 @@ ARGS ?=
 PATHS ?= tests
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-all test-slow soak lint format docs bench clean
+.PHONY: help install serve test test-all coverage test-slow soak lint format docs bench clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -46,6 +46,9 @@ test: lint ## Check style and types, then run the tests that are not slow (more 
 test-all: lint ## The same with the slow tests: all that need no GPU
 	$(PYTEST) -m 'not gpu and not soak' $(ARGS)
 
+coverage: $(STAMP) ## Run the tests of the HTTP server, and say how many of its lines they run
+	$(PYTEST) -m 'not gpu and not slow and not soak' --cov --cov-report=term tests/server tests/agent_clients $(ARGS)
+
 test-slow: $(STAMP) ## Run the slow tests of PATHS alone (PATHS="tests/kernels")
 	$(PYTEST) -m 'slow and not gpu and not soak' $(PATHS) $(ARGS) || test $$? -eq 5  # 5: all of them need a GPU
 
@@ -69,4 +72,4 @@ bench: $(STAMP) ## Compare with transformers on this machine (more options: ARGS
 	$(BIN)/headrace bench throughput --compare transformers $(ARGS)
 
 clean: ## Remove what was built, not .venv
-	rm -rf site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf site build dist *.egg-info .coverage* .pytest_cache .mypy_cache .ruff_cache .hypothesis

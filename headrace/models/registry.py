@@ -34,7 +34,7 @@ from headrace.models.family import Family
 from headrace.models.hf_config import HFConfig, text_part
 from headrace.models.vision import interface as vision
 from headrace.parallel.group import ALONE, Group
-from headrace.quant.formats import scale_tile
+from headrace.quant.formats.find import find_scheme
 from headrace.weights.names import NameTable
 
 _FAMILIES: tuple[Family, ...] = (
@@ -95,7 +95,7 @@ def model_spec(hf_config: HFConfig) -> ModelSpec:
         raise ConfigError(
             f"architecture {' / '.join(map(str, named))} is not supported; supported are: {', '.join(supported())}", "model"
         )
-    scale_tile(hf_config)
+    find_scheme(hf_config)
     return dataclasses.replace(family.model_spec(_own_text(hf_config)), vision=vision.vision_spec(hf_config))
 
 

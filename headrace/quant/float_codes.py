@@ -1,7 +1,8 @@
 """Matrices of small floats with a scale for each block of them, as checkpoints store them.
 
 MXFP4 (Open Compute Project, "Microscaling Formats", 2023): blocks of 32 numbers of 4 bits, e2m1, with a power of two; two
-numbers a byte, the lower half first. FP8: numbers of e4m3 with a float for each tile, as DeepSeek-V3 (2024) has it.
+numbers a byte, the lower half first. NVFP4: blocks of 16 with a scale of e4m3. FP8: numbers of e4m3 with a float for each
+tile, as DeepSeek-V3 (2024) has it, for each output or for the matrix.
 """
 
 from __future__ import annotations
@@ -20,54 +21,76 @@ _ROWS = 4096
 
 @dataclasses.dataclass(frozen=True)
 class TileCodes:
-    """``weight[n, k] = values[n, k] * scales[(n + first[0]) // tile[0], (k + first[1]) // tile[1]]``"""
+    """``weight[n, k] = values[n, k] * scales[(n + first[0]) // tile[0], (k + first[1]) // tile[1]]``
+
+    One scale for the matrix is a tile ``(N, K)``, one for each output a tile ``(1, K)``. Stacked matrices have tiles of their
+    own.
+    """
 
     values: torch.Tensor
-    """``[N, K]`` float8_e4m3fn"""
+    """``[..., N, K]`` float8_e4m3fn"""
     scales: torch.Tensor
-    """``[ceil((N + first[0]) / tile[0]), ceil((K + first[1]) / tile[1])]``"""
+    """``[..., ceil((N + first[0]) / tile[0]), ceil((K + first[1]) / tile[1])]``"""
     tile: tuple[int, int]
     first: tuple[int, int] = (0, 0)
     """Offset of the matrix in its first tile, since a cut may split tiles."""
 
     def dequantize(self) -> torch.Tensor:
-        """``[N, K]`` float32"""
-        wide = self.scales.float()
-        for axis in (0, 1):
-            wide = wide.repeat_interleave(self.tile[axis], axis).narrow(axis, self.first[axis], self.values.shape[axis])
-        return self.values.float() * wide
+        """``[..., N, K]`` float32"""
+        weight = self.values.float()
+        if not weight.numel():
+            return weight
+        across = self._spread(self.scales.float(), 1)
+        # One row of tiles at a time: scales for each number are as large as the weight.
+        for row in range(across.shape[-2]):
+            start = max(row * self.tile[0] - self.first[0], 0)
+            stop = min((row + 1) * self.tile[0] - self.first[0], weight.shape[-2])
+            weight[..., start:stop, :] *= across[..., row : row + 1, :]
+        return weight
+
+    def _spread(self, scales: torch.Tensor, axis: int) -> torch.Tensor:
+        """Repeats scales for each number along an axis, unless there is one for all."""
+        if scales.shape[axis - 2] == 1:
+            return scales
+        wide = scales.repeat_interleave(self.tile[axis], axis - 2)
+        return wide.narrow(axis - 2, self.first[axis], self.values.shape[axis - 2])
 
     def cut(self, cut: Cut) -> TileCodes:
         axis = 0 if cut.along == "outputs" else 1
         tile, start = self.tile[axis], self.first[axis] + cut.start
         tiles = -(-(self.first[axis] + cut.stop) // tile) - start // tile
         first = (start % tile, self.first[1]) if axis == 0 else (self.first[0], start % tile)
-        return TileCodes(cut.of(self.values), self.scales.narrow(axis, start // tile, tiles), self.tile, first)
+        values = self.values.narrow(axis - 2, cut.start, cut.stop - cut.start)
+        return TileCodes(values, self.scales.narrow(axis - 2, start // tile, tiles), self.tile, first)
 
 
 @dataclasses.dataclass(frozen=True)
 class MicroscaledCodes:
-    """MXFP4: blocks of 4-bit floats along the inputs, each with an exponent."""
+    """Blocks of 4-bit floats along the inputs: MXFP4 with an exponent for each, NVFP4 with a scale."""
 
     blocks: torch.Tensor
-    """``[..., N, K / 32, 16]`` uint8, two numbers a byte, the lower half first."""
+    """``[..., N, K / block, block / 2]`` uint8, two numbers a byte, the lower half first. MXFP4 has blocks of 32, NVFP4 of
+    16."""
     scales: torch.Tensor
-    """``[..., N, K / 32]`` uint8: exponents of two, 127 for 1."""
+    """``[..., N, K / block]``: uint8 exponents of two, 127 for 1; or float32 scales, which have the matrix's own within."""
 
     def dequantize(self) -> torch.Tensor:
-        """``[..., N, K]`` bfloat16, exactly."""
+        """``[..., N, K]``, exactly: bfloat16 for MXFP4, float32 for NVFP4."""
         blocks, scales = self.blocks, self.scales
         pairs = _pairs(blocks.device)
         width = 2 * blocks.shape[-1] * blocks.shape[-2]
-        out = torch.empty(*scales.shape[:-1], width, dtype=torch.bfloat16, device=blocks.device)
+        dtype = torch.float32 if scales.is_floating_point() else torch.bfloat16
+        out = torch.empty(*scales.shape[:-1], width, dtype=dtype, device=blocks.device)
         rows, codes = out.view(-1, width), blocks.reshape(-1, *blocks.shape[-2:])
-        exponents = scales.reshape(-1, scales.shape[-1]).int() - _E8M0_BIAS
+        flat = scales.reshape(-1, scales.shape[-1])
         # A few rows at a time: what lies between bytes and numbers is several times as large as both.
         for start in range(0, len(rows), _ROWS):
             here = slice(start, start + _ROWS)
             numbers = pairs.index_select(0, codes[here].flatten().int()).view(*codes[here].shape[:2], -1)
-            factors = torch.ldexp(torch.ones_like(exponents[here], dtype=torch.float32), exponents[here])
-            rows[here] = (numbers * factors.to(torch.bfloat16).unsqueeze(-1)).flatten(1)
+            factors = flat[here]
+            if not scales.is_floating_point():
+                factors = torch.ldexp(torch.ones_like(factors, dtype=torch.float32), factors.int() - _E8M0_BIAS)
+            rows[here] = (numbers.to(dtype) * factors.to(dtype).unsqueeze(-1)).flatten(1)
         return out
 
     def cut(self, cut: Cut) -> MicroscaledCodes:

@@ -1,4 +1,4 @@
-"""GroupCodes: a weight matrix as small integers, each group of 32 inputs with a scale and a minimum of its own.
+"""GroupCodes: a weight matrix as small integers, each group of inputs with a scale and a zero point or a minimum of its own.
 
 It is the neutral form between what a file stores and what a kernel wants. Every step of the way knows its error.
 """
@@ -15,57 +15,108 @@ from headrace.parallel.shards import Cut
 
 GROUP = 32
 """Inputs that share a scale and a minimum: GGUF's, and the one that the packed kernels are fast with."""
+_ROWS = 1024
+"""Outputs that are dequantised at once."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupCodes:
-    """``weight[n, k] = scales[n, k // 32] * codes[n, k] + mins[n, k // 32]``"""
+    """``weight[n, k] = scales[n, g] * codes[n, k] + offsets[n, g]`` with minima as offsets, or
+    ``scales[n, g] * (codes[n, k] - offsets[n, g])`` with integer zero points; the group g of an input k is ``order[k]``, or
+    ``k // group``.
+    """
 
     bits: int
     """4 or 8: codes are 0 to 2 ** bits - 1."""
     codes: torch.Tensor
     """``[N, K]`` uint8"""
     scales: torch.Tensor
-    """``[N, K / 32]`` float32"""
-    mins: torch.Tensor
-    """``[N, K / 32]`` float32"""
+    """``[N, G]``, in the float dtype in which they are stored"""
+    offsets: torch.Tensor
+    """``[N, G]``: uint8 zero points, or float32 minima"""
+    group: int = GROUP
+    """Inputs of a group; the last may have fewer."""
+    order: torch.Tensor | None = None
+    """``[K]`` int64: the group of each input, where it does not follow from its place."""
 
     @property
     def shape(self) -> tuple[int, int]:
         rows, columns = self.codes.shape
         return rows, columns
 
+    @property
+    def zeros(self) -> torch.Tensor | None:
+        """``[N, G]`` uint8; None: the groups have minima."""
+        return None if self.offsets.is_floating_point() else self.offsets
+
+    @property
+    def mins(self) -> torch.Tensor:
+        """``[N, G]`` float32: the value of code 0."""
+        return self.offsets if self.offsets.is_floating_point() else -self.scales.float() * self.offsets.float()
+
     def dequantize(self) -> torch.Tensor:
         """``[N, K]`` float32"""
-        codes = self.codes.reshape(*self.scales.shape, GROUP).float()
-        return codes.mul_(self.scales[..., None]).add_(self.mins[..., None]).view(self.shape)
+        weight = self.codes.float()
+        # A few rows at a time: scales and offsets for each input are as large as the weight.
+        for start in range(0, len(weight), _ROWS):
+            here = slice(start, start + _ROWS)
+            scales, offsets = self._for_inputs(self.scales[here].float()), self._for_inputs(self.offsets[here].float())
+            if self.zeros is None:
+                weight[here].mul_(scales).add_(offsets)
+            else:
+                weight[here].sub_(offsets).mul_(scales)
+        return weight
+
+    def _for_inputs(self, values: torch.Tensor) -> torch.Tensor:
+        """``[N, G] -> [N, K]``, or ``[N, 1]`` where all inputs share a group."""
+        if self.order is not None:
+            return values.index_select(1, self.order)
+        if values.shape[1] == 1:
+            return values
+        return values.repeat_interleave(self.group, 1)[:, : self.codes.shape[1]]
 
     def rows(self, which: slice) -> GroupCodes:
         """Some of the outputs."""
-        return GroupCodes(self.bits, self.codes[which], self.scales[which], self.mins[which])
+        return dataclasses.replace(self, codes=self.codes[which], scales=self.scales[which], offsets=self.offsets[which])
 
     def cut(self, cut: Cut) -> GroupCodes:
         """One rank's part. Raises ConfigError if the cut splits a group of inputs."""
         if cut.along == "outputs":
             return self.rows(slice(cut.start, cut.stop))
-        if cut.start % GROUP or (cut.stop % GROUP and cut.stop != cut.whole):
+        codes = self.codes[:, cut.start : cut.stop]
+        if self.order is not None:
+            return dataclasses.replace(self, codes=codes, order=self.order[cut.start : cut.stop])
+        if self.scales.shape[1] == 1:
+            return dataclasses.replace(self, codes=codes)
+        if cut.start % self.group or (cut.stop % self.group and cut.stop != cut.whole):
             raise ConfigError(
-                f"inputs {cut.start} to {cut.stop} split a group of {GROUP} that share a scale", "tensor_parallel_size"
+                f"inputs {cut.start} to {cut.stop} split a group of {self.group} that share a scale", "tensor_parallel_size"
             )
-        groups = slice(cut.start // GROUP, -(-cut.stop // GROUP))
-        return GroupCodes(self.bits, self.codes[:, cut.start : cut.stop], self.scales[:, groups], self.mins[:, groups])
+        groups = slice(cut.start // self.group, -(-cut.stop // self.group))
+        return dataclasses.replace(self, codes=codes, scales=self.scales[:, groups], offsets=self.offsets[:, groups])
 
     def widen(self) -> GroupCodes:
         """Returns the same weights as 8-bit codes."""
         return dataclasses.replace(self, bits=8)
 
+    def regroup(self) -> GroupCodes | None:
+        """Returns the same weights in groups of 32 with minima, in float32; None: no such groups hold them."""
+        if self.order is not None or self.shape[1] % GROUP or (self.group % GROUP and self.scales.shape[1] > 1):
+            return None
+        if self.group == GROUP and self.zeros is None:
+            return self
+        count = self.shape[1] // GROUP
+        each = count if self.scales.shape[1] == 1 else self.group // GROUP
+        scales, mins = (values.float().repeat_interleave(each, 1)[:, :count] for values in (self.scales, self.mins))
+        return GroupCodes(self.bits, self.codes, scales, mins)
+
 
 def concatenate(pieces: Sequence[GroupCodes]) -> GroupCodes:
-    """Concatenates pieces along the outputs. All have the same bits and K."""
+    """Concatenates pieces along the outputs. All have the same bits, K and groups, and minima."""
     if len(pieces) == 1:
         return pieces[0]
     codes, scales, mins = (torch.cat([getattr(piece, name) for piece in pieces]) for name in ("codes", "scales", "mins"))
-    return GroupCodes(pieces[0].bits, codes, scales, mins)
+    return GroupCodes(pieces[0].bits, codes, scales, mins, pieces[0].group)
 
 
 def round_to_groups(weight: torch.Tensor, bits: int, step: torch.dtype, anchor: int = 0) -> GroupCodes:

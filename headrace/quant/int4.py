@@ -22,7 +22,7 @@ def held(weights: GroupCodes, dtype: torch.dtype) -> GroupCodes:
     """Returns the weights as the kernel stores them: scale and middle rounded to ``dtype``."""
     scales = weights.scales.to(dtype).float()
     middles = (weights.mins + ANCHOR * weights.scales).to(dtype).float()
-    return dataclasses.replace(weights, scales=scales, mins=middles - ANCHOR * scales)
+    return dataclasses.replace(weights, scales=scales, offsets=middles - ANCHOR * scales)
 
 
 class Int4Method(PackedMethod):

@@ -20,7 +20,7 @@ _LANES = 16
 
 def held(weights: GroupCodes) -> GroupCodes:
     """Returns the weights as the kernel stores them: scales and minima in half precision, GGUF's own except in K blocks."""
-    return dataclasses.replace(weights, scales=weights.scales.half().float(), mins=weights.mins.half().float())
+    return dataclasses.replace(weights, scales=weights.scales.half().float(), offsets=weights.mins.half().float())
 
 
 class NativeMethod(PackedMethod):

@@ -44,14 +44,15 @@ def finish(layer: Linear, y: torch.Tensor) -> torch.Tensor:
 
 
 def group_codes(parts: Sequence[StoredMatrix], bits: int, step: torch.dtype, anchor: int) -> GroupCodes:
-    """One matrix of all parts: codes are kept where they have these bits, widened where they have fewer, and floats are
-    rounded. ``step`` and ``anchor``: as of ``round_to_groups``."""
+    """One matrix of all parts: codes are kept where they have these bits and groups that 32 divides, widened where they have
+    fewer bits, and everything else is rounded. ``step`` and ``anchor``: as of ``round_to_groups``."""
     codes = []
     for part in parts:
-        if isinstance(part.codes, GroupCodes):
-            codes.append(part.codes if part.codes.bits == bits else part.codes.widen())
-        else:
+        kept = part.codes.regroup() if isinstance(part.codes, GroupCodes) and part.codes.bits <= bits else None
+        if kept is None:
             codes.append(round_to_groups(part.exact(), bits, step, anchor))
+        else:
+            codes.append(kept if kept.bits == bits else kept.widen())
     return concatenate(codes)
 
 

@@ -11,7 +11,8 @@ from headrace.errors import ConfigError
 from headrace.kernels import support
 from headrace.model_spec import AnySpec, ForeignSpec, MoeSpec, RopeSpec
 from headrace.model_spec.kv import FP8_KV
-from headrace.quant.formats import INT4_TYPES, INT8_TYPES, PLAIN_TYPES
+from headrace.quant.formats.find import find_scheme
+from headrace.quant.formats.gguf import INT4_TYPES, INT8_TYPES, PLAIN_TYPES
 from headrace.quant.int4 import Int4Method
 from headrace.quant.int8 import Int8Method
 from headrace.quant.native import NativeMethod
@@ -35,6 +36,14 @@ def with_rope_factors(args: EngineArgs, model: AnySpec, log: DecisionLog) -> Any
     layers = tuple(dataclasses.replace(each, rope=long.get(each.rope, each.rope)) for each in model.layers)
     longest = min(int(rope.parameters["max_position_embeddings"]) for rope in ropes)
     return dataclasses.replace(model, layers=layers, max_position=longest)
+
+
+def note_stored_format(files: ModelFiles, dtype: str, quantization: str, log: DecisionLog) -> None:
+    """Notes the number format of a checkpoint that another library quantised."""
+    if files.kind != "safetensors" or (scheme := find_scheme(files.config)) is None:
+        return
+    how = f"its matrices are dequantised to {dtype}" if quantization == "none" else f"its matrices are packed as {quantization}"
+    log.note("checkpoint format", scheme, how)
 
 
 def gguf_types(files: ModelFiles) -> Counter[str] | None:

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 
 import torch
 
-from headrace.layers.stored import Codes
+from headrace.config import Decision
+from headrace.layers.stored import Codes, QuantSpec
 from headrace.weights.names import Slice
 
 DUMMY_STD = 0.02
@@ -45,6 +46,18 @@ class Checkpoint:
         """Reads the codes and scales of a matrix; None: it is stored as floats, or in a form that only ``read``
         knows."""
         return None
+
+    def spec(self, name: str) -> QuantSpec | None:
+        """Reads the number format of a matrix; None: it is stored as floats, or in a GGUF file."""
+        return None
+
+    def may_be_left_out(self, name: str) -> bool:
+        """Returns whether a model without a place for the tensor is the same model."""
+        return False
+
+    def decisions(self) -> tuple[Decision, ...]:
+        """Returns how the checkpoint is read, for the report of loading."""
+        return ()
 
     def close(self) -> None:
         """Closes the files."""

@@ -23,7 +23,7 @@ from headrace.layers.stored import Codes, StoredMatrix
 from headrace.model_spec import ModelSpec
 from headrace.parallel.shards import Cut
 from headrace.quant.convert import Conversion, Converter
-from headrace.quant.formats import scale_tile
+from headrace.quant.formats.find import find_scheme
 from headrace.quant.packed import PackedMethod
 from headrace.sources.files import ModelFiles
 from headrace.weights.checkpoint import Checkpoint, DummyCheckpoint
@@ -76,7 +76,7 @@ def _open(model: nn.Module, table: NameTable, files: ModelFiles, seed: int) -> C
     if files.kind == "safetensors" and is_sharded(files.weight_files):
         return ShardedCheckpoint(files.weight_files, own.whole)
     if files.kind == "safetensors":
-        return ScaledCheckpoint(SafetensorsCheckpoint(files.weight_files), scale_tile(files.config), device)
+        return ScaledCheckpoint(SafetensorsCheckpoint(files.weight_files), find_scheme(files.config), device)
     if files.kind == "gguf":
         from headrace.weights.gguf import GGUFCheckpoint
 
@@ -109,7 +109,10 @@ class _Loader:
         unexpected = sorted(
             f"{name} ({tensors[name].origin})"
             for name in tensors
-            if name not in places and self._table.tied(name) is None and not self._table.ignored(name)
+            if name not in places
+            and self._table.tied(name) is None
+            and not self._table.ignored(name)
+            and not self._checkpoint.may_be_left_out(name)
         )
         if unexpected:
             raise ConfigError(f"the checkpoint has tensors that the model has no place for: {listed(unexpected)}", "model")
@@ -156,7 +159,7 @@ class _Loader:
             quantization=quantization,
             memory=_memory(self._model),
             errors={f"{path}.weight": conversion.error for path, conversion in conversions.items()},
-            decisions=_decisions(conversions),
+            decisions=(*self._checkpoint.decisions(), *_decisions(conversions)),
         )
 
     def _fill(self, parameter: str, experts: Experts | None) -> None:
@@ -206,7 +209,8 @@ class _Loader:
         checkpoint, target = self._checkpoint, self._table.part(name)
         kind = checkpoint.tensors[name].kind
         if target is None or (target.layout is None and target.part is None):
-            return [StoredMatrix(kind, lambda: checkpoint.read(name), lambda: checkpoint.codes(name))]
+            codes, spec = partial(checkpoint.codes, name), partial(checkpoint.spec, name)
+            return [StoredMatrix(kind, partial(checkpoint.read, name), codes, spec)]
         part = target.part
         if target.layout is not None or part is None or not split:
             return [StoredMatrix(kind, lambda: target.read(partial(checkpoint.read, name)))]
@@ -223,7 +227,8 @@ class _Loader:
             return None if whole is None else whole.cut(cut)
 
         where = Slice(axis, ((cut.start, cut.stop),))
-        return StoredMatrix(self._checkpoint.tensors[name].kind, lambda: self._checkpoint.read(name, where), codes)
+        spec = partial(self._checkpoint.spec, name)
+        return StoredMatrix(self._checkpoint.tensors[name].kind, lambda: self._checkpoint.read(name, where), codes, spec)
 
     def _check_ties(self) -> None:
         """Checks that a tied tensor in the checkpoint equals what it is tied to."""

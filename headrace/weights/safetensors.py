@@ -17,7 +17,7 @@ from headrace.weights.names import Slice
 
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
 """The float types and their bytes. Integers need a number format that interprets them."""
-_BYTES = _FLOATS | {"U8": 1, "I8": 1, "I16": 2, "I32": 4, "I64": 8, "BOOL": 1}
+_BYTES = _FLOATS | {"F8_E8M0": 1, "U8": 1, "I8": 1, "I16": 2, "I32": 4, "I64": 8, "BOOL": 1}
 
 
 class SafetensorsCheckpoint(Checkpoint):

@@ -17,12 +17,14 @@ from transformers import GptOssConfig
 
 from headrace.errors import ConfigError
 from headrace.layers.linear import Linear
+from headrace.layers.stored import QuantSpec
 from headrace.model_spec import ModelSpec
 from headrace.models import registry
 from headrace.models.cuts import parameter_cuts
 from headrace.models.decoder import Decoder
 from headrace.parallel.layout import ParallelSizes, shard_model, workable_sizes
 from headrace.quant.float_codes import TileCodes
+from headrace.quant.formats.scheme import MatrixFormat, Rule, Scheme
 from headrace.weights import load as load_module
 from headrace.weights.load import load_weights
 from headrace.weights.names import Slice
@@ -169,7 +171,9 @@ def test_parts_of_scaled_tensors_are_those_of_the_whole(tmp_path: Path) -> None:
     }
     save_file(held, tmp_path / "a.safetensors")
     inner = SafetensorsCheckpoint([tmp_path / "a.safetensors"])
-    checkpoint = ScaledCheckpoint(inner, (4, 8))
+    blocks = MatrixFormat("mxfp4_blocks", QuantSpec(codes="mxfp4", group=(1, 32), scale="e8m0"))
+    tiles = MatrixFormat("scaled", QuantSpec(codes="e4m3", group=(4, 8)))
+    checkpoint = ScaledCheckpoint(inner, Scheme("test", (Rule("", blocks, "m", "m".__eq__), Rule("", tiles))))
     for name, axis, ranges in (
         ("m_blocks", 0, ((1, 3),)),
         ("m_blocks", 1, ((0, 2), (7, 10))),

@@ -16,7 +16,7 @@ from headrace.quant.hybrid import HybridMethod
 from headrace.quant.int4 import Int4Method
 from headrace.quant.int8 import Int8Method
 from headrace.quant.native import NativeMethod
-from headrace.quant.packed import PackedMethod
+from headrace.quant.packed import PackedMethod, kept_codes
 
 BITS = {"int4": 4, "int8": 8}
 INT4_ROWS = 16
@@ -91,7 +91,7 @@ class Converter:
 
     def _reason(self, parts: Sequence[StoredMatrix], bits: int, is_head: bool) -> str:
         kinds = " and ".join(dict.fromkeys(part.kind for part in parts))
-        if all(isinstance(part.codes, GroupCodes) for part in parts):
+        if all(kept_codes(part, bits) is not None for part in parts):
             why = f"stored as {kinds}, whose integers are kept"
         else:
             why = f"stored as {kinds}, rounded to {bits} bits"

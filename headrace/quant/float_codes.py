@@ -40,20 +40,19 @@ class TileCodes:
         weight = self.values.float()
         if not weight.numel():
             return weight
-        across = self._spread(self.scales.float(), 1)
-        # One row of tiles at a time: scales for each number are as large as the weight.
-        for row in range(across.shape[-2]):
-            start = max(row * self.tile[0] - self.first[0], 0)
-            stop = min((row + 1) * self.tile[0] - self.first[0], weight.shape[-2])
-            weight[..., start:stop, :] *= across[..., row : row + 1, :]
+        scales = self.scales.float()
+        high, shift = self.tile[0], self.first[0]
+        # Some rows of tiles at a time: scales for each number are as large as the weight.
+        count = max(1, _ROWS // high)
+        for row in range(0, scales.shape[-2], count):
+            start, stop = max(row * high - shift, 0), min((row + count) * high - shift, weight.shape[-2])
+            here = scales[..., row : row + count, :]
+            if scales.shape[-1] > 1:
+                here = here.repeat_interleave(self.tile[1], -1).narrow(-1, self.first[1], weight.shape[-1])
+            if high > 1:
+                here = here.repeat_interleave(high, -2).narrow(-2, start + shift - row * high, stop - start)
+            weight[..., start:stop, :] *= here
         return weight
-
-    def _spread(self, scales: torch.Tensor, axis: int) -> torch.Tensor:
-        """Repeats scales for each number along an axis, unless there is one for all."""
-        if scales.shape[axis - 2] == 1:
-            return scales
-        wide = scales.repeat_interleave(self.tile[axis], axis - 2)
-        return wide.narrow(axis - 2, self.first[axis], self.values.shape[axis - 2])
 
     def cut(self, cut: Cut) -> TileCodes:
         axis = 0 if cut.along == "outputs" else 1

@@ -12,7 +12,7 @@ from headrace.kernels.native.library import DTYPES, NativeKernels
 from headrace.layers.linear import Linear
 from headrace.layers.stored import StoredMatrix
 from headrace.quant.groups import GROUP, GroupCodes
-from headrace.quant.packed import PackedMethod, group_codes, rounding_error
+from headrace.quant.packed import PackedMethod, group_codes, kept_codes, rounding_error
 
 _LANES = 16
 """Outputs that lie together."""
@@ -57,7 +57,7 @@ class NativeMethod(PackedMethod):
         self.groups = layer.in_features // GROUP
         self.addresses = layer.get_buffer("packed").data_ptr(), None if layer.bias is None else layer.bias.data_ptr()
         kept = held(weights)
-        stored = all(isinstance(part.codes, GroupCodes) for part in parts)
+        stored = all(kept_codes(part, self.bits) is not None for part in parts)
         exact = stored and kept.scales.equal(weights.scales) and kept.mins.equal(weights.mins)
         return 0.0 if exact else rounding_error(kept, parts)
 

@@ -43,16 +43,21 @@ def finish(layer: Linear, y: torch.Tensor) -> torch.Tensor:
     return y if layer.out_dtype is None else y.to(layer.out_dtype)
 
 
+def kept_codes(part: StoredMatrix, bits: int) -> GroupCodes | None:
+    """The codes of a matrix in groups of 32, widened where they have fewer bits; None: other codes must be chosen."""
+    if not isinstance(part.codes, GroupCodes) or part.codes.bits > bits:
+        return None
+    kept = part.codes.regroup()
+    return kept if kept is None or kept.bits == bits else kept.widen()
+
+
 def group_codes(parts: Sequence[StoredMatrix], bits: int, step: torch.dtype, anchor: int) -> GroupCodes:
-    """One matrix of all parts: codes are kept where they have these bits and groups that 32 divides, widened where they have
-    fewer bits, and everything else is rounded. ``step`` and ``anchor``: as of ``round_to_groups``."""
+    """One matrix of all parts: codes are kept where they can be, and everything else is rounded. ``step`` and ``anchor``: as of
+    ``round_to_groups``."""
     codes = []
     for part in parts:
-        kept = part.codes.regroup() if isinstance(part.codes, GroupCodes) and part.codes.bits <= bits else None
-        if kept is None:
-            codes.append(round_to_groups(part.exact(), bits, step, anchor))
-        else:
-            codes.append(kept if kept.bits == bits else kept.widen())
+        kept = kept_codes(part, bits)
+        codes.append(round_to_groups(part.exact(), bits, step, anchor) if kept is None else kept)
     return concatenate(codes)
 
 

@@ -22,6 +22,8 @@ _WEIGHTS = re.compile(r"[ -.0-~]{1,200}\.safetensors")
 _DESCRIPTION = ["*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
 _SECOND_COPIES = ["*/*", "consolidated*"]
 """Not ours to download: subfolders hold other formats of the same weights, ``consolidated`` is their second copy."""
+_QUANTIZATION = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+"""Files in which some writers describe a quantised checkpoint -> whose they are."""
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -78,6 +80,9 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> PreTrainedCon
     """
     file = path / "config.json"
     raw = read_json(file)
+    scheme = _quantization_config(path, raw)
+    if scheme is not None:
+        raw["quantization_config"] = scheme
     check_config(raw, file)
     if (plain := plain_config(raw)) is not None:
         return cast("PreTrainedConfig", plain)
@@ -93,11 +98,24 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> PreTrainedCon
         if isinstance(raw.get("text_config"), dict) and "tie_word_embeddings" not in raw:
             # Written by transformers 4, where the text part had the say: the default of the whole may be another.
             config.tie_word_embeddings = getattr(config.get_text_config(decoder=True), "tie_word_embeddings", False)
+        if scheme is not None:
+            config.quantization_config = scheme
     except Exception as error:
         # Whatever a config class raises over the values it is given, it is this file's fault.
         unknown = f" (model_type {raw.get('model_type')!r} is unknown to transformers)" if foreign else ""
         raise ConfigError(f"{file} cannot be used{unknown}: {import_reason(error)}", "model") from error
     return config
+
+
+def _quantization_config(path: Path, raw: dict[str, Any]) -> Any:
+    """The description of a quantised checkpoint that stands elsewhere than in ``quantization_config``; None: there is none."""
+    text = raw.get("text_config")
+    if raw.get("quantization_config") is not None or (isinstance(text, dict) and text.get("quantization_config") is not None):
+        return None
+    if (older := raw.get("compression_config")) is not None:
+        return {"quant_method": "compressed-tensors", **older} if isinstance(older, dict) else older
+    found = ((path / name, method) for name, method in _QUANTIZATION.items() if (path / name).exists())
+    return next(({"quant_method": method, **read_json(file)} for file, method in found), None)
 
 
 def weight_files(path: Path) -> list[Path]:

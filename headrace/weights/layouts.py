@@ -178,7 +178,7 @@ def scaled(parts: Parts) -> MatrixLayout:
         return parts.finish(shape, "F8_E4M3", partial(_tiles, parts, leaf, tile))
     if stack or tile[0] not in (1, outputs):
         raise parts.error("weight", f"is of the shape {list(shape)}: integers with tiles, and stacks of them, are not read")
-    return parts.finish(shape, "I8", partial(_bytes, leaf, tile[1]))
+    return parts.finish(shape, "I8", partial(_bytes, _bits(parts.spec), leaf, tile[1]))
 
 
 def _tiles(parts: Parts, leaf: str, tile: tuple[int, int], tensors: Tensors, shape: tuple[int, ...], first: int) -> TileCodes:
@@ -187,9 +187,10 @@ def _tiles(parts: Parts, leaf: str, tile: tuple[int, int], tensors: Tensors, sha
     return TileCodes(tensors["weight"], tensors[leaf], tile)
 
 
-def _bytes(leaf: str, group: int, tensors: Tensors, shape: tuple[int, ...], first: int) -> GroupCodes:
-    codes, scales = tensors["weight"].view(torch.uint8) ^ 128, tensors[leaf].expand(shape[0], -1)
-    return GroupCodes(8, codes, scales, _zeros(tensors.get("weight_zero_point"), 8, scales), group)
+def _bytes(bits: int, leaf: str, group: int, tensors: Tensors, shape: tuple[int, ...], first: int) -> GroupCodes:
+    # Codes of 4 bits have a byte each too.
+    codes, scales = tensors["weight"].view(torch.uint8) + 2 ** (bits - 1), tensors[leaf].expand(shape[0], -1)
+    return GroupCodes(bits, codes, scales, _zeros(tensors.get("weight_zero_point"), bits, scales), group)
 
 
 def _zeros(signed: torch.Tensor | None, bits: int, scales: torch.Tensor) -> torch.Tensor:
@@ -308,7 +309,9 @@ def _ordered(parts: Parts, codes: GroupCodes, first: int) -> GroupCodes:
         return codes
     order, group, inputs = codes.order.long(), codes.group, codes.shape[1]
     usual = torch.arange(first, first + inputs, device=order.device) // group
-    if bool((order == usual).all()) or bool((order == -1).all()):
+    if bool((order == -1).all()):
+        order = usual
+    if first % group == 0 and bool((order == usual).all()):
         groups = slice(first // group, _ceil(first + inputs, group))
         return dataclasses.replace(codes, scales=codes.scales[:, groups], offsets=codes.offsets[:, groups], order=None)
     if int(order.min()) < 0 or int(order.max()) >= codes.scales.shape[1]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support.models.tiny_llama import write_config
 from typer.testing import CliRunner
 
@@ -98,6 +99,29 @@ def test_a_model_that_does_not_fit_is_reported_and_refused(folder: str, given: l
     assert len(report["layers"]) == 6 and report["num_blocks"]
     (decision,) = [one for one in report["decisions"] if one["name"] == "memory"]
     assert decision["value"] == "does not fit" and decision["reason"] in result.stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "value"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32}, "gptq: int4, groups of 32"),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128, 128]},
+            "fp8: e4m3, tiles of 128 x 128, for e4m3 activations (group128)",
+        ),
+        (None, None),
+    ],
+)
+def test_the_number_format_of_the_checkpoint(tmp_path: Path, scheme: dict[str, Any] | None, value: str | None) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": scheme}))
+    save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
+    args = EngineArgs(model=str(tmp_path), dtype="float32", skip_tokenizer_init=True)
+    found = {decision.name: decision for decision in planned(args)[0].decisions}
+    if value is None:
+        assert "checkpoint format" not in found
+        return
+    assert found["checkpoint format"].value == value
+    assert found["checkpoint format"].reason == "its matrices are dequantised to float32"
 
 
 def test_formats_of_answers(tmp_path: Path) -> None:

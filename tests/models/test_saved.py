@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +15,12 @@ from support.models.export import export
 from support.models.harness import Bench
 from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from weights.packers import Rounded
 
 from headrace.config import EngineArgs
 from headrace.models import registry
 from headrace.models.decoder import Decoder
+from headrace.quant.float_codes import TileCodes
 from headrace.sources.files import find_model
 from headrace.weights.load import load_weights
 
@@ -101,3 +105,59 @@ def test_other_names_of_mimo(tmp_path: Path) -> None:
     held["model.mtp.layers.0.eh_proj.weight"] = torch.zeros(3)
     save_file(held, path)
     same(load(tmp_path), ours)
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": False, "desc_act": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16}
+TILES = {"quant_method": "fp8", "weight_block_size": [16, 32], "modules_to_not_convert": ["lm_head"]}
+QUANTISED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gptq": ("llama", GPTQ),
+    "awq-biases": ("qwen2", AWQ),
+    "fp8-experts": ("qwen3-moe", TILES),
+    "w4afp8-latent": ("deepseek-v3", {"quant_method": "w4afp8", "group_size": 4, "weight_block_size": [16, 32]}),
+}
+
+
+def quantised(name: str, tensor: torch.Tensor, scheme: dict[str, Any]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """(stored tensors, what they mean) of a matrix."""
+    rows, columns = tensor.shape
+    method, module = scheme["quant_method"], name.removesuffix(".weight")
+    if method == "w4afp8" and ".experts." in name:
+        codes = torch.randint(-8, 8, (rows, columns), dtype=torch.int8)
+        scales = torch.rand(rows, columns // 4) / 20
+        pairs = (codes[:, ::2] & 15) | (codes[:, 1::2] << 4)
+        meant = codes.float() * scales.repeat_interleave(4, 1)
+        return {name: pairs, f"{module}.weight_scale_inv": scales, f"{module}.input_scale": torch.ones(1)}, meant
+    if method in ("fp8", "w4afp8"):
+        codes, scales = (100 * tensor).to(torch.float8_e4m3fn), torch.rand(-(-rows // 16), -(-columns // 32)) / 50
+        return {name: codes, f"{module}.weight_scale_inv": scales}, TileCodes(codes, scales, (16, 32)).dequantize()
+    made = Rounded(rows, columns, group=16, order=torch.randperm(columns) // 16 if method == "gptq" else None)
+    return {f"{module}.{leaf}": one for leaf, one in (made.awq() if method == "awq" else made.gptq()).items()}, made.meant
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_a_quantised_model_computes_what_its_floats_do(name: str, tmp_path: Path) -> None:
+    case, scheme = QUANTISED[name]
+    theirs, _ = pair(case)
+    theirs.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    torch.manual_seed(1)
+    held, meant = {}, {}
+    for key, tensor in load_file(path).items():
+        stored, meant[key] = {key: tensor}, tensor
+        if key.endswith(("_proj.weight", "kv_a_proj_with_mqa.weight")):
+            stored, meant[key] = quantised(key, tensor, scheme)
+        held |= stored
+    assert len(held) > len(meant)
+    save_file(meant, path)
+    # As in pair(), where the experts of transformers are eager ones.
+    theirs = type(theirs).from_pretrained(tmp_path, experts_implementation="eager").eval()
+    save_file(held, path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": scheme}))
+    bench = Bench(load(tmp_path))
+    ids = prompt(10)
+    got = bench.prefill(bench.sequence(ids), 4)
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(got.log_softmax(-1), expected.log_softmax(-1), atol=1e-4, rtol=0)

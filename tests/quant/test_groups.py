@@ -92,3 +92,28 @@ def test_relative_error() -> None:
     assert relative_error(torch.zeros(3), torch.zeros(3)) == 0
     assert relative_error(torch.tensor([1.1, 2.0]), torch.tensor([1.0, 2.0])) == pytest.approx(0.1 / 5**0.5, rel=1e-5)
     assert isinstance(GroupCodes(4, *torch.zeros(3, 1, 1)).shape, tuple)
+
+
+@pytest.mark.parametrize("group", [32, 64, 96])
+def test_zero_points_and_wider_groups_are_regrouped(group: int) -> None:
+    """Each group of 32 gets the scale of its own, and a minimum in place of the zero point."""
+    generator = torch.Generator().manual_seed(group)
+    codes = torch.randint(0, 16, (5, 192), dtype=torch.uint8, generator=generator)
+    scales, zeros = torch.rand(5, 192 // group).half(), torch.randint(0, 16, (5, 192 // group), dtype=torch.uint8)
+    wide = GroupCodes(4, codes, scales, zeros, group)
+    exact = (codes.float() - zeros.float().repeat_interleave(group, 1)) * scales.float().repeat_interleave(group, 1)
+    assert torch.equal(wide.dequantize(), exact)
+    narrow = wide.regroup()
+    assert narrow is not None
+    assert narrow.scales.shape == (5, 6)
+    assert narrow.zeros is None
+    torch.testing.assert_close(narrow.dequantize(), exact, rtol=0, atol=1e-5)
+    assert narrow.regroup() is narrow
+
+
+def test_what_groups_of_32_cannot_hold() -> None:
+    codes, one = torch.zeros(2, 96, dtype=torch.uint8), torch.ones(2, 1)
+    assert GroupCodes(4, codes, one, one, 96).regroup() is not None
+    assert GroupCodes(4, codes, torch.ones(2, 2), torch.ones(2, 2), 48).regroup() is None
+    assert GroupCodes(4, codes[:, :40], one, one, 40).regroup() is None
+    assert GroupCodes(4, codes, torch.ones(2, 3), torch.ones(2, 3), 32, torch.arange(96) % 3).regroup() is None

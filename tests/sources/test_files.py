@@ -24,6 +24,7 @@ from headrace.config import EngineArgs
 from headrace.errors import ConfigError
 from headrace.sources import directory, embedded
 from headrace.sources.files import find_model
+from headrace.sources.plain_config import PlainConfig
 from headrace.text.tokenizer import load_tokenizer
 
 
@@ -110,6 +111,45 @@ def test_no_weights_at_all(model: Path) -> None:
     refused(model, r"no \*\.safetensors")
     files = find_model(EngineArgs(model=str(model), load_format="dummy"))
     assert (files.kind, files.weight_files) == ("dummy", [])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("quantize_config.json", {"bits": 4, "group_size": 128}, {"quant_method": "gptq", "bits": 4, "group_size": 128}),
+        ("quant_config.json", {"w_bit": 4}, {"quant_method": "awq", "w_bit": 4}),
+        (
+            "hf_quant_config.json",
+            {"quantization": {"quant_algo": "FP8"}},
+            {"quant_method": "modelopt", "quantization": {"quant_algo": "FP8"}},
+        ),
+    ],
+)
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_quantised_checkpoint_may_be_described_elsewhere(
+    model: Path, name: str, text: dict[str, Any], expected: dict[str, Any], plain: bool
+) -> None:
+    (model / name).write_text(json.dumps(text))
+    config = json.loads((model / "config.json").read_text())
+    if not plain:
+        # transformers reads what it does more with than keep it.
+        config |= {"model_type": "qwen2", "layer_types": ["full_attention"] * 31}
+        config |= {"num_hidden_layers": 31, "per_layer_config": {"0": {"head_dim": 16}}}
+    (model / "config.json").write_text(json.dumps(config))
+    found = find_model(EngineArgs(model=str(model))).config
+    assert isinstance(found, PlainConfig) == plain
+    assert found.quantization_config == expected
+    (model / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    assert find_model(EngineArgs(model=str(model))).config.quantization_config == {"quant_method": "fp8"}
+
+
+def test_the_older_name_of_a_quantised_checkpoints_description(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text()) | {"compression_config": {"format": "dense"}}
+    (model / "config.json").write_text(json.dumps(config))
+    found = find_model(EngineArgs(model=str(model))).config
+    assert found.quantization_config == {"quant_method": "compressed-tensors", "format": "dense"}
+    (model / "config.json").write_text(json.dumps(config | {"compression_config": [1]}))
+    refused(model, "quantization_config is .1.: expected `object`")
 
 
 def test_generation_config(model: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from support.quant_blocks import Type, random_blocks
 from transformers import GptOssConfig
 
 from headrace.errors import ConfigError
-from headrace.layers.linear import Linear
-from headrace.layers.stored import QuantSpec
+from headrace.layers.linear import Linear, UnquantizedMethod
+from headrace.layers.stored import QuantSpec, StoredMatrix
 from headrace.model_spec import ModelSpec
 from headrace.models import registry
 from headrace.models.cuts import parameter_cuts
@@ -34,6 +35,7 @@ from headrace.weights.scaled import ScaledCheckpoint
 from headrace.weights.update import WeightUpdate
 
 from .models import config, files, spec, tensors, write_gguf, write_safetensors
+from .packers import Rounded
 
 
 @pytest.fixture
@@ -159,6 +161,66 @@ def test_tiles_of_fp8_are_cut_with_their_scales(tile: tuple[int, int], tmp_path:
     for model in ranks:
         load(model, hf_config, "safetensors", [tmp_path / "model.safetensors"])
     check_parts(whole, ranks)
+
+
+WORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}, {}),
+    "gptq-8": ({"quant_method": "gptq", "bits": 8, "group_size": -1, "sym": False}, {"bits": 8, "group": 512}),
+    "act-order": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": True}, {"shuffled": True}),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32}, {}),
+    "awq-odd": ({"quant_method": "awq", "bits": 4, "group_size": 48}, {"group": 48}),
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_words_are_cut_with_their_scales(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Floats always; codes exactly, or they are refused where a cut splits a group."""
+    scheme, options = WORDS[name]
+    hf_config = config(quantization_config=scheme)
+    held, meant = {}, {}
+    for full, tensor in tensors(hf_config).items():
+        held[full] = meant[full] = tensor
+        if "_proj" in full:
+            rows, columns = tensor.shape
+            group = options.get("group", 32)
+            order = torch.arange(columns) // group
+            if "shuffled" in options:
+                order = order[torch.randperm(columns, generator=torch.Generator().manual_seed(0))]
+            made = Rounded(rows, columns, bits=options.get("bits", 4), group=group, order=order)
+            meant[full] = made.meant
+            del held[full]
+            stored = made.awq() if "awq" in name else made.gptq()
+            held |= {full.removesuffix("weight") + leaf: one for leaf, one in stored.items()}
+    save_file(held, tmp_path / "model.safetensors")
+    whole = registry.build(spec(hf_config), "float32", "cpu")
+    load(whole, hf_config, "safetensors", [tmp_path / "model.safetensors"])
+    for full, target in registry.name_table(whole.spec).items():
+        assert torch.equal(target.view(dict(whole.named_parameters())[target.parameter]), meant[full])
+    compared: list[bool] = []
+    load_floats = UnquantizedMethod.load
+
+    def load_both(method: UnquantizedMethod, layer: Linear, parts: Sequence[StoredMatrix]) -> float:
+        for part in parts:
+            try:
+                codes = part.codes
+            except ConfigError as error:
+                compared.append(False)
+                assert "split a group of 48" in str(error)
+                continue
+            assert (codes is None) == (part.spec is None)
+            if codes is not None:
+                compared.append(True)
+                assert torch.equal(codes.dequantize(), part.read())
+        return load_floats(method, layer, parts)
+
+    monkeypatch.setattr(UnquantizedMethod, "load", load_both)
+    ranks = [part_of(spec(hf_config), rank, 2) for rank in range(2)]
+    for model in ranks:
+        load(model, hf_config, "safetensors", [tmp_path / "model.safetensors"])
+    check_parts(whole, ranks)
+    assert len(compared) == 28
+    # The inputs of o_proj and down_proj.
+    assert compared.count(False) == (8 if name == "awq-odd" else 0)
 
 
 def test_parts_of_scaled_tensors_are_those_of_the_whole(tmp_path: Path) -> None:

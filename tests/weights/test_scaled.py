@@ -13,9 +13,11 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from headrace.errors import ConfigError
 from headrace.models import registry
+from headrace.parallel.shards import Cut
 from headrace.quant.float_codes import MicroscaledCodes, TileCodes
 from headrace.quant.formats.find import find_scheme
 from headrace.weights.load import load_weights
+from headrace.weights.names import Slice
 from headrace.weights.safetensors import SafetensorsCheckpoint
 from headrace.weights.scaled import ScaledCheckpoint
 
@@ -119,3 +121,161 @@ def test_a_model_of_fp8_is_loaded(tmp_path: Path) -> None:
     load_weights(model, registry.name_table(model.spec), files(hf_config, "safetensors", [tmp_path / "model.safetensors"]))
     for name, expected in expected_parameters(hf_config, meant).items():
         assert torch.equal(parameters_of(model)[name], expected), name
+
+
+# One scale for a matrix or for each output, and what comes beside it
+
+STATIC = {"quant_method": "fp8", "activation_scheme": "static"}
+CODES = torch.arange(12 * 16).view(12, 16).remainder(120).to(torch.uint8).view(torch.float8_e4m3fn)
+EACH = torch.linspace(0.5, 2, 12)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "stored", "scales"),
+    [
+        (STATIC, {"weight_scale": torch.tensor(0.3), "input_scale": torch.tensor(0.125)}, torch.tensor(0.3)),
+        (STATIC, {"weight_scale": torch.tensor([0.3]), "input_scale": torch.tensor([0.125])}, torch.tensor(0.3)),
+        (STATIC, {"weight_scale_inv": torch.tensor(0.3), "activation_scale": torch.tensor(0.125)}, torch.tensor(0.3)),
+        ({"quant_method": "fp8"}, {"weight_scale": torch.tensor([[0.3]]).bfloat16()}, torch.tensor(0.3).bfloat16()),
+        (
+            {"quant_method": "modelopt", "quant_algo": "FP8"},
+            {"weight_scale": torch.tensor(0.3), "input_scale": torch.tensor(0.125)},
+            torch.tensor(0.3),
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, {"weight_scale": EACH}, EACH[:, None]),
+        ({"quant_method": "fbgemm_fp8"}, {"weight_scale": EACH[:, None]}, EACH[:, None]),
+        ({"quant_method": "fbgemm_fp8"}, {"weight_scale": EACH.half()}, EACH.half()[:, None]),
+        ({"quant_method": "fp8"}, {"weight_scale": EACH[:, None], "weight_zero_point": torch.zeros(12, 1)}, EACH[:, None]),
+    ],
+)
+def test_one_scale_for_a_matrix_or_for_each_output(
+    scheme: dict[str, Any], stored: dict[str, torch.Tensor], scales: torch.Tensor, tmp_path: Path
+) -> None:
+    """Writers leave out axes of length 1, or add them."""
+    held = {f"m.{leaf}": tensor for leaf, tensor in {"weight": CODES, **stored}.items()}
+    checkpoint = write(tmp_path / "a.safetensors", held, scheme)
+    meant = CODES.float() * scales.float()
+    assert list(checkpoint.tensors) == ["m.weight"]
+    assert torch.equal(checkpoint.read("m.weight"), meant)
+    for axis, ranges in ((0, ((1, 5), (7, 12))), (1, ((3, 9),))):
+        assert torch.equal(checkpoint.read("m.weight", Slice(axis, ranges)), Slice(axis, ranges).of(meant))
+    codes = checkpoint.codes("m.weight")
+    assert isinstance(codes, TileCodes)
+    assert codes.tile == ((12, 16) if scales.dim() == 0 else (1, 16))
+    for cut in (Cut("outputs", 5, 9, 12), Cut("inputs", 3, 11, 16)):
+        assert torch.equal(codes.cut(cut).dequantize(), cut.of(meant))
+    found = checkpoint.spec("m.weight")
+    assert found is not None
+    assert found.group == ("tensor" if scales.dim() == 0 else "channel")
+    assert found.input_scale == (0.125 if found.activations == "static" else None)
+
+
+def test_scales_that_are_exponents(tmp_path: Path) -> None:
+    """As scale_fmt ue8m0 has them in the newest checkpoints."""
+    exponents = torch.tensor([[120, 127], [130, 128], [1, 126]], dtype=torch.uint8)
+    held = {"m.weight": CODES, "m.weight_scale_inv": exponents.view(torch.float8_e8m0fnu)}
+    checkpoint = write(tmp_path / "a.safetensors", held, FP8 | {"scale_fmt": "ue8m0"})
+    scales = torch.exp2(exponents.float() - 127)
+    meant = CODES.float() * scales.repeat_interleave(4, 0).repeat_interleave(8, 1)
+    assert torch.equal(checkpoint.read("m.weight"), meant)
+    found = checkpoint.spec("m.weight")
+    assert found is not None
+    assert found.scale == "e8m0"
+
+
+def test_stacked_experts_have_tiles_of_their_own(tmp_path: Path) -> None:
+    """Also where a matrix is not made of whole ones."""
+    experts, scales = torch.stack((CODES[:10], CODES[2:])), torch.rand(2, 3, 2)
+    held = {"e.gate_up_proj": experts, "e.gate_up_proj_scale_inv": scales, "e.gate_up_proj_activation_scale": torch.ones(2)}
+    checkpoint = write(tmp_path / "a.safetensors", held)
+    assert list(checkpoint.tensors) == ["e.gate_up_proj"]
+    meant = torch.stack([TileCodes(experts[index], scales[index], (4, 8)).dequantize() for index in range(2)])
+    assert torch.equal(checkpoint.read("e.gate_up_proj"), meant)
+    for axis, ranges in ((0, ((1, 2),)), (1, ((1, 5), (7, 10))), (2, ((3, 9),))):
+        assert torch.equal(checkpoint.read("e.gate_up_proj", Slice(axis, ranges)), Slice(axis, ranges).of(meant))
+
+
+def test_experts_of_w4afp8(tmp_path: Path) -> None:
+    """Signed codes, two a byte, the lower half first; the largest static scale holds the inputs of all."""
+    codes = torch.arange(-8, 8, dtype=torch.int8).repeat(6, 16)[:, torch.randperm(256)]
+    pairs = (codes[:, ::2] & 15) | (codes[:, 1::2] << 4)
+    scales = torch.rand(6, 2)
+    held = {"m.experts.3.up_proj.weight": pairs, "m.experts.3.up_proj.weight_scale_inv": scales}
+    held |= {"m.experts.3.up_proj.input_scale": torch.tensor([0.5, 2.0]).bfloat16()}
+    held |= {"m.o_proj.weight": CODES, "m.o_proj.weight_scale_inv": torch.rand(3, 2)}
+    checkpoint = write(tmp_path / "a.safetensors", held, {"quant_method": "w4afp8", "weight_block_size": [4, 8]})
+    meant = codes.float() * scales.repeat_interleave(128, 1)
+    assert torch.equal(checkpoint.read("m.experts.3.up_proj.weight"), meant)
+    where = Slice(1, ((3, 70), (127, 129)))
+    assert torch.equal(checkpoint.read("m.experts.3.up_proj.weight", where), where.of(meant))
+    found = checkpoint.spec("m.experts.3.up_proj.weight")
+    assert found is not None
+    assert found.input_scale == 2
+    assert checkpoint.tensors["m.o_proj.weight"].kind == "F8_E4M3"
+
+
+def test_the_scale_of_a_matrix_divides_in_one_format_of_nvfp4_and_multiplies_in_another(tmp_path: Path) -> None:
+    packed = torch.randint(0, 256, (6, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    scales = torch.rand(6, 2).to(torch.float8_e4m3fn)
+    codes = MicroscaledCodes(packed.view(6, 2, 8), torch.ones(6, 2)).dequantize().view(6, 2, 16)
+    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    group = {"targets": ["Linear"], "weights": weights}
+    divided = write(
+        tmp_path / "a.safetensors",
+        {"m.weight_packed": packed, "m.weight_scale": scales, "m.weight_global_scale": torch.tensor([8.0])},
+        {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {"g": group}},
+    )
+    multiplied = write(
+        tmp_path / "b.safetensors",
+        {"m.weight": packed, "m.weight_scale": scales, "m.weight_scale_2": torch.tensor(8.0), "m.input_scale": torch.ones(1)},
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    )
+    assert torch.equal(divided.read("m.weight"), (codes * (scales.float() / 8)[..., None]).view(6, 32))
+    assert torch.equal(multiplied.read("m.weight"), (codes * (scales.float() * 8)[..., None]).view(6, 32))
+    held = divided.codes("m.weight")
+    assert held is not None
+    cut = Cut("inputs", 16, 32, 32)
+    assert torch.equal(held.cut(cut).dequantize(), cut.of(divided.read("m.weight")))
+
+
+@pytest.mark.parametrize(
+    ("stored", "scheme", "message"),
+    [
+        ({"weight": CODES}, STATIC, "m.weight_scale_inv is missing: quant_method fp8 means m as e4m3, a scale for each tensor"),
+        (
+            {"weight": CODES},
+            STATIC | {"ignored_layers": ["m"]},
+            r"m\.weight \(F8_E4M3\) is part of a quantised matrix, but ignored_layers 'm': m is stored as floats",
+        ),
+        ({"weight_scale": EACH}, STATIC, r"m\.weight is missing"),
+        ({"weight": CODES, "weight_scale": EACH[:5]}, STATIC, r"m\.weight_scale is of the shape \[5\], not \[12, 1\]"),
+        ({"weight": CODES, "weight_scale": EACH.int()}, STATIC, r"m\.weight_scale is stored as I32, not as F32 or"),
+        ({"weight": CODES.view(torch.int8), "weight_scale": EACH}, STATIC, r"m\.weight is stored as I8, not as F8_E4M3"),
+        ({"weight": EACH, "weight_scale": EACH}, STATIC, r"m\.weight is stored as F32, but m\.weight_scale is beside it"),
+        ({"weight": CODES.view(-1), "weight_scale": EACH}, STATIC, r"m\.weight is of the shape \[192\], which is no matrix"),
+        (
+            {"weight": CODES, "weight_scale": EACH, "weight_scale_inv": EACH},
+            STATIC,
+            r"m\.weight_scale is no part of the matrix",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    stored: dict[str, torch.Tensor], scheme: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        write(tmp_path / "a.safetensors", {f"m.{leaf}": tensor.clone() for leaf, tensor in stored.items()}, scheme)
+
+
+def test_zero_points_of_small_floats_are_refused(tmp_path: Path) -> None:
+    held = {"m.weight": CODES, "m.weight_scale": EACH, "m.weight_zero_point": torch.ones(12)}
+    with pytest.raises(ConfigError, match="e4m3 has no zero points"):
+        write(tmp_path / "a.safetensors", held, STATIC).read("m.weight")
+
+
+def test_floats_are_read_whatever_the_patterns_say(tmp_path: Path) -> None:
+    """An entry of ``ignore`` that matches nothing, since a prefix was renamed, does no harm."""
+    held = {"model.m.weight": torch.rand(4, 8), "model.norm.weight": torch.ones(4)}
+    checkpoint = write(tmp_path / "a.safetensors", held, FP8 | {"ignored_layers": ["language_model.m"]})
+    assert torch.equal(checkpoint.read("model.m.weight"), held["model.m.weight"])
+    assert checkpoint.spec("model.m.weight") is None

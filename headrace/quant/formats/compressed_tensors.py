@@ -36,10 +36,10 @@ def compressed_tensors(fields: Fields) -> Scheme:
         group = groups.within(name)
         format_ = _format(group, group.get("format") or fields.get("format"))
         for field, target in group.patterns("targets"):
-            if _CLASS.fullmatch(target):
-                classes.append(Rule(field, format_, target))
-            else:
+            if _CLASS.fullmatch(target) is None:
                 named.append(Rule(field, format_, target, fields.matcher(field, target)))
+            elif format_ is not None:
+                classes.append(Rule(field, format_, target))
     if len({rule.format for rule in classes}) > 1:
         # Names of classes are those of another library's modules: of several, none can be told from a checkpoint.
         classes = [rule for rule in classes if rule.pattern == "Linear"]
@@ -106,8 +106,7 @@ def _weights(
             activation_codes=activation_codes,
         )
     return QuantSpec(
-        # Where codes are not packed, those of 4 bits have a byte each.
-        codes="e4m3" if kind == "float" else "int4" if bits == 4 and layout == "packed" else "int8",
+        codes="e4m3" if kind == "float" else "int4" if bits == 4 else "int8",
         group=group,
         zero="none" if weights.flag("symmetric", True) else "int",
         activations=activations,

@@ -37,7 +37,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class StoredPiece:
     """One stored tensor of a quantised matrix."""
 
     shape: tuple[int, ...]
@@ -53,13 +53,13 @@ class MatrixLayout:
     """``[..., N, K]``"""
     kind: str
     spec: QuantSpec
-    pieces: Mapping[str, Piece]
+    pieces: Mapping[str, StoredPiece]
     """By the last component of their names."""
     decode: Callable[[Tensors, tuple[int, ...], int], Codes]
     """Makes codes of the pieces for a range of the matrix, from the range's shape and its first input."""
 
 
-class Parts:
+class MatrixTensors:
     """The stored tensors of one quantised matrix, as a layout claims them one by one.
 
     Args:
@@ -80,7 +80,7 @@ class Parts:
         read: Callable[[str], torch.Tensor],
     ) -> None:
         self.module, self.rule, self.spec = module, rule, spec
-        self.pieces: dict[str, Piece] = {}
+        self.pieces: dict[str, StoredPiece] = {}
         self._tensors = tensors
         self._name_of = name_of
         self._read = read
@@ -109,7 +109,7 @@ class Parts:
         if _without_ones(tensor.shape) != _without_ones(shape):
             raise self.error(leaf, f"is of the shape {list(tensor.shape)}, not {list(shape)}")
         self._claimed.add(leaf)
-        self.pieces[leaf] = Piece(shape, along)
+        self.pieces[leaf] = StoredPiece(shape, along)
 
     def pass_over(self, *leaves: str) -> None:
         """Takes tensors that floats do not need."""
@@ -142,7 +142,7 @@ def _ceil(size: int, each: int) -> int:
     return -(-size // each)
 
 
-def _matrix(parts: Parts, leaf: str) -> tuple[int, ...]:
+def _matrix(parts: MatrixTensors, leaf: str) -> tuple[int, ...]:
     """The shape of a tensor that must have two axes at least."""
     shape = parts.tensor(leaf).shape
     if len(shape) < 2:
@@ -153,7 +153,7 @@ def _matrix(parts: Parts, leaf: str) -> tuple[int, ...]:
 # Codes that have a tensor element each
 
 
-def scaled(parts: Parts) -> MatrixLayout:
+def scaled(parts: MatrixTensors) -> MatrixLayout:
     """``weight`` as it is, with ``weight_scale`` or ``weight_scale_inv`` (both are factors)."""
     shape = _matrix(parts, "weight")
     *stack, outputs, inputs = shape
@@ -181,7 +181,9 @@ def scaled(parts: Parts) -> MatrixLayout:
     return parts.finish(shape, "I8", partial(_bytes, _bits(parts.spec), leaf, tile[1]))
 
 
-def _tiles(parts: Parts, leaf: str, tile: tuple[int, int], tensors: Tensors, shape: tuple[int, ...], first: int) -> TileCodes:
+def _tiles(
+    parts: MatrixTensors, leaf: str, tile: tuple[int, int], tensors: Tensors, shape: tuple[int, ...], first: int
+) -> TileCodes:
     if "weight_zero_point" in tensors and bool(tensors["weight_zero_point"].float().any()):
         raise parts.error("weight_zero_point", "is not zero, and e4m3 has no zero points")
     return TileCodes(tensors["weight"], tensors[leaf], tile)
@@ -205,7 +207,7 @@ def _zeros(signed: torch.Tensor | None, bits: int, scales: torch.Tensor) -> torc
 # Codes in words of 32 bits
 
 
-def packed(parts: Parts) -> MatrixLayout:
+def packed(parts: MatrixTensors) -> MatrixLayout:
     """compressed-tensors' ``weight_packed``: along the inputs, but zero points along the outputs."""
     bits, (rows, words) = _bits(parts.spec), _matrix(parts, "weight_packed")[-2:]
     per = 32 // bits
@@ -224,7 +226,7 @@ def packed(parts: Parts) -> MatrixLayout:
     return parts.finish(shape, f"packed {parts.spec.codes}", partial(_packed, parts, bits, group))
 
 
-def _packed(parts: Parts, bits: int, group: int, tensors: Tensors, shape: tuple[int, ...], first: int) -> GroupCodes:
+def _packed(parts: MatrixTensors, bits: int, group: int, tensors: Tensors, shape: tuple[int, ...], first: int) -> GroupCodes:
     codes = unpack(tensors["weight_packed"], bits, 1)[:, : shape[1]]
     scales, zeros = tensors["weight_scale"].expand(shape[0], -1), tensors.get("weight_zero_point")
     if zeros is not None and zeros.dtype == torch.int32:
@@ -234,7 +236,7 @@ def _packed(parts: Parts, bits: int, group: int, tensors: Tensors, shape: tuple[
     return _ordered(parts, GroupCodes(bits, codes, scales, zeros, group, tensors.get("weight_g_idx")), first)
 
 
-def gptq(parts: Parts, *, minus_one: bool = True) -> MatrixLayout:
+def gptq(parts: MatrixTensors, *, minus_one: bool = True) -> MatrixLayout:
     """Transposed: codes packed along the inputs, zero points along the outputs. ``minus_one``: the first version of the format,
     which stores zero points less 1."""
     bits, (words, outputs) = _bits(parts.spec), _matrix(parts, "qweight")[-2:]
@@ -249,7 +251,7 @@ def gptq(parts: Parts, *, minus_one: bool = True) -> MatrixLayout:
 
 
 def _gptq(
-    parts: Parts, bits: int, group: int, minus_one: bool, tensors: Tensors, shape: tuple[int, ...], first: int
+    parts: MatrixTensors, bits: int, group: int, minus_one: bool, tensors: Tensors, shape: tuple[int, ...], first: int
 ) -> GroupCodes:
     codes, scales = unpack(tensors["qweight"], bits, 0), tensors["scales"].mT.contiguous()
     middle = 2 ** (bits - 1)
@@ -269,7 +271,7 @@ def _gptq(
     return _ordered(parts, GroupCodes(bits, codes, scales, zeros, group, tensors.get("g_idx")), first)
 
 
-def awq(parts: Parts) -> MatrixLayout:
+def awq(parts: MatrixTensors) -> MatrixLayout:
     """Transposed: codes and zero points packed along the outputs, in an order of their own."""
     inputs, words = _matrix(parts, "qweight")[-2:]
     shape = (words * 8, inputs)
@@ -289,7 +291,7 @@ def _bits(spec: QuantSpec) -> int:
     return 4 if spec.codes == "int4" else 8
 
 
-def _groups(parts: Parts, order: str, inputs: int, axis: int) -> tuple[int, int, tuple[int, int] | None]:
+def _groups(parts: MatrixTensors, order: str, inputs: int, axis: int) -> tuple[int, int, tuple[int, int] | None]:
     """(inputs of a group, number of groups, how ranges of inputs lie along ``axis`` of scales). Claims the tensor ``order``."""
     group = parts.spec.group[1] if isinstance(parts.spec.group, tuple) else inputs
     count = _ceil(inputs, group)
@@ -300,7 +302,7 @@ def _groups(parts: Parts, order: str, inputs: int, axis: int) -> tuple[int, int,
     return group, count, (axis, group) if count > 1 else None
 
 
-def _ordered(parts: Parts, codes: GroupCodes, first: int) -> GroupCodes:
+def _ordered(parts: MatrixTensors, codes: GroupCodes, first: int) -> GroupCodes:
     """Checks the order of inputs, beside the scales of all groups, and leaves it out where the groups lie one behind the other.
 
     ``first``: the first of the inputs.
@@ -325,7 +327,7 @@ def _ordered(parts: Parts, codes: GroupCodes, first: int) -> GroupCodes:
 # Two codes in a byte
 
 
-def fp4(parts: Parts) -> MatrixLayout:
+def fp4(parts: MatrixTensors) -> MatrixLayout:
     """MXFP4 and NVFP4 of compressed-tensors, NVFP4 of modelopt."""
     nvfp4, block = parts.spec.codes == "nvfp4", parts.spec.group[1] if isinstance(parts.spec.group, tuple) else 32
     leaf = parts.first_of("weight_packed", "weight")
@@ -351,7 +353,7 @@ def _fp4(leaf: str, block: int, tensors: Tensors, shape: tuple[int, ...], first:
     return MicroscaledCodes(tensors[leaf].reshape(shape[0], -1, block // 2), scales)
 
 
-def mxfp4_blocks(parts: Parts) -> MatrixLayout:
+def mxfp4_blocks(parts: MatrixTensors) -> MatrixLayout:
     """gpt-oss: ``[experts, N, K / 32, 16]``."""
     *stack, outputs, count, size = _matrix(parts, "blocks")
     outer = tuple((axis, 1) for axis in range(len(stack) + 1))
@@ -365,7 +367,7 @@ def _blocks(tensors: Tensors, shape: tuple[int, ...], first: int) -> Microscaled
     return MicroscaledCodes(tensors["blocks"], tensors["scales"])
 
 
-def int4_bytes(parts: Parts) -> MatrixLayout:
+def int4_bytes(parts: MatrixTensors) -> MatrixLayout:
     """Experts of w4afp8: signed, the lower half of a byte first."""
     outputs, halves = _matrix(parts, "weight")[-2:]
     parts.claim("weight", ("I8",), (outputs, halves), ((0, 1), (1, 2)))
@@ -380,7 +382,7 @@ def _int4_bytes(group: int, tensors: Tensors, shape: tuple[int, ...], first: int
     return GroupCodes(4, codes, scales, _zeros(None, 4, scales), group)
 
 
-LAYOUTS: Mapping[str, Callable[[Parts], MatrixLayout]] = {
+LAYOUTS: Mapping[str, Callable[[MatrixTensors], MatrixLayout]] = {
     "scaled": scaled,
     "packed": packed,
     "gptq": gptq,

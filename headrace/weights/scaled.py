@@ -14,7 +14,7 @@ from headrace.errors import ConfigError
 from headrace.layers.stored import Codes, QuantSpec
 from headrace.quant.formats.scheme import Rule, Scheme
 from headrace.weights.checkpoint import Checkpoint, StoredTensor
-from headrace.weights.layouts import FLOATS, INPUT_SCALES, LAYOUTS, LEAVES, MatrixLayout, Parts
+from headrace.weights.layouts import FLOATS, INPUT_SCALES, LAYOUTS, LEAVES, MatrixLayout, MatrixTensors
 from headrace.weights.names import Slice
 from headrace.weights.safetensors import SafetensorsCheckpoint
 
@@ -128,7 +128,7 @@ class ScaledCheckpoint(Checkpoint):
             extra = sorted(name for name in names.values() if name != weight[0])
             raise ConfigError(f"{weight[0]} is stored as {weight[1].kind}, but {extra[0]} is beside it", "model")
         endings = {leaf: end for end, leaf in _STACKED.items()}
-        parts = Parts(
+        parts = MatrixTensors(
             module,
             rule,
             rule.format.spec,

@@ -8,7 +8,9 @@ import dataclasses
 import functools
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,11 +36,15 @@ from headrace.models.families.gemma import NON_TEXT
 from headrace.models.quiet import quiet_loading
 from headrace.models.registry import to_transformers_fields
 from headrace.models.vision.interface import VISION_NAME
+from headrace.quant.formats.find import find_scheme
+from headrace.quant.formats.scheme import Scheme
 from headrace.sources.files import ModelFiles
 from headrace.weights.checkpoint import DUMMY_STD
 from headrace.weights.load import Progress
 from headrace.weights.names import IGNORABLE
 from headrace.weights.report import LoadReport, unquantized_report
+from headrace.weights.safetensors import SafetensorsCheckpoint
+from headrace.weights.scaled import ScaledCheckpoint
 
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx", "seq_length")
 """Fields of configurations with the context length."""
@@ -109,8 +115,8 @@ def describe(config: PretrainedConfig, args: EngineArgs, why: str) -> Described:
     """
     name = _name(config)
     config = to_transformers_fields(config)
-    if getattr(config, "quantization_config", None):
-        raise ConfigError(f"{name}: a checkpoint with quantization_config is not run through transformers", "model_impl")
+    find_scheme(config)
+    config = _of_floats(config)
     with recorded_reads(config) as (recorded, reads), refusals_as_errors(name):
         model, traced = _traced(recorded, args.trust_remote_code)
     check_config(config, reads, model, traced)
@@ -277,6 +283,14 @@ def _read(
         raise MissingPackageError(f"loading a model of transformers onto {device} takes accelerate: {_INSTALL}")
     factory = _auto_class(config, trusted)
     options: dict[str, Any] = {"trust_remote_code": trusted} if factory is AutoModelForCausalLM else {}
+    source: Path | None = files.directory
+    may_be_left_out: Collection[str] = ()
+    if (scheme := find_scheme(files.config)) is not None:
+        # transformers' own readers of number formats replace the modules that are traced.
+        source, config = None, _of_floats(config)
+        state, may_be_left_out = _floats(files, scheme, dtype)
+        # The auto class takes no weights.
+        factory, options = type(_skeleton(config, trusted, dtype)), {"state_dict": state}
     if device.type != "cpu":
         options["device_map"] = {"": device}
     infos: list[Mapping[str, Any]] = []
@@ -284,7 +298,7 @@ def _read(
     def read(name: str) -> PreTrainedModel:
         model: PreTrainedModel
         model, info = factory.from_pretrained(
-            files.directory,
+            source,
             config=copy.deepcopy(config),
             dtype=dtype,
             attn_implementation=name,
@@ -298,17 +312,32 @@ def _read(
 
     with quiet_loading():
         model = read(attention) if attention == _OWN else _with_attention(attention, read)
-    return model, _judge(infos[-1])
+    return model, _judge(infos[-1], may_be_left_out)
 
 
-def _judge(info: Mapping[str, Any]) -> tuple[Decision, ...]:
+def _of_floats(config: PretrainedConfig) -> PretrainedConfig:
+    """The configuration of the same model with floats as weights."""
+    config = copy.deepcopy(config)
+    for part in (config, config.get_text_config()):
+        vars(part).pop("quantization_config", None)
+    return config
+
+
+def _floats(files: ModelFiles, scheme: Scheme, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], Collection[str]]:
+    """The weights of a quantised checkpoint, all of them as floats, and the names of those that a model may lack."""
+    with closing(ScaledCheckpoint(SafetensorsCheckpoint(files.weight_files), scheme)) as checkpoint:
+        state = {name: checkpoint.read(name).to(dtype) for name in checkpoint.tensors}
+        return state, {name for name in state if checkpoint.may_be_left_out(name)}
+
+
+def _judge(info: Mapping[str, Any], may_be_left_out: Collection[str] = ()) -> tuple[Decision, ...]:
     """Converts transformers' loading report. Raises ConfigError where weights are left at random values, or out."""
     missing, wrong = sorted(info.get("missing_keys", ())), list(info.get("mismatched_keys", ()))
     if missing:
         raise ConfigError(f"the checkpoint lacks {listed(missing)}", "model")
     if wrong or info.get("error_msgs"):
         raise ConfigError(f"weights do not fit the model: {listed([str(one) for one in wrong or info['error_msgs']])}", "model")
-    unexpected = sorted(info.get("unexpected_keys", ()))
+    unexpected = sorted(set(info.get("unexpected_keys", ())) - set(may_be_left_out))
     if refused := [name for name in unexpected if not any(re.fullmatch(pattern, name) for pattern in _UNUSED)]:
         raise ConfigError(f"the checkpoint has tensors that transformers' model has no place for: {listed(refused)}", "model")
     if not unexpected:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -14,6 +15,7 @@ from support.models import tiny_models
 from support.models.architectures import TOLERANCE, quiet, survey_one
 from support.models.foreign import decisions, engine, model_of, tokens_of
 from transformers.models.gpt_neox_japanese.modeling_gpt_neox_japanese import GPTNeoXJapaneseAttention
+from weights.packers import Rounded
 
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError
@@ -165,6 +167,55 @@ def copy_of(folder: Path, to: Path, without: str | None = None, **more: torch.Te
     weights = load_file(to / "model.safetensors")
     weights.pop(without, None)
     save_file(weights | more, to / "model.safetensors", metadata={"format": "pt"})
+
+
+def quantised(folder: Path, to: Path) -> None:
+    """The same checkpoint in GPTQ's layout, with biases of zeros as its writers add them; and its floats in a folder within."""
+    from safetensors.torch import load_file, save_file
+
+    (to / "floats").mkdir()
+    for file in folder.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+        (to / "floats" / file.name).write_bytes(file.read_bytes())
+    held, meant = {}, load_file(to / "model.safetensors")
+    for name, tensor in list(meant.items()):
+        held[name] = tensor
+        if "_proj" in name:
+            module = name.removesuffix(".weight")
+            made = Rounded(*tensor.shape, group=8)
+            del held[name]
+            held |= {f"{module}.{leaf}": one for leaf, one in made.gptq().items()} | {
+                f"{module}.bias": torch.zeros(len(tensor))
+            }
+            meant[name] = made.meant
+    save_file(held, to / "model.safetensors", metadata={"format": "pt"})
+    save_file(meant, to / "floats" / "model.safetensors", metadata={"format": "pt"})
+    scheme = {"quant_method": "gptq", "bits": 4, "group_size": 8, "sym": False}
+    config = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(config | {"quantization_config": scheme}))
+
+
+def test_quantised_checkpoints_are_run_as_floats(granite: Path, tmp_path: Path) -> None:
+    quantised(granite, tmp_path)
+    with quiet():
+        ours, floats = engine(tmp_path), engine(tmp_path / "floats")
+    expected = dict(model_of(floats).foreign.named_parameters())
+    for name, parameter in model_of(ours).foreign.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+    assert tokens_of(ours, [5, 6, 7, 8]) == tokens_of(floats, [5, 6, 7, 8])
+    assert decisions(ours)["checkpoint format"] == (
+        "gptq: int4, groups of 8, integer zeros",
+        "its matrices are dequantised to float32",
+    )
+
+
+def test_formats_that_are_not_read_are_refused_by_name(granite: Path, tmp_path: Path) -> None:
+    copy_of(granite, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "quark"}}))
+    with quiet(), pytest.raises(ConfigError, match="quant_method 'quark' is not supported") as caught:
+        engine(tmp_path)
+    assert caught.value.param == "quantization_config"
 
 
 def test_a_missing_weight_is_an_error(granite: Path, tmp_path: Path) -> None:

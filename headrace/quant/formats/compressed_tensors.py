@@ -39,7 +39,7 @@ def compressed_tensors(fields: Fields) -> Scheme:
             if _CLASS.fullmatch(target) is None:
                 named.append(Rule(field, format_, target, fields.matcher(field, target)))
             elif format_ is not None:
-                classes.append(Rule(field, format_, target))
+                classes.append(Rule(field, format_, target, lambda module: True))
     if len({rule.format for rule in classes}) > 1:
         # Names of classes are those of another library's modules: of several, none can be told from a checkpoint.
         classes = [rule for rule in classes if rule.pattern == "Linear"]

@@ -44,7 +44,7 @@ def w4afp8(fields: Fields) -> Scheme:
     experts = QuantSpec(codes="int4", group=group, activations="static", activation_codes="e4m3")
     rules = (
         *fields.floats(*_IGNORED),
-        Rule("quant_method w4afp8", MatrixFormat("int4_bytes", experts), "experts", fields.matcher("experts", "experts")),
+        Rule("quant_method w4afp8", MatrixFormat("int4_bytes", experts), "experts"),
         Rule("quant_method w4afp8", _scaled(fields.tile("weight_block_size") or (128, 128), "group128")),
     )
     return Scheme(fields.method, rules)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from headrace.layers.stored import QuantSpec
+from headrace.model_spec.integers import is_integer
 from headrace.quant.formats.scheme import Fields, MatrixFormat, Rule, Scheme
 
 _BITS = (4, 8)
@@ -20,7 +21,7 @@ def gptq(fields: Fields) -> Scheme:
         raise fields.refuse("is_marlin_format", "save the checkpoint with checkpoint_format gptq")
     rules = [*_dynamic(fields, version)]
     if not fields.flag("lm_head", False):
-        rules.append(Rule("lm_head false", None, _HEAD, fields.matcher("lm_head", _HEAD)))
+        rules.append(Rule("lm_head false:", None, _HEAD))
     rules += fields.floats("modules_to_not_convert")
     return Scheme(fields.method, (*rules, Rule("quant_method gptq", _format(fields, version))))
 
@@ -47,7 +48,7 @@ def auto_round(fields: Fields) -> Scheme:
     for pattern in extra.values:
         own = extra.within(pattern)
         field = "extra_config"
-        floats = own.get("bits") is not None and own.get("bits") >= 16
+        floats = is_integer(own.get("bits"), 16)
         merged = Fields(fields.method, {**fields.values, **own.values}, own.where)
         rules.append(Rule(field, None if floats else _format(merged, layout), pattern, fields.matcher(field, pattern)))
     rules.append(Rule("quant_method auto-round", _format(fields, layout)))

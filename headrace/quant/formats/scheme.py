@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -40,7 +42,8 @@ class Rule:
     """None: floats."""
     pattern: str | None = None
     """As written; None: it holds for every matrix."""
-    matches: Callable[[str], object] = lambda module: True
+    matches: Callable[[str], object] | None = None
+    """Tests a module's name; None: the pattern is some whole components of it."""
 
     def __str__(self) -> str:
         return self.field if self.pattern is None else f"{self.field} {shown(self.pattern)}"
@@ -53,11 +56,31 @@ class Scheme:
     method: str
     rules: tuple[Rule, ...]
 
+    @functools.cached_property
+    def _components(self) -> Mapping[str, int]:
+        """Patterns that are components of names -> the first rule with each. Checkpoints have tens of thousands of modules, and
+        lists hundreds of patterns."""
+        plain = [(index, rule.pattern) for index, rule in enumerate(self.rules) if rule.matches is None and rule.pattern]
+        return {pattern.strip("."): index for index, pattern in reversed(plain)}
+
+    @functools.cached_property
+    def _tested(self) -> Sequence[tuple[int, Rule]]:
+        return [(index, rule) for index, rule in enumerate(self.rules) if rule.matches is not None or rule.pattern is None]
+
     def rule(self, module: str) -> Rule:
         """Returns the rule for a module's matrix. The last rule, that no pattern names it, is that it is stored as floats."""
         names = list(_names(module))
-        found = (rule for rule in self.rules if any(rule.matches(name) for name in names))
-        return next(found, Rule(f"no pattern of {self.method} names it", None))
+        found = len(self.rules)
+        for name in names:
+            parts = name.split(".")
+            for start, stop in itertools.combinations(range(len(parts) + 1), 2):
+                found = min(found, self._components.get(".".join(parts[start:stop]), found))
+        for index, rule in self._tested:
+            if index > found:
+                break
+            if rule.matches is None or any(rule.matches(name) for name in names):
+                return rule
+        return self.rules[found] if found < len(self.rules) else Rule(f"no pattern of {self.method} names it", None)
 
     def __str__(self) -> str:
         """The method and its formats, for reports."""
@@ -143,17 +166,17 @@ class Fields:
         for field, pattern in self.patterns(*names):
             yield Rule(field, None, pattern, self.matcher(field, pattern))
 
-    def matcher(self, field: str, pattern: str) -> Callable[[str], object]:
+    def matcher(self, field: str, pattern: str) -> Callable[[str], object] | None:
         """Returns the test of a module's name: by a regular expression from its beginning (``re:``), or by components of the
-        name, in which ``*`` stands for anything."""
+        name, in which ``*`` stands for anything; None: they are plain ones."""
         if pattern.startswith("re:"):
             return self.regex(field, pattern.removeprefix("re:")).match
-        glob = re.escape(pattern.strip(".")).replace(r"\*", ".*")
-        found = re.compile(rf"(?:.*\.)?(?:{glob})(?:\..*)?").fullmatch
         if not _REGEX.search(pattern):
-            return found
-        regex = self.regex(field, rf"(?:.*\.)?(?:{pattern})(?:\..*)?").fullmatch
-        return lambda module: found(module) or regex(module)
+            if "*" not in pattern:
+                return None
+            glob = re.escape(pattern.strip(".")).replace(r"\*", ".*")
+            return re.compile(rf"(?:.*\.)?(?:{glob})(?:\..*)?").fullmatch
+        return self.regex(field, rf"(?:.*\.)?(?:{pattern})(?:\..*)?").fullmatch
 
     def regex(self, field: str, pattern: str) -> re.Pattern[str]:
         try:

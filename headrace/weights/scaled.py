@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
 
 import torch
 
@@ -205,3 +207,17 @@ class ScaledCheckpoint(Checkpoint):
 
     def close(self) -> None:
         self._inner.close()
+
+
+def read_floats(
+    files: Sequence[Path], scheme: Scheme, wanted: Callable[[str], object] = lambda name: True
+) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
+    """Reads a quantised checkpoint for a library that takes floats.
+
+    Returns:
+        The tensors whose names are wanted, and the names of those that a model may lack.
+    """
+    with closing(ScaledCheckpoint(SafetensorsCheckpoint(files), scheme)) as checkpoint:
+        names = [name for name in checkpoint.tensors if wanted(name)]
+        spare = frozenset(name for name in names if checkpoint.may_be_left_out(name))
+        return {name: checkpoint.read(name) for name in names}, spare

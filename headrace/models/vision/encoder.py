@@ -21,8 +21,10 @@ from headrace.models.quiet import quiet_loading
 from headrace.models.vision.interface import CALL_ROWS, VISION_NAME, EncodedItem, device_tensor
 from headrace.models.vision.patches import patches_of
 from headrace.models.vision.varlen import can_use_varlen, geometry, use_varlen
+from headrace.quant.formats.find import find_scheme
 from headrace.sources.files import ModelFiles
 from headrace.sources.plain_config import in_transformers
+from headrace.weights.scaled import read_floats
 
 _GRIDS = "image_grid_thw"
 _VIDEO_GRIDS = "video_grid_thw"
@@ -174,9 +176,11 @@ def _factory(config: PretrainedConfig) -> Any:
 
 
 def _without_text(config: PretrainedConfig) -> PretrainedConfig:
-    """The configuration with a text part of almost no weights."""
+    """The configuration with a text part of almost no weights, and floats as weights."""
     config = copy.deepcopy(config)
     text = config.get_text_config(decoder=True)
+    for part in (config, text):
+        vars(part).pop("quantization_config", None)
     if getattr(text, "is_heterogeneous", False):
         text.per_layer_config = None
     for name, value in (("num_hidden_layers", 1), ("vocab_size", _FEW_TOKENS), ("intermediate_size", 8), ("num_experts", 1)):
@@ -194,6 +198,8 @@ def _without_text(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _vision_weights(files: ModelFiles) -> dict[str, torch.Tensor]:
+    if (scheme := find_scheme(files.config)) is not None:
+        return read_floats(files.weight_files, scheme, VISION_NAME.fullmatch)[0]
     state: dict[str, torch.Tensor] = {}
     for file in files.weight_files:
         with safe_open(file, framework="pt") as tensors:

@@ -9,7 +9,6 @@ import functools
 import re
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +36,12 @@ from headrace.models.quiet import quiet_loading
 from headrace.models.registry import to_transformers_fields
 from headrace.models.vision.interface import VISION_NAME
 from headrace.quant.formats.find import find_scheme
-from headrace.quant.formats.scheme import Scheme
 from headrace.sources.files import ModelFiles
 from headrace.weights.checkpoint import DUMMY_STD
 from headrace.weights.load import Progress
 from headrace.weights.names import IGNORABLE
 from headrace.weights.report import LoadReport, unquantized_report
-from headrace.weights.safetensors import SafetensorsCheckpoint
-from headrace.weights.scaled import ScaledCheckpoint
+from headrace.weights.scaled import read_floats
 
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx", "seq_length")
 """Fields of configurations with the context length."""
@@ -288,7 +285,7 @@ def _read(
     if (scheme := find_scheme(files.config)) is not None:
         # transformers' own readers of number formats replace the modules that are traced.
         source, config = None, _of_floats(config)
-        state, may_be_left_out = _floats(files, scheme, dtype)
+        state, may_be_left_out = read_floats(files.weight_files, scheme)
         # The auto class takes no weights.
         factory, options = type(_skeleton(config, trusted, dtype)), {"state_dict": state}
     if device.type != "cpu":
@@ -321,13 +318,6 @@ def _of_floats(config: PretrainedConfig) -> PretrainedConfig:
     for part in (config, config.get_text_config()):
         vars(part).pop("quantization_config", None)
     return config
-
-
-def _floats(files: ModelFiles, scheme: Scheme, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], Collection[str]]:
-    """The weights of a quantised checkpoint, all of them as floats, and the names of those that a model may lack."""
-    with closing(ScaledCheckpoint(SafetensorsCheckpoint(files.weight_files), scheme)) as checkpoint:
-        state = {name: checkpoint.read(name).to(dtype) for name in checkpoint.tensors}
-        return state, {name for name in state if checkpoint.may_be_left_out(name)}
 
 
 def _judge(info: Mapping[str, Any], may_be_left_out: Collection[str] = ()) -> tuple[Decision, ...]:

@@ -57,7 +57,6 @@ class ScaledCheckpoint(Checkpoint):
 
     def __init__(self, inner: SafetensorsCheckpoint, scheme: Scheme | None = None, device: str | torch.device = "cpu") -> None:
         self._inner = inner
-        self._scheme = scheme
         self._device = device
         self._matrices: dict[str, _Matrix] = {}
         self._floats = 0

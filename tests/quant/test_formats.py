@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -286,6 +288,52 @@ def test_what_is_refused(values: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         find_scheme(SimpleNamespace(quantization_config=values))
     assert caught.value.param == "quantization_config"
+
+
+COMPLETE: list[dict[str, Any]] = [
+    {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "scale_fmt": "ue8m0", "ignored_layers": ["a"]},
+    {"quant_method": "modelopt", "quantization": {"quant_algo": "FP8", "exclude_modules": ["a*"]}},
+    {"quant_method": "w4afp8", "weight_block_size": [128, 128], "group_size": 128},
+    GPTQ | {"sym": True, "lm_head": True, "checkpoint_format": "gptq", "dynamic": {"+:a": {"bits": 8}}},
+    AWQ | {"version": "gemm", "zero_point": True, "modules_to_not_convert": ["a"]},
+    {
+        "quant_method": "auto-round",
+        "packing_format": "auto_gptq",
+        "bits": 4,
+        "group_size": 1,
+        "extra_config": {"a": {"bits": 8}},
+    },
+    group(input_activations={"num_bits": 8, "type": "float", "strategy": "group", "dynamic": True}, output_activations=None)
+    | {"sparsity_config": {"format": "dense"}, "transform_config": {"config_groups": {}}, "ignore": ["a"]},
+    group(weights=FP8 | {"strategy": "block", "block_structure": "1x2", "actorder": None}, format="float-quantized"),
+]
+ODD: list[Any] = [None, True, False, -1, 0, 2**70, 1.5, float("nan"), "", "re:(", "x" * 100, [], [[]], [None], {}, {"a": {}}]
+
+
+def variants(value: Any) -> Iterator[Any]:
+    """Copies of a value in which each value within, or it as a whole, is an odd one."""
+    yield from ODD
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        for other in variants(inner):
+            changed = copy.copy(value)
+            changed[key] = other
+            yield changed
+
+
+@pytest.mark.parametrize("values", COMPLETE, ids=lambda values: values["quant_method"])
+def test_odd_values_are_read_or_refused(values: dict[str, Any]) -> None:
+    assert spec(values) is not None
+    refused = 0
+    for changed in variants(values):
+        try:
+            found = find_scheme(SimpleNamespace(quantization_config=changed))
+        except ConfigError as error:
+            assert error.param == "quantization_config"
+            refused += 1
+        else:
+            assert found is None or found.rule("lm_head") is not None
+    assert refused > 20
 
 
 def test_a_scheme_shows_its_formats() -> None:

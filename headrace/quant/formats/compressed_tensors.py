@@ -67,9 +67,7 @@ def _inferred(kind: str, bits: int, inputs: Fields) -> str:
     """The layout that the library chooses where none is named."""
     if kind == "float":
         return "float-quantized" if bits == 8 else "nvfp4-pack-quantized"
-    return (
-        "int-quantized" if inputs.get("type") == "int" or (inputs.values and inputs.get("type") is None) else "pack-quantized"
-    )
+    return "int-quantized" if inputs.values else "pack-quantized"
 
 
 def _weights(

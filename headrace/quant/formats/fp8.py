@@ -32,7 +32,7 @@ def modelopt(fields: Fields) -> Scheme:
         "FP8_BLOCK_SCALES": _scaled((128, 128), "group128"),
         "NVFP4": MatrixFormat("fp4", QuantSpec(codes="nvfp4", group=(1, 16), scale="e4m3", activation_codes="fp4")),
     }
-    algorithm = inner.get("quant_algo")
+    algorithm = str(inner.get("quant_algo"))
     if algorithm not in formats:
         raise inner.refuse("quant_algo", f"supported are: {', '.join(formats)}; {_INSTEAD}")
     return _with_floats(inner, formats[algorithm], "exclude_modules", "ignore")

@@ -9,7 +9,6 @@ from headrace.model_spec.integers import is_integer
 from headrace.quant.formats.scheme import Fields, MatrixFormat, Rule, Scheme
 
 _BITS = (4, 8)
-_HEAD = "lm_head"
 
 
 def gptq(fields: Fields) -> Scheme:
@@ -21,19 +20,18 @@ def gptq(fields: Fields) -> Scheme:
         raise fields.refuse("is_marlin_format", "save the checkpoint with checkpoint_format gptq")
     rules = [*_dynamic(fields, version)]
     if not fields.flag("lm_head", False):
-        rules.append(Rule("lm_head false:", None, _HEAD))
+        rules.append(Rule("lm_head false:", None, "lm_head"))
     rules += fields.floats("modules_to_not_convert")
     return Scheme(fields.method, (*rules, Rule("quant_method gptq", _format(fields, version))))
 
 
 def awq(fields: Fields) -> Scheme:
     fields.choice("version", ("gemm", "GEMM"), "gemm")
-    bits = fields.choice("bits" if fields.get("bits") is not None else "w_bit", (4,))
+    fields.choice("bits" if fields.get("bits") is not None else "w_bit", (4,))
     if not fields.flag("zero_point", True):
         raise fields.refuse("zero_point", "symmetric matrices are read from checkpoints of gptq and compressed-tensors")
     group = fields.group("group_size" if fields.get("group_size") is not None else "q_group_size")
-    spec = QuantSpec(codes="int4" if bits == 4 else "int8", group=group, zero="int")
-    everything = Rule("quant_method awq", MatrixFormat("awq", spec))
+    everything = Rule("quant_method awq", MatrixFormat("awq", QuantSpec(codes="int4", group=group, zero="int")))
     return Scheme(fields.method, (*fields.floats("modules_to_not_convert"), everything))
 
 
@@ -71,14 +69,12 @@ def _dynamic(fields: Fields, version: Literal["gptq", "gptq_v2"]) -> list[Rule]:
 
 def _format(fields: Fields, layout: Literal["gptq", "gptq_v2", "awq"]) -> MatrixFormat:
     bits = fields.choice("bits", _BITS if layout != "awq" else (4,))
-    symmetric = fields.flag("sym", True)
-    if layout == "awq" and symmetric:
-        # Its zero points are stored all the same.
-        symmetric = False
+    # AWQ stores zero points of symmetric matrices too.
+    symmetric = fields.flag("sym", True) and layout != "awq"
     spec = QuantSpec(
         codes="int4" if bits == 4 else "int8",
         group=fields.group("group_size"),
         zero="none" if symmetric else "int",
-        order="g_idx" if layout != "awq" else "none",
+        order="none" if layout == "awq" else "g_idx",
     )
     return MatrixFormat(layout, spec)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 
-from headrace.constrain.lark import regex
+from headrace.constrain.lark import regex, serialised
 from headrace.errors import RequestError
 
 _SPECIAL = [*map(chr, range(32)), '"', "\\"]
@@ -50,7 +50,7 @@ _COMMON = {
 
 
 def by_character(grammar: str, *, json_string: bool) -> str:
-    """The Lark grammar with terminals of one character.
+    """The grammar, of Lark, with terminals of one character.
 
     Args:
         json_string: the text is written as the inside of a JSON string.
@@ -58,14 +58,17 @@ def by_character(grammar: str, *, json_string: bool) -> str:
     Raises:
         RequestError: the grammar has a part that cannot be rewritten.
     """
-    parts, place = [], 0
-    while place < len(grammar):
-        found = _TOKEN.match(grammar, place)
+    main, *schemas = json.loads(grammar)["grammars"]
+    if schemas:
+        raise _refused("%json")
+    text, parts, place = main["lark_grammar"], [], 0
+    while place < len(text):
+        found = _TOKEN.match(text, place)
         if found is None or found.end() == place:
-            raise _refused(grammar[place:].split("\n")[0])
+            raise _refused(text[place:].split("\n")[0])
         parts.append(_rewritten(found, json_string))
         place = found.end()
-    return "".join(parts)
+    return serialised("".join(parts))
 
 
 def characters(text: str, *, json_string: bool = False) -> str:

@@ -19,6 +19,7 @@ import msgspec
 from headrace.config import StructuredOutputsConfig
 from headrace.constrain.compiler import compiled
 from headrace.constrain.compose import AnswerPlan, compose
+from headrace.constrain.lark import Hold, serialised, with_schemas
 from headrace.constrain.lookaheads import lark_terminal
 from headrace.constrain.paths import check_rules
 from headrace.constrain.references import subschemas
@@ -50,7 +51,6 @@ _GBNF_RULES = 1000
 _WRITING = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern", "strict")
 """Fields of StructuredOutputsParams that say how JSON is written."""
 _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
-_EMBEDDED = re.compile(r"%json\s*(?=[{\[])")
 
 
 class CheckSetup(msgspec.Struct, frozen=True):
@@ -211,44 +211,33 @@ class ConstraintChecker:
         from llguidance import LLMatcher
 
         if (terminal := lark_terminal(params.regex or "")) is not None:
-            return LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {terminal}")
+            return serialised(f"start: TEXT\nTEXT: {terminal}")
         return LLMatcher.grammar_from_regex(params.regex or "")
 
     def _choice(self, params: StructuredOutputsParams) -> str:
-        from llguidance import LLMatcher
-
         choices = list(dict.fromkeys(params.choice or ()))
         if len(choices) > self.config.max_values:
             raise RequestError(f"choice has {len(choices)} strings, more than the limit of {self.config.max_values}", "choice")
         literals = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {literals}")
+        return serialised(f"start: CHOICE\nCHOICE: {literals}")
 
     def _grammar(self, params: StructuredOutputsParams) -> str:
-        from llguidance import LLMatcher
-
         text = params.grammar or ""
         if _GBNF.search(text):
             return _from_gbnf(text, self.config.max_depth)
-        for found in _EMBEDDED.finditer(text):
-            try:
-                schema, _ = json.JSONDecoder().raw_decode(text, found.end())
-            except (ValueError, RecursionError):
-                continue  # Not JSON after all, or llguidance says what is wrong with it.
-            try:
-                narrow(schema, self._schema_options(params))
-            except SchemaError as error:
-                raise refusal(error, "grammar") from None
         check_rules(text, self.config.max_depth)
-        return LLMatcher.grammar_from_lark(text)
+        try:
+            return with_schemas(text, self._hold_as(params))
+        except RequestError as error:
+            raise RequestError(error.message, "grammar", code=error.code) from None
 
     def _structural_tag(self, params: StructuredOutputsParams) -> str:
-        names = self._vocabulary.names
+        return structural_grammar(params.structural_tag, self._vocabulary.names, self._hold_as(params))
+
+    def _hold_as(self, params: StructuredOutputsParams) -> Hold:
+        """Holds parts of a constraint; JSON is written as ``params`` say."""
         writing = {name: getattr(params, name) for name in _WRITING}
-
-        def hold(**content: Any) -> str:
-            return self._held(**content, **(writing if "json" in content else {}))
-
-        return structural_grammar(params.structural_tag, names, hold)
+        return lambda **content: self._held(**content, **(writing if "json" in content else {}))
 
     def _schema_options(self, params: StructuredOutputsParams) -> SchemaOptions:
         closed = params.disable_additional_properties
@@ -310,7 +299,6 @@ def _whitespace(pattern: str | None) -> str:
 
 
 def _from_gbnf(text: str, max_depth: int) -> str:
-    from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 
     if text.count("::=") > _GBNF_RULES:
@@ -320,7 +308,7 @@ def _from_gbnf(text: str, max_depth: int) -> str:
     except Exception as error:  # A parser without an error type for all that can go wrong.
         raise RequestError(f"grammar is not GBNF: {str(error)[:200] or type(error).__name__}", "grammar") from None
     check_rules(lark, max_depth)
-    return LLMatcher.grammar_from_lark(lark)
+    return serialised(lark)
 
 
 def _no_constant(name: str) -> None:

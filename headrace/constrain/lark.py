@@ -11,6 +11,14 @@ from typing import Any, Protocol
 
 Piece = str | int
 """Text, or the id of a token."""
+QUIET = re.compile(r'"(?:\\.|[^"\\\n])*"|(?://|#)[^\n]*|/(?:\\.|[^/\\\n])+/')
+"""Strings, comments and regular expressions of Lark."""
+_DECODER = json.JSONDecoder()
+_SCHEMA = re.compile(rf"{QUIET.pattern}|(%json\s*)")
+
+
+Grammars = dict[str, dict[str, Any]]
+"""By the names that rules refer to."""
 
 
 class Hold(Protocol):
@@ -26,14 +34,12 @@ class Lark:
         """``tokens``: text -> id, of those that are never text."""
         self.tokens = tokens
         self.rules: list[str] = []
-        self._grammars: dict[str, dict[str, Any]] = {}
+        self.grammars: Grammars = {}
         """By name, which is made of the content: those of another Lark have none of these names for something else."""
 
     def serialised(self, start: str) -> str:
         """The grammar with this start rule, in llguidance's serialised form."""
-        grammars: list[dict[str, Any]] = [{"lark_grammar": "\n".join([*self.rules, f"start: {start}"])}]
-        grammars += [{**grammar, "name": name} for name, grammar in self._grammars.items()]
-        return json.dumps({"grammars": grammars}, ensure_ascii=False)
+        return serialised("\n".join([*self.rules, f"start: {start}"]), self.grammars)
 
     def until(self, marker: str) -> str:
         """Text up to a marker, and the marker."""
@@ -80,10 +86,41 @@ class Lark:
 
     def sub(self, grammar: str) -> str:
         name = f"g{hashlib.sha256(grammar.encode()).hexdigest()[:16]}"
-        # llguidance leaves Lark as it is.
-        main, *others = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
-        self._grammars |= {name: main} | {other["name"]: other for other in others}
+        main, *others = json.loads(grammar)["grammars"]
+        self.grammars |= {name: main} | {other["name"]: other for other in others}
         return f"@{name}"
+
+
+def serialised(text: str, grammars: Grammars | None = None) -> str:
+    """The grammar that a text in Lark describes, in llguidance's serialised form."""
+    named = ({**grammar, "name": name} for name, grammar in (grammars or {}).items())
+    return json.dumps({"grammars": [{"lark_grammar": text}, *named]}, ensure_ascii=False)
+
+
+def with_schemas(text: str, hold: Hold) -> str:
+    """The grammar of a text whose schemas, behind ``%json``, are held by ``hold``: the library has its own way with them.
+
+    Raises:
+        RequestError: a schema cannot be held.
+    """
+    lark = Lark({})
+    pieces, at = [], 0
+    while (found := _SCHEMA.search(text, at)) is not None:
+        start, end = found.span()
+        held, stop = found[0], _end_of_json(text, end) if found[1] else 0
+        if stop:
+            held, end = lark.sub(hold(json=text[end:stop])), stop
+        pieces += [text[at:start], held]
+        at = end
+    return serialised("".join([*pieces, text[at:]]), lark.grammars)
+
+
+def _end_of_json(text: str, start: int) -> int:
+    """Where the JSON value ends that begins at ``start``; 0: there is none, and the library says so."""
+    try:
+        return _DECODER.raw_decode(text, start)[1]
+    except (ValueError, RecursionError):
+        return 0
 
 
 def spelled(text: str, tokens: Mapping[str, int]) -> list[Piece]:

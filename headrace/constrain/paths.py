@@ -5,21 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
+from headrace.constrain.lark import QUIET
 from headrace.errors import RequestError
 
 PATH_DEPTHS = 8
 """How often the limit of a schema's nesting a path through references or rules may be as long."""
-_QUIET = re.compile(r'"(?:\\.|[^"\\\n])*"|(?://|#)[^\n]*|/(?:\\.|[^/\\\n])+/')
-"""Strings, comments and regular expressions of Lark."""
 _RULE = re.compile(r"^[ \t]*[?!]?(\w+)(?:\.-?\d+)?(?:\[[^\]\n]*\])?\s*:", re.MULTILINE)
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 def check_rules(grammar: str, max_depth: int) -> None:
     """Raises: RequestError: the rules of a Lark grammar call each other through too many others."""
-    heads = [*_RULE.finditer(quiet := _QUIET.sub(" ", grammar))]
-    ends = [*(head.start() for head in heads[1:]), len(quiet)]
-    rules = {head[1]: _NAME.findall(quiet, head.end(), end) for head, end in zip(heads, ends, strict=True)}
+    _, *named = _RULE.split(QUIET.sub(" ", grammar))
+    rules = {name: _NAME.findall(body) for name, body in zip(named[::2], named[1::2], strict=True)}
     length, first = longest_path(rules)
     if length > (most := PATH_DEPTHS * max_depth):
         raise RequestError(f"grammar has a chain of {length} rules from {first!r} on, more than the limit of {most}", "grammar")

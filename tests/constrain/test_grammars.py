@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import random
 import subprocess
 import sys
@@ -65,6 +66,41 @@ def test_kinds_and_options(constraint: dict[str, Any], right: list[str], wrong: 
     made = matcher(**constraint)
     assert [text for text in right if not accepts(made, text)] == []
     assert [text for text in wrong if accepts(made, text)] == []
+
+
+EMBEDDED: list[tuple[Any, list[str], list[str]]] = [
+    (
+        {"properties": {"a": {"type": "integer"}}, "additionalProperties": True},
+        ['{"a": 1, "b": 2}'],
+        [r'{"a": 1, "\u0061": "x"}'],
+    ),
+    ({"type": "string", "format": "date"}, ['"2024-02-29"'], ['"2023-02-29"']),
+    ({"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}, ["[1, 2]"], ["[1, 1]"]),
+    ({"type": "string", "pattern": "^(?!a)"}, ['"b"'], ['"a"']),
+    (True, ["1"], ["x"]),
+]
+
+
+@pytest.mark.parametrize(("schema", "right", "wrong"), EMBEDDED, ids=str)
+def test_a_schema_in_a_grammar_is_held_as_one_alone(schema: Any, right: list[str], wrong: list[str]) -> None:
+    made = matcher(grammar=f'start: "%json {{\\"a\\": 1}}" (value ";")+ // %json {{}}\nvalue: %json {json.dumps(schema)}\n')
+    for text in right:
+        assert accepts(made, f'%json {{"a": 1}}{text};{text};')
+    for text in wrong:
+        assert not accepts(made, f'%json {{"a": 1}}{text};')
+
+
+def test_options_of_writing_hold_for_schemas_in_grammars() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "format": "x"}}}
+    made = matcher(grammar=f"start: %json {json.dumps(schema)}", disable_additional_properties=False, strict=False)
+    assert accepts(made, '{"a": "b", "c": 1}')
+
+
+@pytest.mark.parametrize("text", ["x", "#", "%json", '"' * 99, '{"grammars": [{"json_schema": {"type": "null"}}]}'])
+def test_a_text_without_rules_is_no_grammar(text: str) -> None:
+    with pytest.raises(RequestError, match="grammar") as caught:
+        matcher(grammar=text)
+    assert caught.value.param == "structured_outputs.grammar"
 
 
 def test_a_pydantic_class_stands_for_its_schema() -> None:

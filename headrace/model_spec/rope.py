@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,3 +23,12 @@ class RopeSpec:
     """The angles of height and width take turns, and those of time follow."""
     long_factors: bool = False
     """Of longrope: every sequence turns by the factors for contexts beyond the length the model was trained for."""
+
+    @property
+    def logit_factor(self) -> float:
+        """The factor of ``mscale_all_dim`` on the logits of MLA, which the rotary table divides out of the cosines."""
+        mscale = self.parameters.get("mscale_all_dim")
+        factor = self.parameters.get("factor") or 1
+        if self.kind == "default" or not mscale or factor <= 1:
+            return 1.0
+        return (0.1 * float(mscale) * math.log(factor) + 1.0) ** 2

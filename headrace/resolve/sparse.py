@@ -9,7 +9,7 @@ from headrace.attention.select import modes_of
 from headrace.attention.sparse import SparsePrefillAttention
 from headrace.config import EngineArgs, SparseConfig
 from headrace.errors import ConfigError, ranges
-from headrace.model_spec import AnySpec, ElasticSpec, ModelSpec, RopeSpec
+from headrace.model_spec import AnySpec, AttentionSpec, ElasticSpec, ModelSpec, RopeSpec
 from headrace.resolve.facts import DecisionLog
 
 MIN_TOKENS = 8192
@@ -196,6 +196,14 @@ def with_yarn_factor(args: EngineArgs, model: AnySpec, log: DecisionLog) -> AnyS
             log.note("rotary embedding", f"yarn, factor {factor:g}", f"the config's; {same}")
     if not other:
         return model
-    layers = tuple(dataclasses.replace(each, rope=other.get(each.rope, each.rope)) for each in model.layers)
+    layers = tuple(_turned(each, other[each.rope]) if each.rope in other else each for each in model.layers)
     longest = min(int(rope.parameters["max_position_embeddings"]) for rope in ropes)
     return dataclasses.replace(model, layers=layers, max_position=min(model.max_position, longest))
+
+
+def _turned(layer: AttentionSpec, rope: RopeSpec) -> AttentionSpec:
+    """The layer with another rotary embedding, which sets the scale of MLA too."""
+    scale = (
+        layer.scale if layer.mla is None or layer.rope is None else layer.scale / layer.rope.logit_factor * rope.logit_factor
+    )
+    return dataclasses.replace(layer, rope=rope, scale=scale)

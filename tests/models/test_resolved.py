@@ -50,6 +50,7 @@ def rope(**parameters: object) -> dict[str, Any]:
 
 
 YARN = rope(rope_type="yarn", factor=2.0)
+MSCALE = rope(rope_type="yarn", factor=2.0, mscale=1.0, mscale_all_dim=1.0)
 FACTORS: dict[str, Any] = {"short_factor": [1.0] * 8, "long_factor": [1.5 + index for index in range(8)]}
 LONG = rope(rope_type="longrope", **FACTORS)
 SECTIONS = rope(rope_type="longrope", mrope_section=[4, 2, 2], **FACTORS)
@@ -93,19 +94,21 @@ def ours(folder: Path, **args: Any) -> tuple[list[int], list[float]]:
         (Qwen3ForCausalLM, SMALL | YARN, {"yarn_factor": "positions"}, {"factor": 6.0}),
         (Qwen3ForCausalLM, SMALL | YARN, {"yarn_factor": "positions", "tensor_parallel_size": 2}, {"factor": 6.0}),
         (DeepseekV3ForCausalLM, SMALL | MLA | YARN, {"yarn_factor": "positions"}, {"factor": 6.0}),
+        (DeepseekV3ForCausalLM, SMALL | MLA | MSCALE, {"yarn_factor": "positions"}, {"factor": 6.0}),
         (Qwen3ForCausalLM, SMALL | LONG, {"max_model_len": 128}, {}),
         (Qwen2VLForConditionalGeneration, SMALL | HEADS | SECTIONS, {"max_model_len": 128}, {}),
     ],
-    ids=["yarn", "yarn-ranks", "yarn-mla", "longrope", "longrope-sections"],
+    ids=["yarn", "yarn-ranks", "yarn-mla", "yarn-mscale", "longrope", "longrope-sections"],
 )
 def test_resolved_rotary_factors_are_those_of_transformers(
     model_class: type[PreTrainedModel], fields: dict[str, Any], args: dict[str, Any], resolved: dict[str, Any], tmp_path: Path
 ) -> None:
-    theirs = save(tmp_path, model_class, fields)
-    text = theirs.get_decoder()
-    config = copy.deepcopy(text.config)
-    config.rope_parameters |= resolved
-    text.rotary_emb = type(text.rotary_emb)(config)
+    saved = save(tmp_path, model_class, fields)
+    config = copy.deepcopy(saved.config)
+    config.get_text_config().rope_parameters |= resolved
+    theirs = model_class._from_config(config, dtype=torch.float32)
+    theirs.load_state_dict(saved.state_dict())
+    theirs.train(False)
     tokens, logprobs = continued(theirs, 12)
     found, values = ours(tmp_path, **args)
     assert found == tokens and values == pytest.approx(logprobs, abs=1e-4)

@@ -7,7 +7,6 @@ in the latent, so that they are rotated and cached like those of any family.
 from __future__ import annotations
 
 import dataclasses
-import math
 from functools import partial
 
 import torch
@@ -18,7 +17,7 @@ from headrace.attention.mla import MLAAttention
 from headrace.errors import ConfigError
 from headrace.layers.linear import FusedLinear, Linear, RowParallelLinear
 from headrace.layers.norm import RMSNorm
-from headrace.model_spec import AttentionSpec, MLASpec, ModelSpec, MoeSpec, RopeSpec
+from headrace.model_spec import AttentionSpec, MLASpec, ModelSpec, MoeSpec
 from headrace.model_spec.projection import halves, of_heads
 from headrace.models.decoder import Decoder, DecoderLayer
 from headrace.models.family import Family
@@ -166,21 +165,13 @@ def mla_specs(config: HFConfig) -> tuple[AttentionSpec, ...]:
             num_kv_heads=1,
             head_dim=rotated + rank,
             v_head_dim=rank,
-            scale=mla.head_dim**-0.5 * _temperature(rope),
+            scale=mla.head_dim**-0.5 * rope.logit_factor,
             rotary_dim=rotated,
             rope=rope,
             mla=mla,
         )
         for layer, rope in enumerate(rope_specs(config))
     )
-
-
-def _temperature(rope: RopeSpec) -> float:
-    """The factor of YaRN's ``mscale_all_dim`` on the logits; the rotary table divides it out of the cosines."""
-    mscale = rope.parameters.get("mscale_all_dim")
-    if rope.kind == "default" or not mscale or rope.parameters.get("factor", 1) <= 1:
-        return 1.0
-    return (0.1 * float(mscale) * math.log(rope.parameters["factor"]) + 1.0) ** 2
 
 
 FAMILY = Family(architectures=(ARCHITECTURE,), model_types=("deepseek_v2",), model_spec=model_spec, decoder=DeepseekDecoder)

@@ -75,13 +75,15 @@ def read_input(path: Path, param: str, most: int = MAX_BYTES, limit: str = "") -
     """The content of a file or of a pipe. ``limit``: what the message ends with where it is too long.
 
     Raises:
-        ConfigError: as ``open_input``; or it has more than ``most`` bytes.
+        ConfigError: as ``open_input``; or it has more than ``most`` bytes, or is a pipe with nothing in it.
     """
     with open_input(path, param) as file:
         try:
-            data = file.read(most + 1)
+            data, pipe = file.read(most + 1), stat.S_ISFIFO(os.fstat(file.fileno()).st_mode)
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {_reason(error)}", param) from None
+    if pipe and not data:
+        raise ConfigError(f"{path} is a pipe that no program writes: start its writer first", param)
     if len(data) > most:
         raise ConfigError(f"{path} has more than {most:,} bytes{limit}", param)
     return data

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support.server import scripted
 from support.server.fakes import FakeLLM
 from support.server.harness import client
-from support.server.mutations import requests
+from support.server.mutations import Route, at_every_place, requests
 from support.server.scripted import ScriptedLLM
 
 from headrace.server.fields import FIELDS, rules
@@ -177,10 +177,27 @@ STORED = StoredItem("msg_0", b'{"type":"message","role":"assistant","content":"H
     ("seed", "count"), [(1, 1500), *(pytest.param(seed, 6000, marks=pytest.mark.slow) for seed in range(2, 6))]
 )
 def test_any_value_at_any_place_of_any_route(tmp_path: Path, seed: int, count: int) -> None:
-    fuzzed = Fuzzed(ScriptedLLM(scripted.tokenizer(tmp_path), ["Hi"]))
+    check_all(tmp_path, requests(seed, count))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [{"name": []}],
+        pytest.param([None, "x", True, -1, 2**31, 1e300, "", [], {}, [None], ["x"], [{}]], marks=pytest.mark.slow),
+        pytest.param([{"type": ["x"]}, {"": 0}, {"type": "x"}, {"$ref": "#"}, [["x"]], "\x00"], marks=pytest.mark.slow),
+    ],
+    ids=["few", "plain", "nested"],
+)
+def test_a_value_at_every_place_of_every_route(tmp_path: Path, values: list[Any]) -> None:
+    check_all(tmp_path, at_every_place(values))
+
+
+def check_all(folder: Path, asked: Iterable[tuple[Route, bytes]]) -> None:
+    fuzzed = Fuzzed(ScriptedLLM(scripted.tokenizer(folder), ["Hi"]))
     try:
         store = fuzzed.serving.responses
-        for index, (route, body) in enumerate(requests(seed, count)):
+        for index, (route, body) in enumerate(asked):
             if index % 20 == 0:
                 store.begin("", "resp_0", (), ())
                 store.finish("", "resp_0", b"{}", (STORED,))

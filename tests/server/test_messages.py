@@ -245,6 +245,8 @@ def test_a_thinking_budget_is_taken_with_a_model_that_does_not_reason(made: Toke
             "tool_result",
         ),
         ({"system": 7}, "system"),
+        ({"system": [{"name": []}]}, "system[0].name is not a parameter"),
+        ({"system": [{"type": "text", "text": "x", "y": 1}]}, "system[0].y is not a parameter"),
         ({"stop_sequences": 7}, "stop_sequences"),
         ({"stop_sequences": "abc"}, "stop_sequences"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "lost"}]}]}, "tool_use_id 'lost'"),

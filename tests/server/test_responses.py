@@ -332,7 +332,7 @@ def test_references_cost_what_the_items_would_in_the_body(made: Tokenizer) -> No
         ({"input": [{"type": "mcp_call"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"input": [{"role": "user", "content": "x", "colour": 1}]}, "input[0].colour"),
-        ({"input": [{"type": "reasoning", "summary": [], "content": [{"role": "user"}]}]}, "input[0].content[0]"),
+        ({"input": [{"type": "reasoning", "summary": [], "content": [{"role": "user"}]}]}, "input[0].content[0].role"),
         ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "[]"}]}, "input[0].arguments"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 10**6}, "max_output_tokens"),

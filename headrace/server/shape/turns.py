@@ -173,7 +173,6 @@ def checked(value: Any, kind: Any, where: str) -> Any:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         what, _, at = str(error).partition(" - at `$")
-    # An object of no known tag has no declared fields.
     if what.startswith("Object contains unknown field") and (key := next(unknown_keys(value, kind, where), None)) is not None:
         raise unknown(key.path, did_you_mean(key.name, key.known))
     path = where + at.rstrip("`")

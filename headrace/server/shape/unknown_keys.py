@@ -48,6 +48,8 @@ def _alternatives(kind: inspect.Type) -> tuple[inspect.Type, ...]:
 
 
 def _struct(value: dict[str, Any], kind: inspect.Type) -> inspect.StructType | None:
-    """The declared struct of an object: the one with its tag."""
+    """The declared struct of an object: the one with its tag, which may be left out where there is no other."""
     structs = [one for one in _alternatives(kind) if isinstance(one, inspect.StructType)]
-    return next((one for one in structs if one.tag_field is None or value.get(one.tag_field) == one.tag), None)
+    alone = len(structs) == 1
+    tagged = ((one, value.get(one.tag_field, one.tag if alone else None)) for one in structs if one.tag_field is not None)
+    return next((one for one, tag in tagged if tag == one.tag), next((one for one in structs if one.tag_field is None), None))

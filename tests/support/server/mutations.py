@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", 1]}}, "required": ["a"]}
@@ -72,6 +73,7 @@ ROUTES = (
             "tools": [{"type": "function", "function": FUNCTION}],
             "tool_choice": {"type": "function", "function": {"name": "add"}},
             "functions": [FUNCTION],
+            "grammar": 'root ::= "a"',
             "function_call": {"name": "add"},
             "parallel_tool_calls": False,
             "logprobs": True,
@@ -161,7 +163,7 @@ ROUTES = (
         "/v1/messages/count_tokens",
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]},
         {
-            "system": "Be brief.",
+            "system": [{"type": "text", "text": "Be brief."}],
             "tools": [{"name": "add", "input_schema": SCHEMA}],
             "tool_choice": {"type": "auto"},
             "thinking": {"type": "disabled"},
@@ -214,6 +216,21 @@ def requests(seed: int, count: int) -> list[tuple[Route, bytes]]:
             body = _mutated(body, chance)
         made.append((route, json.dumps(body).encode()))
     return made
+
+
+def at_every_place(values: Sequence[Any]) -> Iterator[tuple[Route, bytes]]:
+    """Each body with each of the values at each place: of the required fields, and of each optional field beside them."""
+    for route in ROUTES:
+        for extra in ({}, *({name: value} for name, value in route.optional.items())):
+            body: Any = copy.deepcopy(route.required | extra)
+            for holder, key in [*_places(body)]:
+                if extra and holder is body and key not in extra:
+                    continue
+                before = holder[key]
+                for value in values:
+                    holder[key] = value
+                    yield route, json.dumps(body).encode()
+                holder[key] = before
 
 
 def _mutated(body: Any, chance: random.Random) -> Any:

@@ -98,12 +98,14 @@ def _choose(args: EngineArgs, files: ModelFiles) -> Implementation:
 def _refuse_encoder_decoder(files: ModelFiles) -> None:
     """Refuses models whose decoder attends to an encoder. transformers runs such a decoder alone, and its answers are
     unrelated to the model's."""
-    if any(getattr(config, "is_encoder_decoder", False) for config in (files.config, files.config.get_text_config())):
-        raise ConfigError(
-            f"{files.config_file}: is_encoder_decoder is true: the decoder of {files.config.model_type} attends to an encoder, "
-            "which headrace does not run. For a decoder that was trained alone, set it to false",
-            "model",
-        )
+    for config in (files.config, files.config.get_text_config()):
+        for field in ("is_encoder_decoder", "add_cross_attention"):
+            if getattr(config, field, False):
+                raise ConfigError(
+                    f"{files.config_file}: {field} is true: the decoder of {files.config.model_type} attends to an encoder, "
+                    "which headrace does not run. For a decoder that was trained alone, set it to false",
+                    "model",
+                )
 
 
 def _native_spec(files: ModelFiles) -> ModelSpec | ConfigError:

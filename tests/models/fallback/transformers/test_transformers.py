@@ -284,6 +284,14 @@ def test_decoders_that_attend_to_an_encoder_are_refused(
         engine(tmp_path, model_impl=impl, max_model_len=64)
 
 
+def test_a_decoder_with_cross_attention_is_refused(tmp_path: Path) -> None:
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 97}
+    with quiet():
+        transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, add_cross_attention=True)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"config\.json: add_cross_attention is true: .* attends to an encoder"):
+        engine(tmp_path, max_model_len=64)
+
+
 def test_matrices_of_one_input_are_fused_and_still_take_updates(llama: Path) -> None:
     with quiet():
         llm, again = engine(llama), engine(llama)

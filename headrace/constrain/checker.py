@@ -15,12 +15,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from headrace.config import StructuredOutputsConfig
 from headrace.constrain.compiler import compiled
 from headrace.constrain.compose import AnswerPlan, compose
 from headrace.constrain.lark import Hold, serialised, with_schemas
 from headrace.constrain.lookaheads import lark_terminal
+from headrace.constrain.matcher import words
 from headrace.constrain.paths import check_rules
 from headrace.constrain.references import subschemas
 from headrace.constrain.schema import Schema, SchemaError, SchemaOptions, names_open_keys, narrow, refusal
@@ -44,6 +46,8 @@ where whitespace may."""
 _WHITESPACE_ONLY = re.compile(r"(?:\\x(?:20|09|0[aA]|0[dD])|\\[stnr]|[ \t\n\r]|[\[\]()|*+?]|\{\d{1,4}(?:,\d{0,4})?\})+")
 _ESCAPES = 'bfnrt\\"u'
 """Letters of JSON's escapes, without the slash, which needs none."""
+_NULL = {"type": "null"}
+_COMPACT = StructuredOutputsParams(json_object=True, disable_any_whitespace=True)
 _SEARCH_SECONDS = 0.5
 """How long schemas are compiled on their own to find the one that cannot be held."""
 _GBNF_RULES = 1000
@@ -176,7 +180,9 @@ class ConstraintChecker:
 
     def _json(self, params: StructuredOutputsParams) -> str:
         try:
-            return self._json_grammar(self._narrowed(params), params)
+            schema = self._narrowed(params)
+            self._check_patterns(schema)
+            return self._json_grammar(schema, params)
         except SchemaError as error:
             raise refusal(error, "json") from None
 
@@ -186,6 +192,29 @@ class ConstraintChecker:
             return narrow(schema, self._schema_options(params))
         except (ValueError, RecursionError) as error:
             raise RequestError(f"json is not JSON: {str(error)[:200]}", "json") from None
+
+    def _check_patterns(self, schema: Schema) -> None:
+        """Refuses closed objects whose patternProperties allow no name beside those of properties: behind a comma the library
+        would wait for one."""
+        pending = [("", schema)]
+        while pending:
+            pointer, own = pending.pop()
+            pending += ((pointer + step, below) for step, below in subschemas(own))
+            if not isinstance(own, dict) or own.get("additionalProperties") is not False:
+                continue
+            names, patterns = own.get("properties"), own.get("patternProperties", ())
+            # Others allow names without end.
+            if not names or not patterns or not all("^" in pattern and "$" in pattern for pattern in patterns):
+                continue
+            keys = {"properties": dict.fromkeys(names, _NULL), "patternProperties": dict.fromkeys(patterns, _NULL)}
+            grammar = self._json_grammar({"type": "object", **keys, "additionalProperties": False}, _COMPACT)
+            made = compiled(grammar, self._bytes, self.config)
+            text = json.dumps(dict.fromkeys(names), ensure_ascii=False, separators=(",", ":"))[:-1] + ","
+            if isinstance(made, str) or made.advance([*text.encode()]) is not None:
+                continue
+            if made.fill(np.zeros(words(made.vocab_size), dtype=np.int32)) is not None:
+                message = "it allows no name beside those of properties: merge its schemas into theirs"
+                raise SchemaError(message, f"{pointer}/patternProperties")
 
     def _json_object(self, params: StructuredOutputsParams) -> str:
         return self._json_grammar({"type": "object"}, params)

@@ -315,6 +315,16 @@ def test_a_refusal_of_a_one_of_names_no_option() -> None:
     assert "coerce" not in caught.value.message
 
 
+@pytest.mark.parametrize("pattern", ["^a$", "^[ab]$", "^(a|b)$"])
+def test_an_object_without_a_further_name_is_refused(pattern: str) -> None:
+    """Behind a comma, its grammar waited for a name that there is not, and failed."""
+    closed = {"type": "object", "additionalProperties": False}
+    with pytest.raises(RequestError, match="#/items/patternProperties: it allows no name beside"):
+        matcher(json={"type": "array", "items": closed | {"properties": {"a": B, "b": B}, "patternProperties": {pattern: B}}})
+    made = matcher(json=closed | {"properties": {"b": B}, "patternProperties": {pattern.replace("b", "c"): B}})
+    assert accepts(made, '{"b": 1, "a": 2}') and not accepts(made, '{"b": 1, "d": 2}')
+
+
 def test_a_pointer_to_a_branch_leads_there() -> None:
     made = matcher(json={"oneOf": [A, {"type": "array", "items": {"$ref": "#/oneOf/0"}}]})
     assert accepts(made, '["a"]') and not accepts(made, "[1]")

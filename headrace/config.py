@@ -39,7 +39,7 @@ _WHOLE_OUTPUTS_INTERVAL = 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StructuredOutputsConfig(Checked):
-    """How structured output is held, and what one request may ask of it; more is refused with the parameter's name.
+    """Options of structured output, and limits on one request; exceeding them is refused with the parameter's name.
 
     Raises:
         ConfigError: a value is of another type or out of range; the error names the field.
@@ -75,7 +75,7 @@ class StructuredOutputsConfig(Checked):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MediaCounts(Checked):
-    """How many media a prompt of a multimodal model may have, by modality.
+    """Maximum numbers of media in a prompt of a multimodal model, by modality.
 
     Raises:
         ConfigError: a value is of another type or out of range; the error names the field.
@@ -89,7 +89,7 @@ class MediaCounts(Checked):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVEventsConfig(Checked):
-    """How the changes of the prefix cache are published. The fields are vLLM's. Raises: ConfigError, which names the field."""
+    """Publication of changes of the prefix cache. The fields are vLLM's. Raises: ConfigError, which names the field."""
 
     enable_kv_cache_events: bool = False
     """Publish events."""
@@ -185,19 +185,19 @@ class EngineArgs(Checked):
     holds a part of every layer and of the KV cache. Native models only; the heads of every layer must divide among them.
     `headrace doctor` shows what a rank holds."""
     enable_expert_parallel: Annotated[bool, OptionSpec(flags=("--enable-expert-parallel",))] = False
-    """With several ranks, give each of them whole experts of a mixture, also where it could hold a slice of every expert.
-    Slices keep ranks equally busy; whole experts multiply larger matrices."""
+    """Give each of several ranks whole experts of a mixture, also where it could hold a slice of every expert. Slices keep
+    ranks equally busy; whole experts multiply larger matrices."""
     pipeline_parallel_size: Annotated[int, OptionSpec(min=1, flags=("--pipeline-parallel-size", "-pp"))] = 1
     """Number of stages that layers are dealt to. There is one: on one host ranks are faster (--tensor-parallel-size), and
     replicas have more throughput (--data-parallel-size)."""
     nnodes: Annotated[int, OptionSpec(min=1)] = 1
     """Number of hosts. There is one; replicas on several hosts are deployed with Ray (headrace.deploy)."""
     distributed_executor_backend: Literal["mp", "uni", "ray", "external_launcher"] = "mp"
-    """What starts the ranks. mp: the engine, as processes of this host. uni: there is one rank. Others are refused: Ray deploys
+    """Launcher of the ranks. mp: the engine, as processes of this host. uni: there is one rank. Others are refused: Ray deploys
     whole engines (headrace.deploy), and a trainer's processes hand over their model (LLM.from_megatron)."""
     disable_custom_all_reduce: Annotated[bool, OptionSpec(flags=("--disable-custom-all-reduce",))] = False
-    """With several ranks on GPUs, leave all sums to NCCL. Otherwise small ones go through memory that the GPUs map of each
-    other, if they can; the start-up report says so."""
+    """Leave all sums of several ranks on GPUs to NCCL. Otherwise small ones go through memory that the GPUs map of each other,
+    if they can; the start-up report says so."""
     seed: Annotated[int, OptionSpec(min=0, max=INT64_MAX)] = 0
     """Seed for requests without a seed, and for dummy weights. Two engines with the same seed that get the same requests in
     the same order generate the same tokens."""
@@ -258,11 +258,12 @@ class EngineArgs(Checked):
     data_parallel_size_local: Annotated[int | None, OptionSpec(min=1, max=1024, default="all of them")] = None
     """Number of replicas on this host: all of them. On several hosts they are deployed with Ray (headrace.deploy)."""
     data_parallel_backend: Literal["mp", "ray"] = "mp"
-    """What starts the replicas. mp: the server, as processes of this host. Ray deploys them with headrace.deploy instead."""
+    """Launcher of the replicas. mp: the server, as processes of this host. Ray deploys them with headrace.deploy instead."""
     dp_routing_policy: choices.RoutingPolicy = "prefix"
-    """Which replica gets a request. prefix: the lowest product of prompt tokens that it would have to compute, behind cached
-    prefixes, and of sequences that it would run. least-tokens: the one that holds the fewest tokens. session: always the same
-    for requests with the same X-Session-ID header, or `user` without it. round-robin and random: for comparisons."""
+    """Policy that chooses a request's replica. prefix: the lowest product of prompt tokens that it would have to compute,
+    behind cached prefixes, and of sequences that it would run. least-tokens: the one that holds the fewest tokens. session:
+    always the same for requests with the same X-Session-ID header, or `user` without it. round-robin and random: for
+    comparisons."""
     dp_queue_timeout: Annotated[float | None, OptionSpec(above=0.0, max=_MAX_SECONDS, default="none", metavar="SECONDS")] = None
     """Seconds that a request may wait until a replica has room for it; then it is refused with HTTP 429. Only with
     --data-parallel-size above 1."""
@@ -272,19 +273,19 @@ class EngineArgs(Checked):
     """Attention kernels. auto chooses the fastest backend that supports each layer; the start-up report gives the reason.
     flashinfer uses FlashInfer for decode rows and CUDA graphs too. reference is slow, for comparisons."""
     sparse_prefill: choices.SparsePrefill = "auto"
-    """How prompts attend. off: densely. xattn: each block of 128 queries attends to the blocks of keys that XAttention's
-    estimate selects, without training, in any model. mean: to those whose mean key scores highest, and to the mean of the
-    others (FlashPrefill V2). auto: as the model's router decides head by head, if it has elastic attention (PawQwen3,
-    PawLlama), else densely. A request may turn it off. Generated tokens always attend densely."""
+    """Attention of prompts. off: dense. xattn: each block of 128 queries attends to the blocks of keys that XAttention's
+    estimate selects, without training, in any model. mean: to those with the highest-scoring mean keys, and to the mean of the
+    others (FlashPrefill V2). auto: the model's router decides for each head, if the model has elastic attention (PawQwen3,
+    PawLlama); else dense. A request may turn it off. Generated tokens always attend densely."""
     sparse_threshold: Annotated[
         float | None, OptionSpec(above=0.0, max=1.0, default="the checkpoint's, else 0.9; 0.1 for mean", metavar="NUMBER")
     ] = None
-    """Of a selector. xattn: the share of a query block's estimated attention that the selected blocks reach; 1 selects all of
-    them. mean: blocks are selected whose score is at least this share of the best one's."""
+    """Threshold of the selector. xattn: the share of a query block's estimated attention that the selected blocks reach; 1
+    selects all of them. mean: blocks are selected if their score is at least this share of the best one's."""
     sparse_selection: choices.SparseSelection = "threshold"
-    """Which blocks XAttention's estimate selects. threshold: the largest ones, with the one that reaches the threshold.
-    upstream: as the code published with XAttention does, which in a prompt's first chunk (all of it up to 16384 tokens) takes
-    one more, for comparisons with it; prompts of different lengths then share no cached prefix."""
+    """Rule by which XAttention's estimate selects blocks. threshold: the largest ones, with the one that reaches the threshold.
+    upstream: the rule of the code published with XAttention, which in a prompt's first chunk (all of it up to 16384 tokens)
+    takes one more, for comparisons with it; prompts of different lengths then share no cached prefix."""
     sparse_min_tokens: Annotated[
         int | None, OptionSpec(min=0, default="8192 for xattn and mean, 0 for a model's own router", metavar="INTEGER")
     ] = None
@@ -472,7 +473,7 @@ class CacheConfig:
     nbytes: int
     enable_prefix_caching: bool
     dtype: str
-    """Of the numbers in it: the model's, or fp8_e4m3."""
+    """Dtype of the numbers in the cache: the model's, or fp8_e4m3."""
 
     @cached_property
     def arena(self) -> Arena:
@@ -480,16 +481,16 @@ class CacheConfig:
 
     @property
     def num_blocks(self) -> tuple[int, ...]:
-        """Per group, what its block numbers stay below."""
+        """Number of blocks per group: block numbers are below it."""
         return self.arena.num_blocks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SelectorConfig:
-    """What a selector computes with. Each selector declares its fields in a subclass (``headrace/attention/selectors``)."""
+    """Parameters of a selector. Each selector declares its fields in a subclass (``headrace/attention/selectors``)."""
 
     name: ClassVar[str]
-    """As in ``sparse_prefill``, in reports and in recordings."""
+    """Name in ``sparse_prefill``, in reports and in recordings."""
     threshold: float
     """A share; the selector says of what."""
 
@@ -501,7 +502,7 @@ class SelectorConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseConfig:
-    """How prompts attend where they attend sparsely."""
+    """Parameters of sparse prefill attention."""
 
     selector: SelectorConfig
     """Selects the key blocks of heads that attend to selected blocks."""

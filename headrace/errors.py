@@ -77,7 +77,7 @@ class MissingPackageError(ConfigError, ImportError):
 
 
 class MemoryConfigError(ConfigError):
-    """What the arguments ask for does not fit into the memory that there is, or that they give it."""
+    """The arguments ask for more than fits into the memory that there is, or that they allow."""
 
 
 class EngineError(HeadraceError):

@@ -88,7 +88,7 @@ class OptionSpec:
     metavar: str | None = None
     positional: bool = False
     single: bool = False
-    """In JSON, a string alone stands for a list of one."""
+    """JSON may hold a string alone instead of a list of one."""
     secret: bool = False
     """The value is never shown."""
     size: bool = False
@@ -228,7 +228,7 @@ class Option:
             raise _invalid(where, f"an object of {', '.join(options(hint))}", value, "invalid_type")
 
     def _hint(self, value: Any, choices: Iterable[Any]) -> str:
-        """What to write in place of a word that is none of the values; empty where nothing is near."""
+        """Returns a suggestion in place of a word that is none of the values; empty where nothing is near."""
         if not isinstance(value, str):
             return ""
         known = (self.spec.hints or {}).get(value.lower())
@@ -475,7 +475,7 @@ class CheckedType(type):
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class CheckedStructType(CheckedType, msgspec.StructMeta):
-    """As ``CheckedType``, of msgspec structs."""
+    """``CheckedType`` of msgspec structs."""
 
 
 class Checked(metaclass=CheckedType):

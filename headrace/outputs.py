@@ -24,15 +24,15 @@ TokenText = Callable[[int], str]
 
 
 class Failure(msgspec.Struct, array_like=True, frozen=True):
-    """Why one sequence cannot go on."""
+    """Reason why one sequence cannot go on."""
 
     message: str
     client: bool = False
     """The request asks for what cannot be: the client's fault (HTTP 400), not the engine's (500)."""
     code: str | None = None
-    """With ``client``, the kind of mistake."""
+    """Kind of mistake, with ``client``."""
     param: str | None = None
-    """With ``client``, the parameter at fault."""
+    """Parameter at fault, with ``client``."""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
@@ -66,7 +66,7 @@ class RequestTimes(msgspec.Struct, array_like=True, frozen=True):
 
 
 class AttentionReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How one prompt attended."""
+    """Report of how one prompt attended."""
 
     mode: str
     """elastic, xattn, mean, or dense."""
@@ -83,26 +83,26 @@ class AttentionReport(msgspec.Struct, frozen=True, kw_only=True):
     layers: list[float | None] = []
     """Density of each layer; None: the layer is dense."""
     head_types: list[list[list[str]]] = []
-    """By segment, layer and KV head, what the router decided: full, xattn or streaming."""
+    """Kinds of heads by segment, layer and KV head, as the router decided: full, xattn or streaming."""
 
 
 EventKind = Literal["reasoning", "content", "call_started", "arguments", "call_ended"]
 
 
 class Event(msgspec.Struct, array_like=True, frozen=True, omit_defaults=True, gc=False):
-    """What a parsed answer gained. Events of one call are not interleaved with another's."""
+    """An addition to a parsed answer. Events of one call are not interleaved with another's."""
 
     kind: EventKind
     text: str = ""
-    """Of reasoning, content and arguments. The arguments of a call add up to JSON text."""
+    """Text of reasoning, content or arguments. The arguments of a call add up to JSON text."""
     index: int = 0
     """Number of the call within the sample."""
     tokens: int = 0
-    """Of reasoning: how many tokens it took, markers included."""
+    """Tokens that reasoning took, markers included."""
     name: str = ""
-    """Of ``call_started``."""
+    """Name of the function, with ``call_started``."""
     id: str = ""
-    """Of ``call_started``."""
+    """Identifier of the call, with ``call_started``."""
 
 
 class Call(msgspec.Struct):
@@ -115,7 +115,7 @@ class Call(msgspec.Struct):
 
 
 class Message(msgspec.Struct):
-    """What the events of one sample add up to: a non-streaming answer is the stream, folded."""
+    """Sum of the events of one sample: a non-streaming answer is the folded stream."""
 
     reasoning: str = ""
     content: str = ""
@@ -139,7 +139,7 @@ class Message(msgspec.Struct):
 
 
 class OutputDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """What one sequence gained in one step. ``index`` identifies the sample within its request.
+    """Additions to one sequence in one step. ``index`` identifies the sample within its request.
 
     Tokens of logprobs are not decoded: the reader of the delta does so, if it shows them.
     """
@@ -161,16 +161,16 @@ class OutputDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     """The token id or string that stopped the sequence; None for end of sequence and for length."""
     error: str | None = None
     client_error: bool = False
-    """As ``Failure.client``, of ``error``."""
+    """``Failure.client`` of ``error``."""
     error_code: str | None = None
     error_param: str | None = None
-    """As ``Failure.code`` and ``Failure.param``, of ``error``."""
+    """``Failure.code`` and ``Failure.param`` of ``error``."""
     engine_died: bool = False
     """``error`` is the engine's end: the request may be sent again."""
     times: RequestTimes | None = None
-    """With the delta that finishes the sequence."""
+    """Times of the request, with the delta that finishes the sequence."""
     attention: AttentionReport | None = None
-    """With the delta that finishes the sequence, if its prompt attended sparsely."""
+    """Report of the prompt's attention, with the delta that finishes the sequence, if the prompt attended sparsely."""
 
     def continues(self, earlier: OutputDelta) -> bool:
         """Whether this delta can be read as one with ``earlier``, the one before it: of the same sample, no error, and without
@@ -216,7 +216,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
 
     index: int
     text: str = ""
-    """Of a parsed answer: its content."""
+    """Text of the output; of a parsed answer, its content."""
     message: Message | None = None
     """The answer parsed into reasoning, content and tool calls; None: it is not parsed."""
     token_ids: list[int] = []
@@ -227,7 +227,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
 
 
 def most_computed(first: AttentionReport | None, second: AttentionReport | None) -> AttentionReport | None:
-    """Of two samples' reports, that of the one that computed more of the prompt they share."""
+    """Returns the report of the sample that computed more of the prompt that two samples share."""
     if first is None or second is None:
         return first or second
     return second if second.computed > first.computed else first
@@ -245,10 +245,10 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     num_cached_tokens: int = 0
     error: str | None = None
     engine_died: bool = False
-    """As ``OutputDelta.engine_died``."""
+    """The engine process died: ``OutputDelta.engine_died``."""
     times: RequestTimes | None = None
     attention: AttentionReport | None = None
-    """How the prompt attended; None: densely, or the request has not finished."""
+    """Report of the prompt's attention; None: it attended densely, or the request has not finished."""
 
     def add(self, delta: OutputDelta, text: TokenText | None = None) -> None:
         """Fold one delta in; ``outputs[delta.index]`` must exist. ``text`` decodes the tokens of logprobs."""

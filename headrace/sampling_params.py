@@ -22,13 +22,13 @@ CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar", "structural_
 _SCHEMA = {"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "boolean"}]}
 
 _EXTRA = api("vLLM", "responses") | api("headrace", "messages")
-"""Of a parameter that the other protocols do not have."""
+"""APIs of a parameter that the other protocols lack."""
 _OPENAI_EXTRA, _VLLM_EXTRA = api("OpenAI") | _EXTRA, api("vLLM") | _EXTRA
 _OPENAI_AND_ANTHROPIC = api("OpenAI", "chat", "completions", "responses") | api("Anthropic", "messages")
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, metaclass=CheckedStructType):
-    """What the output must be: exactly one constraint, and how JSON is written. Immutable; checked when it is made.
+    """Constraint on the output: exactly one, with options for JSON. Immutable; checked when it is made.
 
     Raises:
         RequestError: there is not exactly one constraint, or a value is of another type or out of range.
@@ -108,7 +108,7 @@ def _json_text(value: Any, param: str, kind: str) -> str:
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, metaclass=CheckedStructType):
-    """How to sample one request. Immutable; checked when it is made.
+    """Sampling parameters of one request. Immutable; checked when it is made.
 
     Numbers that the device keeps as float32 must be finite there. The order of a step: logit_bias and bans, penalties,
     temperature, min_p, top_k, top_p, draw.
@@ -192,7 +192,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: Annotated[int | None, OptionSpec(min=-1, max=INT32_MAX, apis=api("vLLM"))] = None
     """Number of most likely tokens to report at each prompt position. -1: the whole vocabulary."""
     structured_outputs: Annotated[StructuredOutputsParams | None, OptionSpec(metavar="JSON", apis=api("vLLM"))] = None
-    """What the output must be: exactly one of json, json_object, regex, choice and grammar, with options."""
+    """Constraint on the output: exactly one of json, json_object, regex, choice and grammar, with options."""
     sparse_prefill: Annotated[
         bool | None,
         OptionSpec(default="as --sparse-prefill says", apis=api("headrace", "chat", "completions", "responses", "messages")),

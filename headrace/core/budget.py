@@ -39,7 +39,7 @@ class StepBudget:
         return max(0, self.tokens - max(self.reserved, 1))
 
     def layers(self, tokens: int, left: int, total: int) -> int:
-        """How many of the ``left`` layers of a piece of so many tokens may be computed now; the model has ``total``.
+        """Returns how many of the ``left`` layers of a piece of ``tokens`` tokens may be computed now; the model has ``total``.
 
         As many as ``spendable`` tokens are worth, but at least one in a step without other prefill.
         """

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 TOO_COMPLEX = "grammar_too_complex"
-"""What errors begin with that a limit on a grammar's work causes, and their code."""
+"""Code of errors that a limit on a grammar's work causes, and the beginning of their messages."""
 Mask = npt.NDArray[np.int32]
 """``[ceil(vocab_size / 32)]``: a set bit allows the token."""
 

@@ -22,7 +22,7 @@ class TensorData(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PatchLayout(msgspec.Struct, frozen=True, array_like=True):
-    """How an encoder's patches are made of frames, on its device: frames are a quarter of float32's size, or less."""
+    """Layout of an encoder's patches, made of frames on its device: frames take a quarter of float32's size, or less."""
 
     shades: TensorData
     """``[3, 256]`` float32: what the encoder gets for each value of red, green and blue."""
@@ -45,7 +45,7 @@ class ItemInputs(msgspec.Struct, frozen=True, array_like=True):
     encoded: bool = False
     """``tensors`` are features: the item needs no encoder."""
     patches: PatchLayout | None = None
-    """Of the tensor in ``tensors`` that is of uint8: frames ``[n, height, width, 3]``. None: there is none."""
+    """Layout for the uint8 tensor in ``tensors``, frames ``[n, height, width, 3]``. None: there is no such tensor."""
 
     @property
     def num_rows(self) -> int:
@@ -53,7 +53,7 @@ class ItemInputs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What prompts with media must fit, of an engine whose model reads them."""
+    """Properties of an engine that prompts with media must fit."""
 
     model_type: str
     hidden_size: int
@@ -67,7 +67,7 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_step_tokens: int
     """Tokens of a step, which a bidirectional item must fit."""
     dtype: str
-    """To which the encoder rounds its inputs."""
+    """Dtype to which the encoder rounds its inputs."""
 
 
 class RopePositions(msgspec.Struct, frozen=True, array_like=True):

@@ -25,7 +25,7 @@ class PrefillPace:
         self._debt = 0
         """Tokens of past steps above ``beside_decode``: the next steps' limits pay for them."""
         self.tokens = FIRST_TOKENS
-        """Of a step that takes no longer than ``seconds``, as far as is known."""
+        """Tokens of a step that takes no longer than ``seconds``, as far as is known."""
 
     def limit(self, num_decoding: int) -> int | None:
         """Tokens of prompts in a step that also has a token of so many other sequences; None: any number."""

@@ -36,7 +36,7 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     sampling: SamplingParams
     seed: int
     sample_index: int
-    """With ``seed`` and the position, the key of every random number of this sequence."""
+    """Index of the sample in its request: with ``seed`` and the position, the key of each of the sequence's random numbers."""
     eos_token_ids: list[int]
     bad_words: BadWordsTable | None
     constrained: bool = False
@@ -131,7 +131,7 @@ class SamplePlan(msgspec.Struct, frozen=True, array_like=True, tag="sample"):
 
 
 class SparseOutcome(msgspec.Struct, frozen=True, array_like=True):
-    """What a row that attends sparsely came to."""
+    """Decision and attended blocks of a row that attends sparsely."""
 
     decision: bytes
     """Classes ``[layers, kv_heads]`` that the router gave to the heads in this step; empty: it gave none."""
@@ -165,7 +165,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RunnerEvent(msgspec.Struct, frozen=True, array_like=True, tag="event"):
-    """What happened to a runner between two steps and bears on those that follow: part of a recorded stream."""
+    """An event between two steps of a runner that bears on later steps: part of a recorded stream."""
 
     what: Literal["capture", "weights"]
     """A CUDA graph was captured, which later steps replay; or weights were updated."""

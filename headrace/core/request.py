@@ -33,12 +33,12 @@ class BadWordsTable(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Constraint(msgspec.Struct, frozen=True, array_like=True):
-    """What the outputs of a request must be, checked and ready to be compiled."""
+    """Constraint on the outputs of a request, checked and ready to be compiled."""
 
     kind: str
-    """What it was made of: json, json_object, regex, choice, grammar, structural_tag, tools or thinking_token_budget."""
+    """Parameter it was made of: json, json_object, regex, choice, grammar, structural_tag, tools or thinking_token_budget."""
     grammar: str
-    """In the serialised form of llguidance."""
+    """Grammar in the serialised form of llguidance."""
     guarded: bool = False
     """Whether outputs that repeat themselves end: JSON, wherever they do; others, where they are complete."""
     nbytes: int = 0
@@ -48,7 +48,7 @@ class Constraint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ParseOptions(msgspec.Struct, frozen=True, array_like=True):
-    """How a request's answer is parsed into reasoning, content and tool calls."""
+    """Formats by which a request's answer is parsed into reasoning, content and tool calls."""
 
     tools: str
     """Name of the format of tool calls, or none."""
@@ -91,7 +91,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     session: str | None = None
     """Requests of one session go to the same replica under --dp-routing-policy session."""
     tenant: str = ""
-    """Whose request it is; empty where the server does not tell its clients apart."""
+    """Tenant of the request; empty where the server does not tell its clients apart."""
     parse: ParseOptions | None = None
     """None: the answer is text."""
     items: tuple[Item, ...] = ()

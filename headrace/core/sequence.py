@@ -48,7 +48,7 @@ class Sequence:
     sparse: SparsePrompt | None = None
     """None: its prompt attends densely."""
     stop_token_ids: frozenset[int] = dataclasses.field(init=False)
-    """Of the request: its samples share the set."""
+    """The request's stop tokens: its samples share the set."""
     ending_token_ids: frozenset[int] = dataclasses.field(init=False)
     """These and the end-of-sequence tokens, unless the request ignores them."""
     token_ids: list[int] = dataclasses.field(init=False)
@@ -81,7 +81,7 @@ class Sequence:
     matcher: Matcher | None = None
     """State of the request's constraint after the known outputs; None: there is no constraint, or it is being compiled."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """For prompt tokens 1, 2, ..., filled in as they are computed; None if not requested, or delivered already."""
+    """Logprobs of prompt tokens 1, 2, ..., filled in as they are computed; None: not requested, or delivered already."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: Failure | None = None
@@ -162,10 +162,10 @@ class SequenceUpdate(msgspec.Struct, gc=False):
     logprobs: list[TokenLogprobs] | None = None
     """An entry for each of ``token_ids``; None if not requested."""
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """For prompt tokens 1, 2, ... (token 0 has none): once, with the request's first sample, when all are known."""
+    """Logprobs of prompt tokens 1, 2, ... (token 0 has none): once, with the request's first sample, when all are known."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     hides_last: bool = False
     """The last token stops the sequence and has no text."""
     error: Failure | None = None
-    """Where ``finish_reason`` is "error"."""
+    """Cause if ``finish_reason`` is "error"."""

@@ -47,9 +47,9 @@ class SparsePrompt:
     known yet."""
     num_prompt: int = dataclasses.field(init=False)
     length: int = dataclasses.field(init=False)
-    """Of a segment."""
+    """Tokens of a segment."""
     count: int = dataclasses.field(init=False)
-    """Of segments."""
+    """Number of segments."""
     parts: dict[int, bytes] = dataclasses.field(default_factory=dict)
     """Segment -> its part of the decision, as far as known."""
     kept: list[int] = dataclasses.field(default_factory=list)
@@ -77,7 +77,7 @@ class SparsePrompt:
 
     @property
     def digest(self) -> bytes:
-        """Of the prompt, and of what keeps its KV apart from that of an equal one: the salt."""
+        """Returns the hash of the prompt and of the salt, which keeps its KV apart from that of an equal prompt."""
         if self._digest is None:
             digest = hashlib.blake2b(self.request.cache_identity.root(), digest_size=16)
             digest.update(array("q", self.request.prompt_token_ids).tobytes())
@@ -132,7 +132,7 @@ class SparsePrompt:
         self.kept = list(kept) if not self.kept else [a + b for a, b in zip(self.kept, kept, strict=True)]
 
     def report(self) -> AttentionReport:
-        """How the prompt attended, as far as it was computed."""
+        """Reports the prompt's attention, as far as it was computed."""
         config, dense = self.config, [heads * self.pairs for heads in self.config.heads]
         kept, total = sum(self.kept), sum(dense)
         return AttentionReport(

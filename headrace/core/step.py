@@ -141,7 +141,8 @@ class StepBuilder:
         return True
 
     def layers_of(self, seq: Sequence, num_tokens: int, total: int) -> int:
-        """How many more layers of the sequence's piece of so many tokens the step has room for; the model has ``total``."""
+        """Returns how many more layers of the sequence's piece of ``num_tokens`` tokens the step can hold; the model has
+        ``total``."""
         left = total - seq.num_layers
         if not self and not self.budget.reserved:
             return left  # No other sequence waits for the end of the step.

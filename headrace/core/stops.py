@@ -24,7 +24,7 @@ class Stop(NamedTuple):
     by_token: bool = False
     """The last token is one that stops sequences."""
     error: Failure | None = None
-    """With the reason "error"."""
+    """Cause if the reason is "error"."""
 
 
 def check_stop(seq: Sequence) -> Stop | None:

@@ -12,7 +12,7 @@ RUNWAY_SHARE = 16
 
 
 class Capacity(NamedTuple):
-    """What one replica runs at once."""
+    """Amounts of work that one replica runs at once."""
 
     rows: int
     """Sequences that run at once."""
@@ -112,7 +112,7 @@ class Loads:
         self.queue(replica, -rows, -prefill)
 
     def send(self, replica: int, rows: int, prefill: int) -> None:
-        """What was queued is sent. ``prefill``: the part of the prompt that is not cached."""
+        """Moves a request from the queue to the replica. ``prefill``: the part of its prompt that is not cached."""
         self._queued_rows[replica] -= rows
         self._queued_prefill[replica] -= prefill
         self._outstanding[replica] += prefill

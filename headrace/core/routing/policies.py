@@ -17,7 +17,7 @@ _POINTS = 64
 
 
 class RoutedRequest(NamedTuple):
-    """What a policy may look at."""
+    """The properties of a request that a policy sees."""
 
     num_prompt: int
     rows: int
@@ -34,7 +34,7 @@ class RoutedRequest(NamedTuple):
 class ReplicaChoice(NamedTuple):
     replica: int
     scores: Sequence[float] = ()
-    """Of each replica, the lowest wins; infinite: it is down. Empty: the policy has no scores."""
+    """Score of each replica, the lowest wins; infinite: it is down. Empty: the policy has no scores."""
 
 
 class Policy(Protocol):
@@ -99,7 +99,7 @@ class PrefixPolicy(_Lowest):
 
 
 def _most_cached(request: RoutedRequest, loads: Loads) -> int:
-    """Of one replica that is up."""
+    """Returns the tokens of the longest cached prefix on one replica that is up."""
     return max((cached for replica, cached in request.hits if loads.up[replica]), default=0)
 
 

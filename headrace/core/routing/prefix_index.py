@@ -27,7 +27,7 @@ def prefix_keys(request: Request, block_size: int) -> tuple[bytes, ...]:
 
 
 class CacheReport(NamedTuple):
-    """What a replica's prefix cache has stored and removed of the keys of ``prefix_keys``."""
+    """Changes of a replica's prefix cache among the keys of ``prefix_keys``."""
 
     cleared: bool
     """Everything was removed, before the rest."""

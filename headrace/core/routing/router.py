@@ -26,12 +26,12 @@ class Binding(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class RoutingDecision:
-    """Why a request went where it went."""
+    """The reason why a request went to its replica."""
 
     request_id: str
     replica: int
     scores: list[float]
-    """Of each replica when the request arrived; infinite: it was down."""
+    """Score of each replica when the request arrived; infinite: it was down."""
     moved: bool
     """Whether it waited for another replica before, which was busier."""
     waited: float
@@ -58,7 +58,7 @@ class _Entry:
     """A request that waits for a replica, or that a replica has."""
 
     order: tuple[int, float, int]
-    """In the queue: priority, time of arrival, number."""
+    """Position in the queue: priority, time of arrival, number."""
     request: Request
     queued_at: float
     keys: tuple[bytes, ...]
@@ -220,7 +220,8 @@ class Router:
                     yield Binding(entry.request, replica)
 
     def _next(self, replica: int) -> _Entry | None:
-        """What an open replica is sent next: the head of its queue, else of the longest one at a busy replica if it moves."""
+        """Returns the next entry for an open replica: the head of its queue, or of the longest queue of a busy replica if it
+        moves."""
         if self._queues[replica]:
             return self._queues[replica][0]
         if not self.num_queued:
@@ -352,7 +353,7 @@ class Router:
         return late
 
     def oldest(self) -> float | None:
-        """When the request was queued that has waited longest."""
+        """Returns when the request was queued that has waited longest."""
         return min((entry.queued_at for queue in self._queues for entry in queue), default=None)
 
     def _end(self, request_id: str) -> None:

@@ -36,7 +36,7 @@ class BoundedCache(Generic[K, V]):
             return list(self._entries.items())
 
     def put(self, key: K, value: V) -> None:
-        """In the place of an earlier value. What is larger than the whole cache is not kept."""
+        """Replaces an earlier value. A value that is larger than the whole cache is not kept."""
         with self._lock:
             if (earlier := self._entries.pop(key, None)) is not None:
                 self._nbytes -= self._size(key, earlier)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from headrace.errors import EngineError
 
 MOST_BYTES = 2**32 - 1
-"""Of a message."""
+"""Largest message."""
 _LENGTH_BYTES = 4
 _PARTS = 16
 """Lengths and messages that are written at once."""
@@ -160,7 +160,7 @@ class Channel:
             select.select([], [self.connection], [])
 
     def close(self) -> None:
-        """What is unsent is lost."""
+        """Closes the connection; unsent messages are lost."""
         with self._lock:
             self._unsent.clear()
             with contextlib.suppress(OSError):

@@ -22,7 +22,7 @@ from headrace.errors import EngineError
 from headrace.host.channel import MOST_BYTES, Channel
 
 END_SECONDS = 3.0
-"""In which a child ends by itself once its parent's end is closed; then it is killed."""
+"""Time that a child has to end by itself once its parent's end is closed; then it is killed."""
 _FAULTS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS)
 """Signals by which a process ends because of what it did itself."""
 

@@ -46,7 +46,7 @@ Answer = TypeVar("Answer")
 
 
 class ProcessLimits(msgspec.Struct, frozen=True):
-    """What one job may use."""
+    """Limits of one job."""
 
     seconds: float
     """Processor time."""
@@ -59,7 +59,7 @@ class EndedProcess:
     """A job that ended its process."""
 
     status: int
-    """As ``subprocess.Popen.returncode``."""
+    """Exit status in the form of ``subprocess.Popen.returncode``."""
 
     @property
     def out_of_time(self) -> bool:

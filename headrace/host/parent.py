@@ -1,4 +1,4 @@
-"""What a child process does of itself: it finds the channel to its parent, and ends with it.
+"""The child's side of a child process: it finds the channel to its parent, and ends with it.
 
     def main(parent: Parent) -> int:                       # the exit status
         while True:
@@ -30,7 +30,7 @@ from typing import NoReturn
 from headrace.host.channel import Channel
 
 GRACE_SECONDS = 0.5
-"""In which the main thread may end by itself once the parent has closed its end."""
+"""Time that the main thread has to end by itself once the parent has closed its end."""
 _PR_SET_PDEATHSIG = 1
 
 

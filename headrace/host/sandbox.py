@@ -1,4 +1,4 @@
-"""What a process gives up that reads data of clients: the secrets of its owner, the network, programs and other processes."""
+"""Isolation of a process that reads clients' data: no secrets of its owner, no network, programs or other processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ process_vm_writev, execveat, io_uring_setup, pidfd_getfd."""
 
 
 def isolated_environment() -> dict[str, str]:
-    """What such a process is started with."""
+    """Returns the environment variables that such a process is started with."""
     environment = {name: value for name, value in os.environ.items() if name in _ENVIRONMENT}
     return environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 

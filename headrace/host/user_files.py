@@ -90,7 +90,7 @@ def read_input(path: Path, param: str, most: int = MAX_BYTES, limit: str = "") -
 
 
 def read_text(path: Path, param: str, most: int = MAX_BYTES) -> str:
-    """As ``read_input``, decoded from UTF-8 without its byte order mark."""
+    """Reads a file like ``read_input``, and decodes it from UTF-8 without its byte order mark."""
     try:
         return read_input(path, param, most).decode("utf-8-sig")
     except UnicodeDecodeError as error:

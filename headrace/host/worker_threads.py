@@ -17,7 +17,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _NAME_BYTES = 15
-"""Of a thread's name in Linux."""
+"""Maximum length of a thread's name in Linux."""
 
 
 def use_no_tokenizer_threads() -> None:
@@ -87,7 +87,7 @@ class WorkerThreads:
         return self._pool.submit(_done, partial(work, *args, **kwargs))
 
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """As ``submit``; waits for the result. Cancelled before its turn, the work is never done."""
+        """Submits work and waits for its result. Work that is cancelled before its turn is never done."""
         return await asyncio.wrap_future(self.submit(work, *args, **kwargs))
 
     def close(self, *, wait: bool) -> None:

@@ -23,7 +23,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
     parent_block_hash: bytes | None
     """None: the first block begins the history."""
     token_ids: list[int]
-    """Of all blocks."""
+    """Tokens of all blocks."""
     block_size: int
     lora_id: int | None
     medium: str | None
@@ -61,7 +61,7 @@ def events_of(changes: Sequence[Change], block_size: int, groups: Sequence[Cache
     """The same changes as events: neighbours in a group are joined, and the groups are cleared together."""
     events: list[Event] = []
     latest: dict[int, BlockStored | BlockRemoved] = {}
-    """By group, since the last clear."""
+    """Latest event since the last clear, by group."""
     for group, key, stored in changes:
         last = latest.get(group)
         if key is None:

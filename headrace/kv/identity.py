@@ -26,7 +26,7 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SparseIdentity(NamedTuple):
-    """What the KV of a prompt that attends sparsely depends on, beside the mode's name.
+    """Properties of a sparsely attending prompt, beside the name of its mode, on which its KV depends.
 
     Key blocks are selected for whole blocks of queries. So a token's KV depends on the prompt's tokens up to the end of its
     block of the sparse grid; and tokens behind the prompt attend densely.
@@ -36,7 +36,7 @@ class SparseIdentity(NamedTuple):
     """Tokens of a block of the sparse grid."""
     prompt_len: int
     decision: bytes | None
-    """Of the model's router; None: not known yet."""
+    """Decision of the model's router; None: not known yet."""
     by_length: bool = False
     """Blocks are selected by a rule that depends on the prompt's length."""
 
@@ -82,7 +82,8 @@ class CacheIdentity:
 
     @staticmethod
     def extra_keys(root: bytes) -> list[str]:
-        """What the KV of a sequence with this root depends on beside its tokens and the weights; empty as a rule."""
+        """Returns everything beside its tokens and the weights on which the KV of a sequence with this root depends; usually
+        empty."""
         salt, _, adapter, mode, decision, length = msgspec.msgpack.decode(root)
         return [part for part in (salt, adapter, mode, decision and decision.hex(), length and str(length)) if part]
 

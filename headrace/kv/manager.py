@@ -76,7 +76,7 @@ class KVCacheManager:
         self._generation = 0
         self._sequences: dict[int, SequenceBlocks] = {}
         self.no_blocks: NewBlocks = tuple(() for _ in config.groups)
-        """What a sequence appends to its tables that has all of its blocks."""
+        """Table changes of a sequence that has all of its blocks already."""
 
     # ------------------------------------------------------------------ sequences
 
@@ -229,7 +229,7 @@ class KVCacheManager:
     # ------------------------------------------------------------------ the whole cache
 
     def record_changes(self) -> list[Change]:
-        """From now on every change of the prefix caches is appended to the list, which the caller empties."""
+        """Returns a list to which every later change of the prefix caches is appended; the caller empties it."""
         changes: list[Change] = []
         for group, index in enumerate(self._indexes):
             index.record(changes, group)
@@ -359,7 +359,7 @@ class KVCacheManager:
         return self._generation
 
     def identify(self, blocks: SequenceBlocks, sparse: SparseIdentity) -> None:
-        """What the sequence's KV depends on is known now: from here on its blocks have keys."""
+        """Completes the identity of the sequence's KV: from here on its blocks have keys."""
         blocks.identity = dataclasses.replace(blocks.identity, sparse=sparse)
         if blocks.generation == self._generation and blocks.capacity:
             blocks.keys = KeyChain(blocks.identity, blocks.token_ids, self.block_size)

@@ -59,7 +59,7 @@ class EngineCollector(Collector):
 
 
 class ReplicaReport(NamedTuple):
-    """What the metrics need of one replica."""
+    """State of one replica that the metrics show."""
 
     up: bool
     stats: EngineStats

@@ -18,7 +18,7 @@ class Arena:
 
     nbytes: int
     block_bytes: tuple[int, ...]
-    """Per cache group, of one block in all the group's layers."""
+    """Bytes of one block in all the group's layers, per cache group."""
 
     @classmethod
     def holding(cls, block_bytes: Sequence[int], counts: Sequence[int]) -> Arena:
@@ -38,7 +38,7 @@ class Arena:
 
     @cached_property
     def num_blocks(self) -> tuple[int, ...]:
-        """Per group, what its block numbers stay below."""
+        """Number of blocks per group: block numbers are below it."""
         return tuple(self.nbytes // size for size in self.block_bytes)
 
     @cached_property

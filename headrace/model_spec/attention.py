@@ -10,7 +10,7 @@ from headrace.model_spec.integers import is_integer
 from headrace.model_spec.rope import RopeSpec
 
 Mode = Literal["dense", "elastic", "sparse"]
-"""How a row attends in a step. Not geometry: any layer may be run in any mode its backend supports."""
+"""Attention of a row in a step. Not geometry: any layer may run in any mode that its backend supports."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,9 +47,9 @@ class AttentionSpec:
     scale: float
     """Factor on q.k before the softmax."""
     rotary_dim: int = 0
-    """How many leading channels of q and k are rotated; 0: the layer is handed q and k already in their final form."""
+    """Number of leading channels of q and k that are rotated; 0: the layer gets q and k in their final form."""
     rope: RopeSpec | None = None
-    """How those channels turn with the position; needed by whoever makes the cosines and sines."""
+    """Rotation of those channels by position, from which cosines and sines are computed."""
     window: int | None = None
     """A token sees itself and the ``window - 1`` tokens before it; None: all."""
     soft_cap: float | None = None

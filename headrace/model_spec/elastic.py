@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal
 
 HeadMode = Literal["full", "xattn", "streaming"]
-"""What a head's queries of a prompt see: every earlier key, selected blocks of them, or the first and the last blocks."""
+"""Keys that a prompt's queries see in a head: every earlier key, selected blocks of them, or the first and the last blocks."""
 DENSE, BLOCK_SPARSE, STREAMING = 0, 1, -1
 HEAD_TYPES: dict[str, int] = {"full": DENSE, "xattn": BLOCK_SPARSE, "streaming": STREAMING}
 """Mode -> the type that kernels take."""

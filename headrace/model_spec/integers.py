@@ -1,4 +1,4 @@
-"""What a number of a configuration may be: JSON has any type and size, and true counts as 1 elsewhere."""
+"""Checks of numbers in a configuration: JSON has any type and size, and elsewhere true counts as 1."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TypeGuard
 
 MAX_INTEGER = 2**40
 MAX_NUMBER = 1e30
-"""What float32 holds, and its inverse too."""
+"""Largest magnitude accepted: float32 holds it and its inverse."""
 
 
 def is_integer(value: object, least: int) -> TypeGuard[int]:

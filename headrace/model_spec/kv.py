@@ -1,4 +1,4 @@
-"""What a layer keeps in the KV cache, in planes, and which layers share a block table."""
+"""The KV that a layer keeps in the cache, in planes, and the layers that share a block table."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class CacheGroup:
         return "full" if self.window is None else f"window {self.window}"
 
     def block_bytes(self, block_size: int) -> int:
-        """Of one block in all layers: their sum, no layer padded to another.
+        """Returns the bytes of one block in all layers: the sum over the layers, none padded to another.
 
         Only where some layers' runs of bytes are multiples of ``ALIGNMENT`` and others' are not, the block ends with what
         the former need to be aligned in every block.
@@ -73,7 +73,7 @@ class CacheGroup:
         return -(-total // ALIGNMENT) * ALIGNMENT if aligned else total
 
     def layer_offsets(self, block_size: int) -> tuple[int, ...]:
-        """Where in a block each of ``layers`` has its run of bytes.
+        """Returns the offset in a block at which each of ``layers`` has its run of bytes.
 
         The larger the power of two that divides a run, the earlier it comes: so each begins at a multiple of its own.
         """

@@ -1,4 +1,4 @@
-"""What follows attention in a layer."""
+"""The part of a layer that follows attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class DenseSpec:
 
     intermediate_size: int
     act: str = "silu"
-    """By Hugging Face's name."""
+    """Name of the activation at Hugging Face."""
     bias: bool = False
     """All three matrices have one."""
 
@@ -42,20 +42,20 @@ class MoeSpec:
     top_k: int
     """Experts of a token, shared ones not counted."""
     intermediate_size: int
-    """Of one expert."""
+    """Width of one expert."""
     shared: DenseSpec | None = None
     """The shared experts, all of them one MLP that every token goes through."""
     vision: MoeSpec | None = None
     """The experts of tokens of items, which do not go through these; None: all tokens do."""
     act: str = "silu"
-    """Of the gate, by its Hugging Face name, or CLAMPED_SWIGLU."""
+    """Activation of the gate: a name at Hugging Face, or CLAMPED_SWIGLU."""
     alpha: float = 1.702
     limit: float = 7.0
     """alpha and limit are CLAMPED_SWIGLU's."""
     bias: bool = False
     """Experts have biases."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
-    """Of the router's logits, over all experts."""
+    """Function that turns the router's logits over all experts into scores."""
     router_bias: bool = False
     """The router's logits have a bias."""
     correction_bias: bool = False
@@ -113,4 +113,4 @@ class MoeSpec:
 
 
 MlpSpec = DenseSpec | MoeSpec
-"""What a layer may have there."""
+"""An MLP, or a mixture of experts."""

@@ -14,7 +14,7 @@ from headrace.model_spec.vision import VisionSpec
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What the engine needs to know of any model, whoever builds it. ``layers[i].layer == i``.
+    """Facts about a model that the engine needs, whoever builds the model. ``layers[i].layer == i``.
 
     Raises:
         ConfigError: a layer would read KV that another has given up.
@@ -50,7 +50,7 @@ class ModelFacts:
 
 
 def _check_source(spec: AttentionSpec, index: int, layers: Sequence[AttentionSpec]) -> None:
-    """That a layer can read the KV of the one with the index."""
+    """Checks that a layer can read the KV of layer ``index``."""
     where = f"layer {spec.layer}: kv_source {index}"
     if not 0 <= index < spec.layer:
         raise ContradictionError(f"{where} is not an earlier layer", "kv_source")
@@ -68,7 +68,7 @@ def _check_source(spec: AttentionSpec, index: int, layers: Sequence[AttentionSpe
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shard:
-    """Which part of a model a ``ModelSpec`` describes: that of one tensor-parallel rank.
+    """The part of a model that a ``ModelSpec`` describes for one tensor-parallel rank.
 
     The spec's layers and MLPs are the rank's own; ``hidden_size`` and ``vocab_size`` are the whole model's.
     """

@@ -27,7 +27,7 @@ class Matrix:
 
 
 def input_matrices(spec: AttentionSpec) -> tuple[Matrix, ...]:
-    """What hidden states are projected with, in the order in which the fused projection holds them.
+    """Returns the matrices that project the hidden states, in the order in which the fused projection holds them.
 
     A layer that reads another's KV has no k and v; one whose values are its keys' has no v.
 
@@ -54,7 +54,7 @@ def output_matrix(spec: AttentionSpec) -> Matrix:
 
 
 def grouped_rows(spec: AttentionSpec) -> list[int]:
-    """Where a checkpoint that interleaves the matrices by KV group holds the rows of the fused projection.
+    """Maps the rows of the fused projection to those of a checkpoint that interleaves the matrices by KV group.
 
     A group has its share of the query heads, of their gates, and one K and one V head, each of its own width.
 
@@ -79,7 +79,8 @@ def grouped_rows(spec: AttentionSpec) -> list[int]:
 
 
 def halves(width: int) -> tuple[int, ...]:
-    """Where a head that is rotated in pairs of neighbours has the channels of one that is rotated in halves."""
+    """Returns, for each channel of a head that is rotated in halves, its channel in a head that is rotated in pairs of
+    neighbours."""
     return (*range(0, width, 2), *range(1, width, 2))
 
 

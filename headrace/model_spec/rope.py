@@ -16,13 +16,13 @@ class RopeSpec:
     kind: str = "default"
     parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     sections: tuple[int, ...] = ()
-    """Of M-RoPE: how many of the angles follow the token's position in time, height and width; empty: there is one position."""
+    """M-RoPE: numbers of angles that follow the token's position in time, height and width; empty: there is one position."""
     interleaved: bool = False
     """The angles of the sections take turns, instead of following each other."""
     time_last: bool = False
     """The angles of height and width take turns, and those of time follow."""
     long_factors: bool = False
-    """Of longrope: every sequence turns by the factors for contexts beyond the length the model was trained for."""
+    """Longrope: every sequence turns by the factors for contexts beyond the length that the model was trained for."""
 
     @property
     def logit_factor(self) -> float:

@@ -8,7 +8,7 @@ import dataclasses
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VisionSpec:
     model_type: str
-    """Of the whole model, as its configuration names it: says which processor and which encoder it has."""
+    """Type of the whole model in its configuration, by which its processor and its encoder are found."""
     deepstack_layers: int = 0
     """The first layers whose outputs get features of their own added."""
     bidirectional: bool = False

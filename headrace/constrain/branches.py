@@ -48,7 +48,7 @@ class Apart(NamedTuple):
 
 
 def told_apart(links: References, schema: Mapping[str, Any], pointer: str) -> Apart | None:
-    """What tells the branches of a schema's oneOf apart: their types or values, or a property's. None: that is not known.
+    """Returns what distinguishes the branches of a schema's oneOf: their types or values, or a property's. None: unknown.
 
     Its ``discriminator`` need not be required: who writes one means that each object has it.
     """

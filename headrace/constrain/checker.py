@@ -49,7 +49,7 @@ _ESCAPES = 'bfnrt\\"u'
 _NULL = {"type": "null"}
 _COMPACT = StructuredOutputsParams(json_object=True, disable_any_whitespace=True)
 _SEARCH_SECONDS = 0.5
-"""How long schemas are compiled on their own to find the one that cannot be held."""
+"""Time for which schemas are compiled one by one to find the one that cannot be held."""
 _GBNF_RULES = 1000
 """Its converter takes time with the square of their number."""
 _WRITING = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern", "strict")
@@ -58,7 +58,7 @@ _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 
 class CheckSetup(msgspec.Struct, frozen=True):
-    """What the process that checks constraints has before the first."""
+    """Setup of the process that checks constraints, sent before the first."""
 
     config: dict[str, Any]
     """Fields of StructuredOutputsConfig."""
@@ -73,7 +73,7 @@ class CheckJob(msgspec.Struct, frozen=True):
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """Why a constraint cannot be held: a RequestError as data, without the frames of its traceback."""
+    """Reason why a constraint cannot be held: a RequestError as data, without the frames of its traceback."""
 
     message: str
     param: str | None = None
@@ -84,7 +84,7 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 class Checked(msgspec.Struct, frozen=True):
-    """What became of a constraint: one of the two, or none where it needs more memory or stack than there is."""
+    """Result of a check: one of the two, or none where the constraint needs more memory or stack than there is."""
 
     constraint: Constraint | None = None
     refused: Refused | None = None

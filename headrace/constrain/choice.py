@@ -1,4 +1,4 @@
-"""Which calls of tools a request asks for."""
+"""The calls of tools that a request asks for."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from headrace.options import shown
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Which of its tools a request lets the model call."""
+    """The tools that a request lets the model call."""
 
     mode: str
     """none, auto or required"""
     names: frozenset[str] | None = None
-    """None: all."""
+    """Names of these tools; None: all."""
     named: bool = False
     param: str = "tool_choice"
 
@@ -85,7 +85,7 @@ def rules_of(
     parallel: bool = True,
     grammars: Mapping[str, TextGrammar] = MappingProxyType({}),
 ) -> CallRules | None:
-    """What a grammar holds of the calls; None: nothing asks for one.
+    """Returns the rules of calls that a grammar enforces; None: nothing in the request asks for a grammar.
 
     Args:
         where: The parameter that has the tools.

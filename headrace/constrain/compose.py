@@ -22,23 +22,23 @@ from headrace.text.answers import AnswerFormats
 from headrace.text.parse.format import Choice, Format, Reasoning, Vocabulary, Written
 
 Opening = Literal["start", "reasoning", "content"]
-"""Where an answer begins: anywhere, in reasoning that the prompt has opened, or behind it."""
+"""Beginning of an answer: anywhere, in reasoning that the prompt has opened, or behind it."""
 
 
 class CallRules(msgspec.Struct, frozen=True):
-    """Which calls an answer may have."""
+    """Rules of the calls in an answer."""
 
     tools: tuple[HeldTool, ...]
     required: bool = False
-    """At least one. Otherwise text, or text and then calls."""
+    """The answer has at least one call. Otherwise it has text, or text and then calls."""
     parallel: bool = True
     """False: one call at most."""
     param: str = "tools"
-    """What asks for the grammar."""
+    """Parameter that asks for the grammar."""
 
 
 class TextGrammar(msgspec.Struct, frozen=True):
-    """What holds the text of a tool's calls."""
+    """Grammar of the text of a tool's calls."""
 
     syntax: Literal["lark", "regex"]
     definition: str
@@ -80,14 +80,14 @@ def _held_text(name: str, grammar: TextGrammar, param: str) -> HeldTool:
 
 
 def strict_at(tools: Sequence[HeldTool]) -> str | None:
-    """Where a request first says that a tool is strict."""
+    """Returns the parameter in which a request first says that a tool is strict."""
     found = next((tool.param for tool in tools if tool.strict), None)
     return found if found is None or found.endswith("definition") else found.removesuffix("parameters") + "strict"
 
 
 @dataclasses.dataclass(frozen=True)
 class AnswerPlan:
-    """What an answer has around and beside its content, and in what form."""
+    """Format of an answer: the parts around and beside its content."""
 
     choice: Choice
     vocabulary: Vocabulary
@@ -151,7 +151,7 @@ def _check_budget(choice: Choice, vocabulary: Vocabulary) -> None:
 
 
 def thought_of(choice: Choice) -> Reasoning | None:
-    """How reasoning is written."""
+    """Returns the markers of reasoning."""
     return choice.tools.thought if choice.tools is not None and choice.tools.whole else choice.reasoning
 
 

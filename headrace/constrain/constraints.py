@@ -110,7 +110,7 @@ class Constraints:
         return failed
 
     def wait(self, seconds: float) -> None:
-        """Until a constraint is compiled, at most so long."""
+        """Waits until a constraint is compiled, at most ``seconds``."""
         wait(self._compiling, seconds, FIRST_COMPLETED)
 
     def masks(self, rows: Iterable[ConstrainedRow]) -> tuple[list[int], Mask, Failed]:

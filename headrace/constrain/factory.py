@@ -48,13 +48,13 @@ class GrammarFactory:
         self._slow = self._processes(1, config.max_compile_seconds)
         self._cache: BoundedCache[bytes, Checked] = BoundedCache(_CACHED, _CACHED_BYTES, _size)
         self._pending: dict[tuple[bytes, bool], Future[Checked | None]] = {}
-        """What ``prepare`` waits for."""
+        """Checks for which ``prepare`` waits."""
         self._waiting: dict[str, int] = {}
         """Bytes of constraints that each tenant waits for."""
 
     @property
     def special_texts(self) -> Sequence[str]:
-        """What spells a token that is never text."""
+        """Texts that spell tokens which are never text."""
         return [] if self._vocabulary is None else list(self._vocabulary.names)
 
     def constraint(self, params: StructuredOutputsParams | None, plan: AnswerPlan | None = None) -> Constraint:
@@ -75,7 +75,7 @@ class GrammarFactory:
     async def prepare(
         self, params: StructuredOutputsParams | None, plan: AnswerPlan | None = None, tenant: str = ""
     ) -> Constraint:
-        """As ``constraint``, in one of a few threads, which tenants have in turns.
+        """Checks like ``constraint``, in one of a few threads, which tenants have in turns.
 
         Raises:
             QueueFullError: this tenant waits for too many.

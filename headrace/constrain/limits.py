@@ -28,12 +28,12 @@ def make_pools(config: StructuredOutputsConfig) -> CompilePools:
 
 
 def lanes(config: StructuredOutputsConfig) -> int:
-    """How many constraints are checked, or compiled, at once, beside one that is slow."""
+    """Returns how many constraints are checked, or compiled, at once, beside one that is slow."""
     return config.compile_threads or min(4, -(-(os.cpu_count() or 1) // 2))
 
 
 def parser_limits(config: StructuredOutputsConfig) -> LLParserLimits:
-    """What one grammar may take to compile, and to advance by one token."""
+    """Returns the limits on compiling one grammar, and on advancing it by one token."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(

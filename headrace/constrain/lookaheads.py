@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()|]", re.DOTALL)
-"""What tells where a group ends: an escape, a class, a bracket. And what parts alternatives."""
+"""Tokens by which the end of a group is found, an escape, a class or a bracket; and the bar between alternatives."""
 _LITERAL = re.compile(r"(?:[^\\\[\](){}|*+?.^$]|\\[^\w\s])*")
 _ANY = r"[\s\S]"
 
@@ -18,7 +18,7 @@ class Lookaheads(NamedTuple):
     wanted: list[str]
     unwanted: list[str]
     rest: str
-    """Behind the lookaheads, without the anchor before them."""
+    """Pattern behind the lookaheads, without the anchor before them."""
 
 
 def split(pattern: str) -> Lookaheads:
@@ -60,7 +60,7 @@ def lark_terminal(pattern: str) -> str | None:
 
 
 def _whole(lookahead: str) -> str:
-    """What a text is that a lookahead is the beginning of."""
+    """Returns a pattern of whole texts that begin with a match of a lookahead."""
     ends = ((part, _unanchored(part)) for part in _parts(lookahead))
     return "|".join(f"({part})(?s:.*)" if part == text else f"({text})" for part, text in ends)
 
@@ -75,7 +75,7 @@ def _slashed(pattern: str) -> str:
 
 
 def _end(pattern: str) -> int:
-    """Behind the group that a pattern begins with; 0: it does not end."""
+    """Returns the index behind the group that a pattern begins with; 0: the group does not end."""
     depth = 0
     for found in _PIECE.finditer(pattern):
         depth += (found[0] == "(") - (found[0] == ")")

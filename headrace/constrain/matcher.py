@@ -112,7 +112,7 @@ class GrammarMatcher:
 
     @property
     def error(self) -> str | None:
-        """Why the matcher cannot go on."""
+        """Reason why the matcher cannot go on."""
         return reason(self._matcher.get_error()) if self._matcher.is_error() else None
 
     def _guarded(self, name: str, *arguments: Any) -> str | None:
@@ -132,12 +132,12 @@ def _cyclic(tokens: list[int], longest: int) -> bool:
 
 
 def words(vocab_size: int) -> int:
-    """Of a mask of llguidance's, in which the end of the outputs is a token behind the vocabulary."""
+    """Returns the 32-bit words of a mask of llguidance's, in which a token behind the vocabulary ends the outputs."""
     return vocab_size // 32 + 1
 
 
 def finish_masks(matchers: Sequence[GrammarMatcher], own: Mask, masks: Mask) -> None:
-    """From llguidance's masks ``own`` to those of sequences: with the tokens that end them, without the one behind.
+    """Converts llguidance's masks ``own`` into those of sequences: with the tokens that end them, without the one behind.
 
     Args:
         own: ``[N, words(vocab_size)]``.

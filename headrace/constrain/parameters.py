@@ -27,7 +27,7 @@ class HeldTool(msgspec.Struct, frozen=True):
     parameters: str | None
     """JSON Schema of the arguments, as text; None: any object."""
     param: str
-    """Where the request says so."""
+    """Parameter of the request that declares the tool."""
     strict: bool = False
     lark: str | None = None
     """Grammar of the text that calls have in place of arguments."""

@@ -29,7 +29,7 @@ def longest_path(edges: Mapping[str, Iterable[str]]) -> tuple[int, str]:
     Of each cycle one edge is left out, that to the node which was visited first.
     """
     lengths: dict[str, int] = {}
-    """Of the longest path from a node on, as far as it is known."""
+    """Nodes of the longest path that starts at a node, as far as known."""
     for root in edges:
         if root in lengths:
             continue

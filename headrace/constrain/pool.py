@@ -25,9 +25,9 @@ class CompilePool:
         self._threads = WorkerThreads(threads, "grammar", stack_bytes=stack_bytes)
         self._lock = threading.Lock()
         self._work: dict[Future[Any], Callable[[], Any]] = {}
-        """What no thread has begun."""
+        """Work that no thread has begun."""
         self._queues: OrderedDict[str, dict[Future[Any], None]] = OrderedDict()
-        """By tenant, the one whose turn is next first; none is empty."""
+        """Queued work by tenant, the one whose turn is next first; none is empty."""
 
     def start(self) -> None:
         """Starts the threads, which the first work does otherwise. Raises: as ``WorkerThreads.start``."""
@@ -71,7 +71,7 @@ class CompilePools:
     """A CompilePool for quick work, and one with one thread for slow work, which so holds up no other."""
 
     def __init__(self, threads: int, stack_bytes: int = 0) -> None:
-        """As for ``CompilePool``."""
+        """Starts a pool for quick and one for slow work; the parameters are those of ``CompilePool``."""
         self._quick, self._slow = CompilePool(threads, stack_bytes), CompilePool(1, stack_bytes)
 
     def start(self) -> None:

@@ -1,4 +1,4 @@
-"""What the references of a JSON Schema point to: places of the document, by JSON Pointer, ``$id`` or ``$anchor``.
+"""Targets of the references of a JSON Schema: places of the document, by JSON Pointer, ``$id`` or ``$anchor``.
 
 Base URIs are those of JSON Schema 2020-12, section 8.2, and RFC 3986; nothing is fetched.
 """
@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import quote, unquote, urljoin
 
 _MOST_CHARS = 2**24
-"""Of all pointers and URIs together: a long name with many schemas below it is in the pointer of each."""
+"""Characters of all pointers and URIs together: a long name with many schemas below it is in the pointer of each."""
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _SINGLE = ("items", "additionalProperties", "additionalItems")
@@ -23,11 +23,11 @@ class References:
         """Schemas nested deeper than ``max_depth`` are not looked at."""
         old = isinstance(root, dict) and "draft-04" in str(root.get("$schema"))
         self._own, self._other = ("id", "$id") if old else ("$id", "id")
-        """What names a schema, and what does so in other drafts."""
+        """Keyword that names a schema, and the one that does so in other drafts."""
         self.schemas: dict[str, dict[str, Any]] = {}
-        """By pointer."""
+        """Schemas by pointer."""
         self._bases: dict[str, str | None] = {}
-        """Of each schema; None: drafts differ in what it is."""
+        """Base URI of each schema, by pointer; None: drafts differ in what it is."""
         self._places: dict[str, str | None] = {}
         """URI, with an anchor or without -> pointer; None: several schemas have this name."""
         self._left = _MOST_CHARS

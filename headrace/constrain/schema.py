@@ -62,10 +62,10 @@ class _Node:
 
     pointer: str
     keywords: dict[str, Any]
-    """Of the narrowed copy; child schemas are put in as they are walked."""
+    """Keywords of the narrowed copy; child schemas are put in as they are walked."""
     merged: bool
-    """What it allows is combined with another schema's: an intersection, or a oneOf that must stay disjoint. To narrow it
-    could then leave nothing, or allow an instance that the other branch excludes."""
+    """The schema is combined with another one: in an intersection, or a oneOf that must stay disjoint. To narrow it could then
+    leave nothing, or allow an instance that the other branch excludes."""
 
 
 def narrow(schema: Any, options: SchemaOptions) -> Schema:
@@ -105,7 +105,7 @@ class _Walk:
         self._found: list[tuple[str, str, bool]] = []
         """(pointer of a $ref, pointer of its target, merged)"""
         self._apart: dict[str, Apart] = {}
-        """By the pointer of a schema whose oneOf has branches that exclude each other."""
+        """Differences of branches that exclude each other, by the pointer of the schema with the oneOf."""
         self._num_values = 0
         self._path: list[str] = []
         """Pointers of the schemas around the one that is walked."""
@@ -355,7 +355,7 @@ def _digits(value: float) -> int:
 
 
 def _within(found: list[T], start: str, pointer: Callable[[T], str]) -> list[T]:
-    """Of a list sorted by pointer, what lies below ``start``."""
+    """Returns the entries below ``start`` of a list sorted by pointer."""
     low = bisect.bisect_left(found, start + "/", key=pointer)
     return found[low : bisect.bisect_left(found, start + "0", low, key=pointer)]  # "0" follows "/"
 

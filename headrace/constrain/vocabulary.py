@@ -60,12 +60,13 @@ class GrammarVocabulary:
 
     @classmethod
     def of_bytes(cls) -> GrammarVocabulary:
-        """Of the 256 bytes: grammars are checked with it where there is no need for the model's."""
+        """Makes a vocabulary of the 256 bytes: grammars are checked with it where the model's is not needed."""
         return cls(_Spelled(TokenBytes([bytes([value]) for value in range(256)], frozenset())), 256)
 
     @classmethod
     def of_table(cls, table: VocabularyTable) -> GrammarVocabulary:
-        """Of another process, whose tokenizer is not here: a text that a grammar forces is spelled by its longest tokens."""
+        """Makes the vocabulary of another process, whose tokenizer is not here: a text that a grammar forces is spelled by its
+        longest tokens."""
         return cls(_Spelled(TokenBytes(table.pieces, frozenset(table.special))), table.vocab_size, table.markers)
 
     def table(self) -> VocabularyTable:
@@ -145,7 +146,7 @@ class _Spelled:
 
 
 class _Tokens:
-    """What LLTokenizer reads: the attributes of llguidance's TokenizerWrapper."""
+    """The tokenizer that LLTokenizer reads: the attributes of llguidance's TokenizerWrapper."""
 
     is_tokenizer_wrapper = True
     bos_token_id: int | None = None

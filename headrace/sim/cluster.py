@@ -42,7 +42,7 @@ class Simulation:
         self._running = [False] * config.replicas
         """Whether a turn of the replica's loop is among the events."""
         self._lives = [0] * config.replicas
-        """How often each replica has died: events of a former life are dropped."""
+        """Number of times that each replica has died: events from before a death are dropped."""
         self._report_at = [0.0] * config.replicas
         self._last: dict[str, float] = {}
         """Request -> when its last tokens arrived."""
@@ -65,7 +65,7 @@ class Simulation:
         return SimReplica(scheduler, engine.cache(), self._times, self.config.seed * 4096 + number)
 
     def run(self, requests: Iterable[Request]) -> None:
-        """Until all requests have ended. They come in order of arrival."""
+        """Runs until all requests have ended. They come in order of arrival."""
         arrivals = iter(requests)
         for failure in self.config.failures:
             self._at(failure.at, partial(self._kill, failure))

@@ -1,4 +1,4 @@
-"""What is simulated: the calibration of an engine, replicas, traffic and failures, as JSON."""
+"""Configuration of a simulation: the calibration of an engine, replicas, traffic and failures, as JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORMAT: Literal["headrace calibration 2"] = "headrace calibration 2"
 
 MOST_REQUESTS = 10_000_000
 MOST_TOKENS = 10_000_000
-"""Of one prompt, output or step."""
+"""Largest length of one prompt, output or step."""
 _MOST_WORK = 10**10
 """Tokens of all requests together."""
 _MOST_BLOCKS = 2**24
@@ -42,7 +42,7 @@ class GroupShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EngineShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What of an engine decides its steps."""
+    """Settings of an engine that decide its steps."""
 
     max_model_len: Annotated[int, Meta(ge=2, le=MOST_TOKENS)]
     max_num_seqs: Annotated[int, Meta(ge=1, le=MAX_NUM_SEQS)]
@@ -91,7 +91,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     engine: EngineShape
     step_times: StepTimeModel
     errors: dict[str, dict[str, float]] = {}
-    """Of the held-out steps, by their kind."""
+    """Errors of the estimates of held-out steps, by kind of step."""
 
 
 class Lengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -122,7 +122,7 @@ class Traffic(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     rate: Annotated[float, Meta(ge=1e-6, le=1e9)]
     """Arrivals a second; the times between them are exponential."""
     input_tokens: Lengths
-    """Behind the prefix."""
+    """Prompt tokens behind the prefix."""
     output_tokens: Lengths
     prefixes: Prefixes | None = None
     sessions: Annotated[int, Meta(ge=1, le=INT32_MAX)] | None = None
@@ -135,7 +135,7 @@ class ReplicaFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     replica: Annotated[int, Meta(ge=0)]
     at: Seconds
     down_seconds: Seconds
-    """Until it takes requests again."""
+    """Time until it takes requests again."""
 
 
 class SimConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -149,7 +149,7 @@ class SimConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     routing: RoutingPolicy = "prefix"
     max_queue_len: Annotated[int, Meta(ge=1, le=INT32_MAX)] = 4096
     message_seconds: Annotated[float, Meta(ge=0, le=3600)] = 0.0005
-    """From the front to an engine, and back."""
+    """Time of a message from the front to an engine, and back."""
     traffic: Traffic | None = None
     """None: a trace is given."""
     failures: list[ReplicaFailure] = []

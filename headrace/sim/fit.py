@@ -26,14 +26,14 @@ from headrace.sim.step_time import (
 
 _KNOTS: dict[StepKind, int] = {"decode": 6, "mixed": 8}
 _PLACES = 32
-"""Where knots may be."""
+"""Maximum number of places where knots may be."""
 _PLACING = 1500
 """Steps that knots are placed by."""
 _HOST = ("host_step", "host_row", "host_start", "host_end", "host_prompt", "host_eager")
 _LEAST_STEPS = 40
 """Steps of a kind that a fit needs."""
 _ROUNDS = 8
-"""Of reweighting: outliers count less from one to the next."""
+"""Rounds of reweighting: outliers count less from one to the next."""
 _OUTLIER = 2.0
 """Residuals beyond so many median deviations count less."""
 Array = npt.NDArray[np.float64]
@@ -48,13 +48,13 @@ class MeasuredStep(NamedTuple):
     """Sequences that the host started in this turn."""
     ends: int = 0
     prompt_tokens: int = 0
-    """Of the steps that the host launched in this turn."""
+    """Prompt tokens of the steps that the host launched in this turn."""
     eager: int = 0
     """Those of them that were launched kernel by kernel, where others are replayed."""
 
 
 class KindError(msgspec.Struct, frozen=True):
-    """How well held-out steps of one kind are estimated."""
+    """Accuracy of the estimates of held-out steps of one kind."""
 
     steps: int
     mean_error: float
@@ -214,7 +214,7 @@ def _non_negative(matrix: Array, target: Array) -> Array:
 
 
 def _error(times: KindTimes, steps: Sequence[MeasuredStep]) -> KindError:
-    """Of the typical time: half of the residuals lie above the median, half below."""
+    """Measures the error of the typical time: half of the residuals lie above the median, half below."""
     typical = times.factor(0.5)
     estimates = np.array([times.mean(step.features) for step in steps])
     seconds = np.array([step.device_seconds for step in steps])
@@ -225,5 +225,5 @@ def _error(times: KindTimes, steps: Sequence[MeasuredStep]) -> KindError:
 
 
 def _rounded(value: float) -> float:
-    """To 6 significant digits: what a file shows."""
+    """Rounds to 6 significant digits, as a file shows them."""
     return float(f"{value:.6g}")

@@ -20,7 +20,7 @@ _TOKEN = 1
 
 
 class SimDelta(NamedTuple):
-    """What one sample gained in one step."""
+    """Tokens that one sample gained in one step."""
 
     request_id: str
     sample: int
@@ -34,7 +34,7 @@ class SimStep:
     """The outcome of one turn of the engine's loop."""
 
     end: float
-    """When its deltas leave the engine."""
+    """Time at which its deltas leave the engine."""
     deltas: list[SimDelta]
     refused: list[tuple[str, RequestError]]
     report: CacheReport | None = None
@@ -53,7 +53,7 @@ class SimReplica:
         self._changes = self.scheduler.kv.record_changes()
         self._reporter = CacheReporter(self.scheduler.kv)
         self.busy_seconds = 0.0
-        """Of the device."""
+        """Time for which the device was busy."""
         self.num_steps = 0
         self.num_rows = 0
         """Rows of all steps."""

@@ -20,8 +20,9 @@ Duration = Annotated[float, Meta(ge=0, le=3600)]
 Sizes = tuple[Annotated[int, Meta(ge=0)], ...]
 KINDS: tuple[StepKind, ...] = ("decode", "mixed")
 PROBABILITIES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
-"""Of the quantiles that a ``KindTimes`` keeps of its residuals. The first and the last are no quantiles: values between
-them and their neighbours are drawn evenly, with the mean of the measured ones, which a single outlier would put wrong."""
+"""Probabilities of the quantiles that a ``KindTimes`` keeps of its residuals. The first and the last are no quantiles: values
+between them and their neighbours are sampled evenly, with the mean of the measured ones, which a single outlier would put
+wrong."""
 _OF_PROBABILITIES = Meta(min_length=len(PROBABILITIES), max_length=len(PROBABILITIES))
 
 
@@ -34,7 +35,7 @@ class GraphSizes(msgspec.Struct, frozen=True, omit_defaults=True):
     """Decode rows of steps with prompts."""
     prompt_tokens: Sizes = ()
     max_prompts: Annotated[int, Meta(ge=0)] = 0
-    """Of a captured step."""
+    """Prompts of a captured step, at most."""
 
     def __post_init__(self) -> None:
         for sizes in (self.rows, self.rows_beside, self.prompt_tokens):
@@ -60,7 +61,7 @@ NO_GRAPHS = GraphSizes()
 
 
 class StepFeatures(NamedTuple):
-    """What the time of a step depends on."""
+    """Properties of a step on which its time depends."""
 
     decode_rows: int
     """Padded to the captured size where the step is replayed, as ``prefill_tokens``."""
@@ -131,7 +132,7 @@ class KindTimes(msgspec.Struct, frozen=True, omit_defaults=True):
     """Seconds of the steps of one kind."""
 
     base: Curve
-    """By the step's tokens, those of decode rows included."""
+    """Time by the step's tokens, those of decode rows included."""
     context: Duration
     """Per token read by decode rows."""
     row: Duration = 0.0
@@ -169,13 +170,13 @@ class StepTimeModel(msgspec.Struct, frozen=True):
     host_row: Duration = 0.0
     """The same for each row."""
     host_start: Duration = 0.0
-    """For each sequence that a step starts, from its request's arrival in the engine on."""
+    """Host time for each sequence that a step starts, from its request's arrival in the engine on."""
     host_end: Duration = 0.0
-    """For each sequence that ends with a step."""
+    """Host time for each sequence that ends with a step."""
     host_prompt: Duration = 0.0
-    """For each prompt token."""
+    """Host time for each prompt token."""
     host_eager: Duration = 0.0
-    """To launch a step kernel by kernel, while the device already runs it."""
+    """Host time to launch a step kernel by kernel, while the device already runs it."""
     graphs: GraphSizes = NO_GRAPHS
 
     def limited(self, max_num_seqs: int, max_num_batched_tokens: int) -> StepTimeModel:
@@ -195,15 +196,15 @@ class StepTimeModel(msgspec.Struct, frozen=True):
         return seconds if random is None else seconds * times.factor(random.random())
 
     def launch_seconds(self, plan: StepPlan) -> float:
-        """On the host, until the device begins with the step."""
+        """Returns the host's time until the device begins with the step."""
         prompt_tokens = sum(row.num_tokens for row in plan.rows[plan.num_decode_rows :])
         own = self.host_start * len(plan.new) + self.host_prompt * prompt_tokens
         return (self.host_step + self.host_row * len(plan.rows)) / 2 + own
 
     def eager_seconds(self, plan: StepPlan) -> float:
-        """On the host, from then on until the step is launched."""
+        """Returns the host's time from then on until the step is launched."""
         return self.host_eager if self.host_eager and features(plan, self.graphs).eager else 0.0
 
     def collect_seconds(self, plan: StepPlan, num_ended: int) -> float:
-        """On the host, from the step's result on."""
+        """Returns the host's time after the step's result."""
         return (self.host_step + self.host_row * len(plan.rows)) / 2 + self.host_end * num_ended

@@ -1,1 +1,1 @@
-"""Where a model's files are, and what they say about it."""
+"""Finding a model's files, and reading what they say about it."""

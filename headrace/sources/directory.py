@@ -159,7 +159,7 @@ def _indexed_files(path: Path) -> list[Path]:
 
 
 def generation_config(path: Path, config: PreTrainedConfig) -> dict[str, Any]:
-    """What ``generation_config.json`` says, in our terms.
+    """Returns the fields of ``generation_config.json`` under headrace's names.
 
     ``eos_token_id`` is always there, as a list, from ``config`` where the file does not say. ``temperature``, ``top_p``,
     ``top_k``, ``min_p`` and ``repetition_penalty`` are kept where they are set: defaults for requests that leave them

@@ -15,14 +15,14 @@ from headrace.sampling_params import SamplingParams
 
 Layers = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 Width = Annotated[int, msgspec.Meta(ge=0, le=2**20)]
-"""Of a vector, or a number of heads: a product of three of them is a number of bytes that 64 bits hold."""
+"""Width of a vector, or a number of heads: a product of three of them is a number of bytes that 64 bits hold."""
 Size = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 """A width that is not 0."""
 Experts = Annotated[int, msgspec.Meta(ge=0, le=2**14)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=INT32_MAX)]
 Vocabulary = Annotated[int, msgspec.Meta(ge=1, le=INT32_MAX)]
 Length = Annotated[int, msgspec.Meta(ge=-1, le=2**40)]
-"""In tokens; a window of 0 or -1 is none in some models."""
+"""Number of tokens; some models write a window of 0 or -1 for none."""
 Positions = Annotated[int, msgspec.Meta(ge=2, le=2**40)]
 Epsilon = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 Factor = Annotated[float, msgspec.Meta(ge=2.0**-20, le=2.0**20)]

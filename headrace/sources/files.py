@@ -25,9 +25,9 @@ class ModelFiles:
     """A model that was found. Holds paths and facts, no weights, so it may travel between our processes."""
 
     name: str
-    """As the user named it, or the name of the embedded default."""
+    """Name that the user gave, or the name of the embedded default."""
     kind: Kind
-    """How the weights are stored; dummy: they are not read at all; object: the model is there already."""
+    """Storage of the weights; dummy: they are not read at all; object: the model is there already."""
     directory: Path
     weight_files: list[Path]
     """Empty for dummy."""

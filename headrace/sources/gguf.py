@@ -183,7 +183,7 @@ class Metadata:
         return typed(self._reader.decoded[key], kind, self.path, key)
 
     def get(self, key: str, kind: Any, default: Any = None) -> Any:
-        """As ``required``; the default where the file lacks the field."""
+        """Returns the field like ``required``, or the default where the file lacks it."""
         return self.required(key, kind) if key in self else default
 
     def integer(self, key: str, kind: Any, default: int | None = None) -> int:

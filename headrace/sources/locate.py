@@ -1,4 +1,4 @@
-"""Where a model is, by its name alone: needs no library, so that a mistyped name is reported at once."""
+"""Locating a model by its name alone: needs no library, so that a mistyped name is reported at once."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def refuse_pickles(files: Sequence[Path]) -> str:
-    """Why pickled weights are not read."""
+    """Explains why pickled weights are not read."""
     names = ", ".join(file.name for file in files)
     return f"{names}: pickled weights can run code when they are read, so they are not; convert them to safetensors"
 

@@ -75,7 +75,7 @@ class MegatronFiles:
     """A distributed checkpoint that was looked at."""
 
     directory: Path
-    """With ``metadata.json``."""
+    """Directory with ``metadata.json``."""
     tensors: dict[str, tuple[int, ...]]
     """Name -> shape. Layers that are alike are one tensor, with an axis for the layers."""
     files: list[Path]
@@ -120,7 +120,7 @@ def _latest(path: Path) -> Path:
 
 
 class _Object:
-    """In place of every class: keeps what it is given."""
+    """Stands for every class that a pickle names, and keeps the values and fields that it is given."""
 
     kind = ""
 

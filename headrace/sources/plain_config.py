@@ -140,7 +140,7 @@ def _rope(fields: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _set_layer_types(fields: dict[str, Any]) -> bool:
-    """Which layers of a dense Qwen have a window. False: not plain."""
+    """Sets which layers of a dense Qwen have a window. Returns False if the configuration is not plain."""
     window, first, layers = fields["sliding_window"], fields["max_window_layers"], fields["num_hidden_layers"]
     if fields["layer_types"] is None:
         windowed = window is not None

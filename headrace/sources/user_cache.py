@@ -1,4 +1,4 @@
-"""Where headrace keeps what it computed once on a machine: compiled kernels, converted tokenizers."""
+"""The user's cache of results computed once on a machine: compiled kernels, converted tokenizers."""
 
 from __future__ import annotations
 

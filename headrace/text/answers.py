@@ -50,7 +50,7 @@ class AnswerFormats:
 
     @functools.cached_property
     def efforts(self) -> EffortVariables:
-        """What reasoning_effort sets of the chat template's variables."""
+        """Returns the variables of the chat template that reasoning_effort sets."""
         choice = self.recognised.choice
         reasons = choice.reasoning is not None or (choice.tools is not None and choice.tools.whole)
         return EffortVariables.of(self._templates, reasons=reasons)
@@ -72,7 +72,7 @@ class AnswerFormats:
 
     @functools.cached_property
     def header(self) -> str:
-        """What the chat template writes before an answer, up to markers; empty: unknown."""
+        """Text that the chat template writes before an answer, up to markers; empty: unknown."""
         probe = [{"role": "user", "content": "headrace"}]
         try:
             rendered = self._tokenizer.render_chat(probe)
@@ -87,11 +87,11 @@ class AnswerFormats:
 
     @functools.cached_property
     def machine(self) -> Machine:
-        """Of all that an answer may have."""
+        """State machine of everything that an answer may have."""
         return Machine(self.recognised.choice.states(calls=True, reasoning=True), self.vocabulary, "")
 
     def opening(self, prompt: str) -> Literal["start", "reasoning", "content"]:
-        """Where an answer to ``prompt`` begins: anywhere, in reasoning, or behind it.
+        """Returns the part of an answer in which an answer to ``prompt`` begins: anywhere, in reasoning, or behind it.
 
         Raises:
             RequestError: in a call of a tool.
@@ -114,7 +114,7 @@ class AnswerFormats:
         separate_reasoning: bool = True,
         **more: Any,
     ) -> ParseOptions | None:
-        """How an answer to ``prompt`` is parsed; None: it is text. ``more``: fields of ``ParseOptions``."""
+        """Returns how to parse an answer to ``prompt``; None: it is text. ``more``: fields of ``ParseOptions``."""
         choice = self.recognised.choice
         calls = calls and choice.tools is not None
         separate_reasoning = separate_reasoning and (
@@ -175,7 +175,7 @@ def types_of(schema: Any, root: Any = None, most: int = _SCHEMAS) -> frozenset[s
 
 
 def referred(schema: Mapping[str, Any], root: Any) -> Any:
-    """What the JSON Pointer in the ``$ref`` of a schema stands for; None: nothing."""
+    """Returns the value to which the JSON Pointer in the ``$ref`` of a schema leads; None: there is none."""
     reference, target = schema.get("$ref"), root
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None

@@ -92,7 +92,7 @@ class _Automaton:
             raise RequestError(f"bad_words have more than {_MAX_STATES} bytes", "bad_words")
         children: list[dict[int, int]] = [{}]
         self.rests: list[list[bytes]] = [[]]
-        """What would complete a word."""
+        """Rests of words, by state: each would complete a word."""
         for word in self.words:
             state = 0
             for place, byte in enumerate(word[:-1]):

@@ -30,7 +30,7 @@ _RESERVED = frozenset(
         *("return_assistant_tokens_mask", "tokenizer_kwargs", "kwargs", "messages", "conversations"),
     }
 )
-"""What ``chat_template_kwargs`` may not set: it is the renderer's, or has a parameter of its own."""
+"""Variables that ``chat_template_kwargs`` may not set: the renderer sets them, or they have a parameter."""
 _ROLES = {
     "system": "system",
     "developer": "system",

@@ -29,7 +29,7 @@ class MediaPart:
     value: Any
     """A URL, an object in memory, or where ``encoded`` a URL, ``{"url": URL}``, ``{"data": base64}`` or ``{"ref": id}``."""
     param: str
-    """Where the conversation has it."""
+    """Place in the conversation."""
     encoded: bool = False
     """It is features that were encoded elsewhere."""
 

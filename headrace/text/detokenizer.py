@@ -41,7 +41,7 @@ class IncrementalDetokenizer:
         self._decode(self._tail)
 
     def sibling(self) -> IncrementalDetokenizer:
-        """For another output after the same prompt; to be called before ``push``."""
+        """Returns a detokenizer for another output after the same prompt; to be called before ``push``."""
         other = copy.copy(self)
         other._begin()
         return other
@@ -73,7 +73,7 @@ class IncrementalDetokenizer:
         return self.push([token]) if marker is None else self._decode(b"", True) + marker
 
     def flush(self) -> str:
-        """What was held back: U+FFFD for an unfinished character. Call once, after the last token."""
+        """Returns the text that was held back: U+FFFD for an unfinished character. Call once, after the last token."""
         return self._decode(b"", True)
 
     def _strip_start(self, data: bytes) -> bytes:

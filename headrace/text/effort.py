@@ -13,7 +13,7 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _PARAM = "reasoning_effort"
 _SWITCHES = ("enable_thinking", "thinking")
 _DEFAULT = "medium"
-"""What leaving the effort out means at OpenAI."""
+"""Effort that OpenAI assumes if the request names none."""
 
 
 @dataclasses.dataclass(frozen=True)

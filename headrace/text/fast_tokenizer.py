@@ -32,7 +32,7 @@ class FastTokenizer:
     """``bos_token``, ``eos_token``, ... -> the token's text; templates may use them by name."""
     chat_template: str | dict[str, str] | None = None
     response_template: dict[str, Any] | None = None
-    """How the checkpoint says that its answers are to be read."""
+    """The checkpoint's declaration of how to read its answers."""
 
     def __len__(self) -> int:
         return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))

@@ -14,7 +14,7 @@ from headrace.text.vocab import TokenBytes
 
 @dataclasses.dataclass(frozen=True)
 class DecoderRules:
-    """What a tokenizer's decoder does to a token's characters."""
+    """Changes that a tokenizer's decoder makes to a token's characters."""
 
     byte_level: bool = False
     """Every character stands for a byte (GPT-2's table)."""

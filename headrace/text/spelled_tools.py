@@ -20,7 +20,7 @@ If no function is needed, answer in words."""
 
 
 def spelled_tools(tools: Sequence[Mapping[str, Any]]) -> str:
-    """What tells the model of its tools."""
+    """Returns instructions that tell the model of its tools."""
     return _INSTRUCTION.format(tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools))
 
 

@@ -66,7 +66,7 @@ class StopStrings:
         return text[: len(text) - len(stop)], stop
 
     def flush(self) -> str:
-        """What is still held back, when the sequence ended without a match."""
+        """Returns the text still held back, when the sequence ended without a match."""
         held, self._held = self._held, ""
         self._state = 0
         return held

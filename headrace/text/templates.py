@@ -58,5 +58,5 @@ class TemplateRenderer:
 
 
 def _plain(value: Any) -> str:
-    """What templates see of a value that is no JSON, as in transformers."""
+    """Returns the text that templates see in place of a value that is no JSON; equals transformers'."""
     return f"<{type(value).__name__}>"

@@ -75,7 +75,7 @@ class Tokenizer:
 
     @functools.cached_property
     def token_bytes(self) -> TokenBytes:
-        """What each token id adds to the text, ``[vocab_size]``. Made when it is first needed."""
+        """The bytes that each token id adds to the text, ``[vocab_size]``. Made when first needed."""
         return token_bytes(self._backend, self.rules, self.vocab_size)
 
     def prepare(self) -> None:

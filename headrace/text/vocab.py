@@ -17,7 +17,7 @@ SEPARATOR = 0xFF
 
 @dataclasses.dataclass(frozen=True)
 class TokenBytes:
-    """What each token id adds to the text. Index space: token id, ``[vocab_size]`` (ids the tokenizer lacks are empty)."""
+    """The bytes that each token id adds to the text, ``[vocab_size]``; ids that the tokenizer lacks add none."""
 
     pieces: Sequence[bytes]
     special: frozenset[int]

@@ -34,7 +34,7 @@ Scanner = Generator[re.Pattern[str], str, None]
 
 
 class Broken(Exception):
-    """What was read is no call."""
+    """The text that was read is no call."""
 
 
 class Host(Protocol):

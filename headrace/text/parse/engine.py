@@ -26,7 +26,7 @@ _NEVER: Mapping[Sink, re.Pattern[str]] = {
     "flag": _NO_KEY,
     "header": re.compile(r"[^\w\s.=:/\-]"),
 }
-"""What a captured text never has: the marker behind it is missing."""
+"""Characters that a captured text never has: if one is read, the marker behind the text is missing."""
 _TAIL_PIECE = 256
 _BEHIND_CALL = string.whitespace + "}])"
 """Right behind a call, a closing bracket is one too many."""
@@ -66,7 +66,7 @@ class Parser:
         self._buffer = ""
         self._events: list[Event] = []
         self._raw: list[str] = []
-        """What was read of a call that has not started."""
+        """Text read of a call that has not started."""
         self._fresh = True
         """Reasoning or a value has no text yet: a line break at its start is dropped."""
         self._num_calls = 0
@@ -86,7 +86,7 @@ class Parser:
         self._scanner: args.Scanner | None = None
         self._wants: re.Pattern[str] | None = None
         self.num_fallbacks = 0
-        """How often a format broke and its text became content."""
+        """Number of times that a format broke and its text became content."""
         if tail:
             self._begin_at(tail)
 
@@ -123,7 +123,7 @@ class Parser:
         return events
 
     def finish(self) -> list[Event]:
-        """What is held back, at the end of the answer. An open call stays without its end."""
+        """Returns the events of the text held back at the end of the answer. An open call stays without its end."""
         self._run(final=True)
         sink, self._buffer = self._state.sink, ""
         if sink == "value":
@@ -300,7 +300,7 @@ class Parser:
                 self._value, self._flag = None, ""
 
     def _break(self, rest: str) -> None:
-        """What was read is no call: it is content, and so is ``rest``, which comes next."""
+        """Turns the text that was read into content, because it is no call; ``rest``, which comes next, is content too."""
         self._buffer = rest + self._buffer
         raw = self._shown("".join(self._raw))
         if self._num_calls and not raw.strip():  # lines of calls have no other end

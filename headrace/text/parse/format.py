@@ -11,7 +11,7 @@ Sink = Literal[
     "content", "reasoning", "start", "after",  # text of the answer
     "space", "skip", "name", "key", "flag", "value", "header", "scan",  # parts of a call
 ]  # fmt: skip
-"""What a state does with text between markers.
+"""Use that a state makes of text between markers.
 
 ``start`` and ``after`` read whitespace before content; ``after`` drops it. ``space`` allows only whitespace. ``name``, ``key``
 and ``flag`` capture it, ``skip`` reads a word that says nothing. ``value`` is raw text, typed by the tool's schema. ``header``
@@ -51,7 +51,7 @@ class State:
     lead: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """First character after whitespace -> state that reads from this character on."""
     pattern: str = r"[^\s<>{}\[\]()\"']+"
-    """What a captured name must match; a group ``name`` is the name, and the whole is then the call's id."""
+    """Regular expression of a captured name; a group ``name`` is the name, and the whole is then the call's id."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,23 +68,23 @@ class Reasoning:
 
 @dataclasses.dataclass(frozen=True)
 class Literals:
-    """How a format writes values that are neither JSON nor raw text."""
+    """Syntax of values that are neither JSON nor raw text."""
 
     member: str
     """A member of an object, with KEY and VALUE."""
     joint: str
-    """Between members and items."""
+    """Text between members and items."""
     words: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """JSON's true, false and null -> the format's."""
     quote: str = ""
     """The marker around strings; empty: they are JSON's."""
     keys: str = r"[^\x00-\x1f\"\\]+"
-    """What the keys of objects must match."""
+    """Regular expression of the keys of objects."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """How a model was trained to write calls, for the grammars that hold it to them.
+    """Form in which a model was trained to write calls, for the grammars that hold it to them.
 
     Words in capitals stand for parts: NAME, INDEX (a number), ARGUMENTS (a JSON object), PARAMETERS (each as ``parameter``
     has it, with KEY, VALUE and STRING, which says whether it is a string).
@@ -92,18 +92,18 @@ class Written:
 
     call: str
     begin: str = ""
-    """Before the first call."""
+    """Text before the first call."""
     between: str = ""
     end: str = ""
-    """After the last."""
+    """Text after the last call."""
     parameter: str = ""
     joint: str = ""
-    """Between parameters."""
+    """Text between parameters."""
     keys: str = r"[^\x00-\x1f<>\"]+"
-    """What the names of parameters must match, and ``names`` those of tools."""
+    """Regular expression of the names of parameters, as ``names`` is of tools."""
     names: str = ".+"
     literals: Literals | None = None
-    """How the values of parameters are written. None: strings as raw text, others as JSON."""
+    """Syntax of the values of parameters. None: strings as raw text, others as JSON."""
     optional: str = ""
     """A marker that may come before all of it."""
     several: bool = True
@@ -111,22 +111,22 @@ class Written:
 
     @property
     def first(self) -> str:
-        """What calls begin with."""
+        """Text with which calls begin."""
         return self.begin or self.call
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """How a model family writes tool calls."""
+    """Syntax of a model family's tool calls."""
 
     name: str
     aliases: tuple[str, ...] = ()
     hints: tuple[tuple[str, ...], ...] = ()
     """A chat template that contains all strings of one entry is of this format."""
     opens: tuple[Mark, ...] = ()
-    """What begins a call in content."""
+    """Markers that begin a call in content."""
     lead: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """As in ``State``: calls that begin an answer without a marker."""
+    """Calls that begin an answer without a marker; see ``State``."""
     wrap: tuple[str, ...] = ()
     """Markers around content that are not shown."""
     states: Mapping[str, State] = dataclasses.field(default_factory=dict)
@@ -136,9 +136,9 @@ class Format:
     written: tuple[Written, ...] = ()
     """The forms of calls that a grammar may hold; none: it cannot."""
     thought: Reasoning | None = None
-    """With ``whole``: how reasoning is written."""
+    """Markers of reasoning, with ``whole``."""
     answer: str = ""
-    """What is written before content."""
+    """Text before content."""
 
 
 def marked(

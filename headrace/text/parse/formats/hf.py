@@ -95,7 +95,7 @@ def _anchors(field: Mapping[str, Any], which: str) -> list[list[str]]:
 
 
 def _spelled(field: Mapping[str, Any], which: str) -> str:
-    """How a field is opened or closed, for grammars: the first way."""
+    """Returns the text, for grammars, that opens or closes a field: the first of several."""
     if (literals := field.get(which)) is not None:
         return literals if isinstance(literals, str) else str(literals[0])
     return _filled(field.get(f"{which}_pattern", ""))

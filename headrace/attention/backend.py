@@ -47,7 +47,7 @@ class StepMetadata:
     sparse: SparseRows | None = None
     """The last rows, which attend sparsely in the layers that can; None: there are none."""
     longest: int = 0
-    """What no row of any step has more tokens than; 0: not known."""
+    """Upper bound of the tokens of a row in any step; 0: unknown."""
 
     @property
     def num_rows(self) -> int:

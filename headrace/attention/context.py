@@ -27,4 +27,4 @@ class ForwardContext:
     caches: Sequence[LayerCache]
     backends: Sequence[AttentionBackend]
     kinds: TokenKinds | None = None
-    """For models with ``VisionSpec.own_experts``; None: all tokens are text."""
+    """Kinds of the tokens, for models with ``VisionSpec.own_experts``; None: all tokens are text."""

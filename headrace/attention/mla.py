@@ -28,7 +28,7 @@ from headrace.kernels.transfer import upload
 from headrace.model_spec import AttentionSpec
 
 WORKSPACE_BYTES = 256 << 20
-"""For uncompressed keys and values. If they exceed it, heads take turns; if one head's do, rows do too."""
+"""Bytes for uncompressed keys and values. If they exceed it, heads take turns; if one head's do, rows do too."""
 
 
 class MLAAttention(nn.Module):
@@ -269,7 +269,8 @@ class MLABackend(Composition):
         return out.flatten(1)
 
     def _space(self, least: int, like: torch.Tensor) -> torch.Tensor:
-        """At least ``least`` numbers of a dtype. On a GPU the maximum, so that it is allocated when memory is measured."""
+        """Returns space for at least ``least`` numbers of the dtype of ``like``. On a GPU it has the maximum size, so that it
+        is allocated when memory is measured."""
         most = max(least, WORKSPACE_BYTES // like.itemsize)
         wanted = most if like.is_cuda else min(least * self._spec.num_heads, most)
         if self._workspace.numel() < wanted or self._workspace.dtype != like.dtype:

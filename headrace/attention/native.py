@@ -29,7 +29,7 @@ class NativeAttention(AttentionBackend):
             raise RuntimeError("the native kernels are not available")
         self._attention = kernels.attention
         self._addresses: tuple[int, int] = (0, 0)
-        """Of the planned step's ``query_start`` and ``seq_lens``."""
+        """Addresses of the planned step's ``query_start`` and ``seq_lens``."""
 
     @classmethod
     def refusals(cls, spec: AttentionSpec, device: str, dtype: str, kv_dtype: str | None) -> list[str]:

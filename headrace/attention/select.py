@@ -1,4 +1,4 @@
-"""Which backend runs a layer's decode rows and its prefill rows, and why. Backends register here and nowhere else."""
+"""Choice of the backends of a layer's decode rows and prefill rows, with reasons. Backends register here and nowhere else."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Entry:
     decode: type[AttentionBackend]
     prefill: type[AttentionBackend]
     does: str = ""
-    """Which kernel runs which rows, where there are several."""
+    """Rows that each kernel runs, where there are several kernels."""
     eager_decode: bool = False
     """See ``ByRowClass``."""
 
@@ -60,22 +60,22 @@ class BackendChoice(NamedTuple):
     """The backend of a layer."""
 
     name: str
-    """As in ``--attention-backend``."""
+    """Name in ``--attention-backend``."""
     why: str
     does: str
-    """Which kernel runs which rows, where there are several."""
+    """Rows that each kernel runs, where there are several kernels."""
     decode: str
     prefill: str
     """Backends of decode rows and of prefill rows."""
 
     @property
     def reason(self) -> str:
-        """Why it was chosen, and which kernel runs which rows."""
+        """Reason for the choice, and the rows that each kernel runs."""
         return f"{self.why}; {self.does}" if self.does else self.why
 
 
 _ENTRIES: dict[str, Entry] = {}
-"""By name, the most preferred first: ``auto`` takes the first that supports the layer."""
+"""Registered backends by name, the most preferred first: ``auto`` takes the first that supports the layer."""
 _MLA_ENTRIES: dict[str, Entry] = {}
 """Overrides of ``_ENTRIES`` for MLA layers."""
 

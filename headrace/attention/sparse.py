@@ -53,7 +53,7 @@ class SparsePrefillAttention(AttentionBackend):
         self._config = config
         self._selector = selectors.create(config)
         self._query_start = self._first_blocks = torch.empty(0)
-        """Of the planned rows, as if their tokens were the whole batch."""
+        """Starts of the planned rows' queries and of their blocks, as if their tokens were the whole batch."""
         self._paged: PagedRows | None = None
         """The planned rows."""
         self._key_start = torch.empty(0)
@@ -63,7 +63,7 @@ class SparsePrefillAttention(AttentionBackend):
             DENSE: DenseHeads(self.scratch),
             STREAMING: StreamingHeads(self.scratch, *blocks),
         }
-        """By types of heads."""
+        """FlashInfer's kernels by type of head."""
         self.watch: Watch | None = None
         """Looks at what the first row attends to, for explanations: waits for the device."""
 

@@ -27,7 +27,7 @@ class _Part:
     """Rows with one query token each, attended together, padded to the longest of them."""
 
     tokens: slice | torch.Tensor
-    """Where the R tokens stand in the packed batch."""
+    """Places of the R tokens in the packed batch."""
     blocks: torch.Tensor
     """``[R * B]``: the blocks that hold what each row may see."""
     num_rows: int
@@ -42,9 +42,9 @@ class _Piece:
     """Consecutive queries of one row, and the keys that any of them sees."""
 
     queries: slice
-    """In the packed batch."""
+    """Places in the packed batch."""
     keys: slice
-    """In what was gathered for the row."""
+    """Places among the keys gathered for the row."""
     mask: torch.Tensor | None
     """``[n, keys]``, 0 or -inf; None: causal, query i sees keys 0 to i."""
 

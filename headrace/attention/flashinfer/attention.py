@@ -321,7 +321,7 @@ class FlashInferDecode(FlashInferCapturedPrefill):
 
 
 def _geometry(cache: LayerCache) -> tuple[object, ...]:
-    """What layers that share a plan have in common."""
+    """Returns the properties that are equal in layers that share a plan."""
     spec = cache.spec
     return cache.group, spec.num_heads, spec.num_kv_heads, spec.scale, spec.window, spec.soft_cap
 

@@ -36,7 +36,7 @@ class HeadsByFlashInfer(abc.ABC):
         self._scratch = scratch
         self._wrappers = Wrappers()
         self._plans: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """By wrapper: the integers that it runs by, and those that it planned."""
+        """Integers of a wrapper's plan, by wrapper's id: those that it runs by, and those that it planned."""
 
     def next_step(self) -> None:
         self._wrappers.next_step()
@@ -178,7 +178,8 @@ class StreamingHeads(HeadsByFlashInfer):
 def streamed_pages(
     num_tokens: int, length: int, block: int, sink_blocks: int, local_blocks: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """What streaming heads see of a prompt's keys, by blocks of its last ``num_tokens`` tokens; the first is a block's first.
+    """Returns the keys that streaming heads see, by blocks of a prompt's last ``num_tokens`` tokens; the first is a block's
+    first.
 
     Returns:
         Where each block's queries begin and where its pages begin, both ``[blocks + 1]``; its pages, concatenated; and the

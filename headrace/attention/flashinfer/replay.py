@@ -215,7 +215,7 @@ class Replays:
 
     def __init__(self) -> None:
         self._by_shape: dict[tuple[int, int], dict[object, Any]] = {}
-        """By rows and tokens. Captured rows of equal counts are never in one step, so they share plans."""
+        """Replays by numbers of rows and tokens. Captured rows of equal counts are never in one step, so they share plans."""
         self._filled: set[object] = set()
         """Keys whose pages were filled in this step."""
         self._missed: set[Kernel] = set()

@@ -1,4 +1,4 @@
-"""Which selectors there are. A selector registers its config struct, how arguments become one, and what selects by it."""
+"""Registry of selectors. A selector registers its config struct, the making of one from arguments, and its class."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Fp8LayerCache(LayerCache):
     """
 
     tokens: int = 0
-    """Of a block."""
+    """Tokens of a block."""
     dirty: bool = False
 
     @property

@@ -38,7 +38,7 @@ class LayerCache:
 
     @property
     def dirty(self) -> bool:
-        """Where no token of a row's own is, its blocks may hold any bytes, NaN among them.
+        """Whether places of a row's blocks that hold no token of the row may hold any bytes, NaN among them.
 
         Else they hold what some token wrote there, or 0, and are finite as long as all KV is.
         """
@@ -51,5 +51,5 @@ class LayerCache:
 
     @property
     def v_scale(self) -> torch.Tensor | None:
-        """As ``k_scale``, of the same strides."""
+        """Factors of the values, with the shape and strides of ``k_scale``."""
         return None

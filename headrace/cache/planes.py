@@ -65,7 +65,8 @@ def _views(config: CacheConfig, model: ModelFacts, device: str | torch.device) -
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device) -> torch.Tensor:
-    """On the CPU of memory that the system zeros when it is first touched: gigabytes of it cost a start-up seconds."""
+    """Makes a tensor of zeros. On the CPU the system zeros its memory when first touched: gigabytes of zeros cost a start-up
+    seconds."""
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     nbytes = math.prod(shape) * dtype.itemsize
@@ -73,7 +74,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.devic
 
 
 def _block_shape(spec: AttentionSpec, config: CacheConfig) -> tuple[int, ...]:
-    """Of a block of ``rows``."""
+    """Returns the shape of a block of ``rows``."""
     if config.dtype == FP8_KV:
         check_alignment(spec, config.block_size)
         return (config.block_size * layer_kv(spec, FP8_KV).bytes_per_token,)

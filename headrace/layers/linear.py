@@ -64,7 +64,7 @@ class LinearMethod(ABC):
     batch_invariant: ClassVar[bool] = False
     """Honours ``layer.batch_invariant``."""
     multiples: ClassVar[tuple[int, int]] = 1, 1
-    """What outputs and inputs must be multiples of."""
+    """Numbers of which outputs and inputs must be multiples."""
 
     @classmethod
     def supports(cls, in_features: int, out_features: int, device: str) -> list[str]:
@@ -156,7 +156,7 @@ def connect(model: nn.Module, group: Group) -> None:
 
 
 def make_invariant(model: object) -> None:
-    """From now on what each row of the model's products comes to does not depend on the other rows.
+    """Makes matrix products batch-invariant: no row of a product depends on other rows.
 
     A module that can do so has an attribute ``batch_invariant``.
 

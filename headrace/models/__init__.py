@@ -1,1 +1,1 @@
-"""What families share: the common decoder, the registry, and how configurations are read."""
+"""Native and foreign models: the common decoder, the registry, and readers of configurations."""

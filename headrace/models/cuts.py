@@ -1,4 +1,4 @@
-"""What a tensor-parallel rank holds of each parameter of a native model."""
+"""Parts that a tensor-parallel rank holds of each parameter of a native model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def checked_cuts(whole: Decoder, part: Decoder, shard: Shard) -> dict[str, Param
 
 
 def parameter_cuts(whole: Decoder, shard: Shard, mlps: Sequence[DenseSpec | MoeSpec]) -> dict[str, ParameterCut]:
-    """By parameter, of those that are not held whole."""
+    """Returns the cuts by parameter, of those that are not held whole."""
     cuts = _vocabulary_cuts(whole, shard)
     for index, layer in enumerate(whole.layers):
         here, spec, mlp = f"layers.{index}", whole.spec.layers[index], mlps[index]
@@ -107,14 +107,14 @@ def _experts(path: str, module: Experts, own: MoeSpec, shard: Shard) -> dict[str
 
 
 def _outputs(path: str, module: nn.Module, cuts: Sequence[Cut]) -> dict[str, ParameterCut]:
-    """Of matrices one below the other, each cut by its own width."""
+    """Cuts matrices one below the other, each by its own width."""
     starts = [sum(cut.whole for cut in cuts[:index]) for index in range(len(cuts))]
     ranges = tuple((start + cut.start, start + cut.stop) for start, cut in zip(starts, cuts, strict=True))
     return {f"{path}.{kind}": ParameterCut(0, ranges) for kind, _ in module.named_parameters(recurse=False)}
 
 
 def _inputs(path: str, module: Linear, cut: Cut, shard: Shard) -> dict[str, ParameterCut]:
-    """Of a matrix whose results are summed over ranks: its bias is rank 0's, and zeros on the others."""
+    """Cuts a matrix with results that are summed over ranks: rank 0 holds its bias, the others zeros."""
     return {f"{path}.weight": _ranges(1, [cut])} | _once(f"{path}.bias", module.bias, shard)
 
 

@@ -17,9 +17,9 @@ class Family:
     """A model family, as its difference from the common decoder: the defaults are the decoder's."""
 
     architectures: tuple[str, ...]
-    """As ``architectures`` in a config names them."""
+    """Names in ``architectures`` of a config."""
     model_types: tuple[str, ...]
-    """For configs that name no architecture, since they were never saved with a model: the first architecture is meant."""
+    """Types of configs that name no architecture, since they were never saved with a model: the first architecture is meant."""
     model_spec: Callable[[HFConfig], ModelSpec]
     """Reads a configuration. The spec's ``architecture`` is one of the family's.
 

@@ -24,7 +24,7 @@ def mixed_specs(
 
 
 def stepped_specs(config: HFConfig, moe: MoeSpec) -> tuple[MlpSpec, ...]:
-    """As ``mixed_specs``, for Qwen's configurations: every ``decoder_sparse_step``-th layer is a mixture, less some.
+    """Returns ``mixed_specs`` of Qwen's configurations: every ``decoder_sparse_step``-th layer is a mixture, less some.
 
     Raises:
         ConfigError: ``mlp_only_layers`` has a layer that there is not.
@@ -37,7 +37,8 @@ def stepped_specs(config: HFConfig, moe: MoeSpec) -> tuple[MlpSpec, ...]:
 
 
 def typed_specs(config: HFConfig, moe: MoeSpec, default: str | None = None, *, bias: bool = False) -> tuple[MlpSpec, ...]:
-    """As ``mixed_specs``, for configurations whose ``mlp_layer_types`` say which layers are mixtures. ``default``: of a layer.
+    """Returns ``mixed_specs`` of configurations with ``mlp_layer_types``, which say which layers are mixtures. ``default``:
+    type of a layer.
 
     Raises:
         ConfigError: a layer's type is unknown; names the layer.

@@ -92,7 +92,7 @@ class MLASelfAttention(nn.Module):
 
 
 def _rotated_last(width: int, rotated: tuple[int, ...]) -> tuple[int, ...]:
-    """For each channel with the rotated ones first, its index with the rotated ones last."""
+    """Returns, for each channel with the rotated ones first, its index with the rotated ones last."""
     others = width - len(rotated)
     return (*(others + row for row in rotated), *range(others))
 

@@ -43,7 +43,7 @@ class ErnieVLRouter(ExpertRouter):
         self.e_score_correction_bias = nn.Parameter(correction, requires_grad=False)
 
     def forward(self, x: torch.Tensor, kind: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """As of ``ExpertRouter``, for tokens of one of ``TokenKinds``."""
+        """Routes tokens like ``ExpertRouter``, of one of ``TokenKinds``."""
         logits = router_logits(x, (self.weight, self.weight_1)[kind], batch_invariant=self.batch_invariant)
         return route(logits, self.spec, self.e_score_correction_bias[kind])
 

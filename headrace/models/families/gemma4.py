@@ -169,7 +169,7 @@ class Gemma4Decoder(GemmaDecoder):
         return self.last_norm(x, None)
 
     def _tokens(self, input_ids: torch.Tensor, x: torch.Tensor) -> Sequence[torch.Tensor | None]:
-        """For each layer ``[T, token_width]``: by the token's identity, and by its embedding."""
+        """Returns an input of each layer, ``[T, token_width]``, or None: from the token's identity, and from its embedding."""
         count = self.spec.num_layers
         if not self.token_width:
             return [None] * count

@@ -119,7 +119,7 @@ def _calls(members: Sequence[int], rows: Sequence[int], most: int) -> Iterator[l
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """As ``torch.cat``, which would copy a single tensor too."""
+    """Concatenates like ``torch.cat``, which would copy a single tensor too."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 

@@ -32,7 +32,7 @@ _PREFIXES = (
     {"model.": "model.text_model."},
     {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
 )
-"""Where checkpoints keep the text part."""
+"""Prefixes of the text part's names in checkpoints."""
 
 
 def vision_spec(config: HFConfig) -> VisionSpec | None:
@@ -90,7 +90,7 @@ class EncodedItem(NamedTuple):
 class VisionEncoder(Protocol):
     @property
     def nbytes(self) -> int:
-        """Of its weights."""
+        """Bytes of its weights."""
         ...
 
     def encode(self, items: Sequence[ItemInputs]) -> list[EncodedItem]:

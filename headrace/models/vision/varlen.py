@@ -24,7 +24,7 @@ _HEAD_DIM_STEP = 8
 _WIDTH_STEP = 64
 """Channels of an MLP. Matrix units need rows of 16 bytes; the 3,420 channels of Qwen2.5-VL's MLPs are none."""
 _LEAST_CAPABILITY = (8, 0)
-"""What PyTorch's flash attention supports."""
+"""Lowest compute capability that PyTorch's flash attention supports."""
 
 
 def flash_segments(
@@ -102,7 +102,7 @@ def _fused(norm: Any) -> RMSNorm:
 
 
 def geometry(tower: Any, grids: torch.Tensor, device: torch.device) -> dict[str, Any]:
-    """What the tower derives from the grids ``[items, 3]``, which are on the host, as arguments of its forward."""
+    """Returns the arguments of the tower's forward that follow from the grids ``[items, 3]``, which are on the host."""
     merge = tower.spatial_merge_size
     ends = vision_utils.get_vision_cu_seqlens(grids)
     found: dict[str, Any] = {"position_ids": vision_utils.get_vision_position_ids(grids, merge), "cu_seqlens": ends}

@@ -16,7 +16,7 @@ from headrace.models.fallback.refusal import Unfit
 
 
 class Rotary:
-    """What one of Megatron's rotary modules does to a position.
+    """Angles of positions as one of Megatron's rotary modules computes them.
 
     Args:
         module: a ``RotaryEmbedding`` or ``YarnRotaryEmbedding``.
@@ -52,7 +52,7 @@ class Rotary:
 
 
 class StepRotary(nn.Module):
-    """In place of a rotary module that a layer asks by itself (multi-head latent attention): the angles of the step.
+    """Replaces a rotary module that a layer calls itself (multi-head latent attention), and returns the angles of the step.
 
     Args:
         rotary: of the module that it stands in for.
@@ -62,7 +62,7 @@ class StepRotary(nn.Module):
         super().__init__()
         self.rotary = rotary
         self.angles: torch.Tensor | None = None
-        """Of the step under way: ``[T, 1, 1, rotated channels]``."""
+        """Angles of the step under way: ``[T, 1, 1, rotated channels]``."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the step's angles, whatever the arguments."""
@@ -75,7 +75,7 @@ class StepRotary(nn.Module):
     def get_cached_cos_sin(
         self, seq_len: int, offset: int = 0, dtype: torch.dtype = torch.float32, packed_seq: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """For Megatron's fused kernel."""
+        """Returns cosines and sines for Megatron's fused kernel."""
         angles, magnitude = self._angles(), self.rotary.magnitude
         return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
 

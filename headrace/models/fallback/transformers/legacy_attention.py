@@ -146,7 +146,7 @@ def _roformer(
     sinusoidal_pos: torch.Tensor | None = None,
     **rest: Any,
 ) -> Result:
-    """As ``_queried``, with rotary embedding."""
+    """Attends like ``_queried``, with rotary embedding."""
     if sinusoidal_pos is None or rest.get("encoder_hidden_states") is not None:
         return type(module).forward(module, hidden_states, attention_mask, sinusoidal_pos, **rest)  # type: ignore[no-any-return]
     q, k, v = _query_key_value(module, hidden_states)

@@ -60,7 +60,7 @@ class Described:
     """A model of transformers that was traced without its weights."""
 
     config: PretrainedConfig
-    """With the fields that transformers' module reads."""
+    """Configuration in the fields that transformers' module reads."""
     spec: ForeignSpec
     trace: Trace
     trusted: bool
@@ -173,7 +173,7 @@ def _auto_class(config: PretrainedConfig, trusted: bool) -> Any:
 
 
 def _build(config: PretrainedConfig, trusted: bool, implementation: str, dtype: torch.dtype) -> PreTrainedModel:
-    """On torch's default device, with the values of a fresh model."""
+    """Builds the model on torch's default device, with the values of a fresh model."""
     factory = _auto_class(config, trusted)
     auto = factory is AutoModelForCausalLM
     build = functools.partial(factory.from_config, trust_remote_code=trusted) if auto else factory._from_config
@@ -195,7 +195,7 @@ def _with_attention(implementation: str, build: Callable[[str], PreTrainedModel]
 
 
 def _skeleton(config: PretrainedConfig, trusted: bool, dtype: torch.dtype) -> PreTrainedModel:
-    """On the meta device.
+    """Builds the model on the meta device.
 
     Raises:
         Unfit: the model cannot be built with an attention of our own.

@@ -65,7 +65,7 @@ class Trace:
     given: frozenset[str]
     """Names of the arguments that the head gives it."""
     calls: tuple[TracedCall, ...]
-    """In call order: the index of a call is its layer's id."""
+    """Calls in order: the index of a call is its layer's id."""
     hidden_size: int
     """Width of what the head is given."""
     vocab_size: int
@@ -202,7 +202,7 @@ class _Recorder:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """While the model runs. Raises Unfit for whatever its code raises."""
+        """Watches the model while it runs. Raises Unfit for whatever its code raises."""
         handles: list[Any] = []
         for module, path in self._paths.items():
             handles.append(module.register_forward_pre_hook(functools.partial(self._enter, path), with_kwargs=True))

@@ -1,1 +1,1 @@
-"""How a model is cut among ranks, and how they speak to each other."""
+"""Cutting a model among ranks, and communication between them."""

@@ -23,7 +23,7 @@ logger = logging.getLogger("headrace.engine")
 _TRIED = 1024
 """Channels of a sum that is tried."""
 _TIMEOUT = timedelta(days=1)
-"""Of a collective. A lost rank is noticed by whoever started the ranks; idle ranks may wait for days."""
+"""Timeout of a collective. A lost rank is noticed by whoever started the ranks; idle ranks may wait for days."""
 
 
 class Group(Protocol):
@@ -32,7 +32,7 @@ class Group(Protocol):
     rank: int
     size: int
     transport: tuple[str, str]
-    """What carries sums, and why, for reports."""
+    """Transport of sums and the reason for it, for reports."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the sum over all ranks; ``x`` may be overwritten."""

@@ -1,4 +1,4 @@
-"""What each tensor-parallel rank holds of a model: a ModelSpec of its own part. Pure arithmetic on specs."""
+"""Cutting a ModelSpec to the part of each tensor-parallel rank. Pure arithmetic on specs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_RANKS = 64
 
 @dataclasses.dataclass(frozen=True)
 class ParallelSizes:
-    """How a model is dealt to ranks."""
+    """Number of tensor-parallel ranks, and the way in which they share a model."""
 
     tensor: int = 1
     whole_experts: bool = False

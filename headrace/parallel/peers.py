@@ -12,8 +12,8 @@ from headrace.kernels.norm import ResidualNorm
 from headrace.kernels.peer_sum import kernels
 
 ONE_SHOT_BYTES = {2: 2 << 20, 4: 512 << 10, 8: 256 << 10}
-"""By the number of ranks: up to here every rank sends all of its part to all others, in one kernel with what follows the sum;
-beyond, each sums a share and reads the others' sums."""
+"""Largest one-shot sum, by the number of ranks: up to it every rank sends all of its part to all others, in one kernel with the
+operation that follows the sum; beyond, each sums a share and reads the others' sums."""
 MOST_BYTES = 8 << 20
 """Larger tensors are NCCL's."""
 SIZES = tuple(ONE_SHOT_BYTES)

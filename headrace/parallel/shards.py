@@ -1,4 +1,4 @@
-"""Which part of each matrix a tensor-parallel rank holds. Pure arithmetic on specs.
+"""Cutting matrices to the part of each tensor-parallel rank. Pure arithmetic on specs.
 
 Query heads are dealt out evenly, in order. KV heads likewise; where there are more ranks than KV heads each rank holds one
 of them, and neighbours hold the same.
@@ -67,7 +67,7 @@ def shard_attention(spec: AttentionSpec, size: int) -> AttentionSpec:
 
 
 def attention_cuts(spec: AttentionSpec, rank: int, size: int) -> dict[str, Cut]:
-    """By matrix (q, gate, k, v, o) and ``sinks``: what the rank holds of the layer, each by its own heads and width.
+    """Returns the cuts of a rank in a layer, by matrix (q, gate, k, v, o) and ``sinks``, each by its heads and width.
 
     A layer with a latent KV has q, o and ``kv_b``, the projection from the latent. Norms of q and k, and the bias of o_proj,
     which is added once, are not cut.
@@ -106,7 +106,7 @@ def shard_dense(spec: DenseSpec, size: int) -> DenseSpec:
 
 
 def dense_cuts(spec: DenseSpec, rank: int, size: int) -> dict[str, Cut]:
-    """By matrix (gate, up, down): what the rank holds of a gated MLP. The bias of down, added once, is not cut."""
+    """Returns the cuts of a rank in a gated MLP, by matrix (gate, up, down). The bias of down, added once, is not cut."""
     width = shard_dense(spec, size).intermediate_size
     mine = (rank * width, (rank + 1) * width, spec.intermediate_size)
     return {"gate": Cut("outputs", *mine), "up": Cut("outputs", *mine), "down": Cut("inputs", *mine)}

@@ -27,7 +27,7 @@ class PackedMethod(LinearMethod):
     def allocate(self, layer: Linear, dtype: torch.dtype, device: str | torch.device) -> None:
         """Frees the floats. Packing makes new tensors, which ``load`` registers."""
         self.dtype = dtype
-        """Of the activations."""
+        """Dtype of the activations."""
         if "weight" in layer._parameters:
             del layer.weight
 

@@ -1,1 +1,1 @@
-"""From checkpoint tensors to a model's parameters."""
+"""Loading of checkpoint tensors into a model's parameters."""

@@ -23,7 +23,7 @@ class StoredTensor:
     kind: str
     """The type in the file's format: F32, BF16, Q4_1 ..."""
     nbytes: int
-    """As stored."""
+    """Bytes that the tensor takes in the file."""
     origin: str
     """Its name in the file, and the file, for errors."""
 
@@ -32,7 +32,7 @@ class Checkpoint:
     """A kind of file. A subclass overrides ``_whole``, or ``read`` where it reads parts by themselves."""
 
     tensors: Mapping[str, StoredTensor]
-    """By Hugging Face's name."""
+    """Stored tensors by their name at Hugging Face."""
 
     def read(self, name: str, where: Slice | None = None) -> torch.Tensor:
         """Reads the tensor, or a part of it, in a float dtype; it may be a read-only view of the file."""

@@ -17,7 +17,7 @@ IGNORABLE = (r".*\.rotary_emb\.inv_freq",)
 
 @dataclasses.dataclass(frozen=True)
 class StoredLayout:
-    """How a matrix in a checkpoint differs in layout from its parameter."""
+    """Differences in layout of a matrix in a checkpoint from its parameter."""
 
     rows: Callable[[], Sequence[int]] | None = None
     """Returns the row of the stored tensor for each row of the target: a permutation. None: the same order."""
@@ -63,17 +63,17 @@ class Slice:
 
 @dataclasses.dataclass(frozen=True)
 class ParameterCut(Slice):
-    """What one rank holds of a parameter: ranges along one axis, and zeros behind them."""
+    """One rank's part of a parameter: ranges along one axis, and zeros behind them."""
 
     padding: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankPart(ParameterCut):
-    """What a tensor-parallel rank holds of a matrix or vector, in the layout of the parameter."""
+    """A tensor-parallel rank's part of a matrix or vector, in the layout of the parameter."""
 
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole matrix or vector."""
 
     def read(self, read: ReadSlice, layout: StoredLayout | None) -> torch.Tensor:
         """Reads the part of a stored tensor, and no more where the layout allows it."""
@@ -124,7 +124,7 @@ class Target:
     layout: StoredLayout | None = None
     """None: the checkpoint's tensor has the layout of the rows it fills."""
     part: RankPart | None = None
-    """What of the checkpoint's tensor, in the layout of the parameter, goes there; None: all of it."""
+    """Part of the checkpoint's tensor that goes there, in the layout of the parameter; None: all of it."""
 
     def view(self, parameter: torch.Tensor) -> torch.Tensor:
         """Returns a view of the target rows."""
@@ -154,7 +154,7 @@ class Target:
 
     @property
     def share(self) -> float:
-        """Of the checkpoint's tensor, what goes there."""
+        """Share of the checkpoint's tensor that goes there, 0 to 1."""
         if self.part is None:
             return 1.0
         return sum(stop - start for start, stop in self.part.ranges) / self.part.shape[self.part.axis]
@@ -185,7 +185,7 @@ class Target:
         return dataclasses.replace(self, start=first, stop=first + count, part=RankPart(axis, tuple(ranges), shape=shape))
 
     def _cut_stack(self, cut: ParameterCut, shape: tuple[int, ...]) -> Target:
-        """Of a parameter that stacks matrices, a rank holds some."""
+        """Cuts a parameter that stacks matrices, of which a rank holds some."""
         at, index = 0, self.index or 0
         for start, stop in cut.ranges:
             if start <= index < stop:
@@ -259,7 +259,7 @@ class NameTable:
         self._insert(name, Target(parameter, layout=StoredLayout(transposed=True)))
 
     def elsewhere(self, prefixes: Mapping[str, str]) -> None:
-        """In the checkpoint of a larger model, names that begin with a key of ``prefixes`` may begin with its value.
+        """Lets names in the checkpoint of a larger model begin with a value of ``prefixes`` in place of its key.
 
         ``chosen`` renames them where the checkpoint has such names.
         """
@@ -270,7 +270,7 @@ class NameTable:
         self._explained.append((re.compile(pattern), text))
 
     def explanation(self, name: str) -> str:
-        """What is to be said of a tensor of another shape; empty: nothing."""
+        """Returns the text that the error of a tensor of another shape adds; empty: none."""
         return next((text for pattern, text in self._explained if pattern.fullmatch(name)), "")
 
     def chosen(self, names: Collection[str]) -> NameTable:

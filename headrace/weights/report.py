@@ -14,7 +14,7 @@ from headrace.config import Decision, MemoryLine
 class LoadReport:
     seconds: float
     nbytes_read: int
-    """As stored."""
+    """Bytes that the tensors take in the files."""
     num_tensors: int
     quantization: str
     """none, int8 or int4."""

@@ -30,14 +30,14 @@ def is_sharded(files: Sequence[Path]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Whole:
-    """How to assemble one tensor from the ranks' parts."""
+    """Assembly of one tensor from the ranks' parts."""
 
     segments: tuple[tuple[Cut, ...], ...]
     """The matrices in each rank's part, in order, each with the cuts of all ranks; empty: all ranks hold the whole tensor."""
     rows: int | None = None
     """Rows of the whole that are real; the rest is padding of a vocabulary."""
     grouped: tuple[StoredLayout, StoredLayout] | None = None
-    """For matrices interleaved by KV group: the layouts of each rank's part and of the whole."""
+    """Layouts of each rank's part and of the whole, for matrices interleaved by KV group."""
 
 
 class ShardedCheckpoint(Checkpoint):

@@ -27,7 +27,7 @@ logger = logging.getLogger("headrace.engine")
 
 
 _COMPILE_SECONDS = 0.01
-"""How long a step without other work waits for a constraint to be compiled: requests must not wait longer to be taken in."""
+"""Time that a step without other work waits for a constraint to be compiled: requests must not wait longer to be taken in."""
 
 
 class CacheListener(Protocol):
@@ -71,7 +71,7 @@ class EngineCore:
         """Counters at the end of the warm-up."""
         self._listeners: list[CacheListener] = []
         self._changes: list[Change] = []
-        """Of the prefix cache, since the listeners heard of the last ones."""
+        """Changes of the prefix cache that the listeners have not heard of yet."""
 
     def listen(self, listener: CacheListener) -> None:
         """Reports every later change of the prefix cache, which is empty now as a rule. ``close`` closes the listener."""

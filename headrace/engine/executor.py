@@ -117,7 +117,7 @@ class LocalExecutor(Executor[StepHandle]):
         return self.runner.capture_next()
 
     def stop_capturing(self, reason: str) -> None:
-        """For a rank of which another could not capture a graph."""
+        """Stops capturing on this rank, because another could not capture a graph."""
         self.runner.stop_capturing(reason)
 
     def graphs(self) -> GraphCount:

@@ -12,7 +12,7 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
     """Progress of a start-up."""
 
     phase: str
-    """As in the timeline that the finished start-up reports."""
+    """Name of the phase in the timeline that the finished start-up reports."""
     fraction: float | None = None
     """Done of this phase, 0 to 1; None: not known."""
     detail: str = ""
@@ -49,7 +49,7 @@ class LayerLine(msgspec.Struct, frozen=True, array_like=True):
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     model: str
-    """As the user named it, or the name of the embedded default."""
+    """Name that the user gave, or the name of the embedded default."""
     architecture: str
     vocab_size: int
     max_model_len: int

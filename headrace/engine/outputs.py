@@ -121,7 +121,7 @@ class SequenceText:
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._started = False
         self._held: list[OutputDelta] | None = None
-        """What has not been sent yet, with ``_num_held`` tokens; None before the first delta."""
+        """Deltas that have not been sent yet, with ``_num_held`` tokens; None before the first delta."""
         self._num_held = 0
         self._detokenizer: IncrementalDetokenizer | None = None
         self._stops: StopStrings | None = None
@@ -166,7 +166,7 @@ class SequenceText:
         return self._delta(text, tokens, logprobs, finish, stop, update.error, events)
 
     def spaced(self, delta: OutputDelta, interval: int = 1) -> list[OutputDelta]:
-        """What to send now that there is a new delta: the first at once, later ones when they have ``interval`` tokens."""
+        """Returns the deltas to send after a new one: the first at once, later ones when they have ``interval`` tokens."""
         if self._held is None:
             self._held = []
             return [delta]

@@ -40,7 +40,7 @@ class ParsedText:
         self._parallel = options.parallel
         self._watched: tuple[EventKind, ...] = ("content", "reasoning") if options.stop_in_reasoning else ("content",)
         self._kind: EventKind = "content"
-        """Of the text that the stop strings hold back."""
+        """Kind of the text that the stop strings hold back."""
         self.ended = False
         """Nothing more comes."""
 

@@ -16,7 +16,7 @@ class Phase:
 
     def __init__(self, name: str, tell: Callable[[Progress], None]) -> None:
         self.detail = ""
-        """For the timeline."""
+        """Text behind the phase's name in the timeline."""
         self._name = name
         self._tell = tell
         self._told = 0.0

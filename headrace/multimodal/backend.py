@@ -44,7 +44,8 @@ class ImageProcessor:
             raise ConfigError(f"{folder} has no image processor that can be used: {import_reason(error)}", "model") from error
 
     def __call__(self, image: Any, where: str, **options: Any) -> dict[str, TensorData]:
-        """What the processor makes of one picture. Raises RequestError for pictures that it cannot process."""
+        """Returns the tensors that the processor makes of one picture. Raises RequestError for pictures that it cannot
+        process."""
         try:
             made = self.hf(images=[image], return_tensors="np" if self.backend == "pil" else "pt", **options)
         except (ValueError, ZeroDivisionError, TypeError) as error:

@@ -50,12 +50,12 @@ class DecodeJob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class VideoFacts(msgspec.Struct, frozen=True, array_like=True):
-    """What processors need to know of a video beside the frames that were taken of it."""
+    """Properties of a video that processors need beside the frames that were taken of it."""
 
     fps: float
     total_num_frames: int
     frames_indices: list[int]
-    """Of the frames taken, rising."""
+    """Indices of the frames taken, rising."""
     duration: float
 
 
@@ -116,7 +116,7 @@ def _check_frame(width: int, height: int, limits: DecodeLimits) -> None:
 
 
 def decode_video(data: memoryview, limits: DecodeLimits) -> Decoded:
-    """At most ``limits.video_frames`` frames, spread evenly from the first to the last, upright.
+    """Returns at most ``limits.video_frames`` frames, spread evenly from the first to the last, upright.
 
     Raises:
         DecodeError: see there.

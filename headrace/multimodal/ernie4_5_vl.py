@@ -20,7 +20,7 @@ from headrace.multimodal.rules import Expansion, Grid
 from headrace.multimodal.sampling import SampledFrames, Sampling
 
 _FRAMES = 2
-"""Of a video, that make a row of tokens. transformers' module knows no other number."""
+"""Frames of a video that make a row of tokens. transformers' module knows no other number."""
 _FONT = "Roboto-Regular.ttf"
 _SIZE = 0.1
 """Height of the letters, of a frame's shorter side; and width of their outline, of that."""

@@ -30,7 +30,7 @@ _RULES: dict[str, Callable[[Path, Any], MediaRules]] = {
     "smolvlm": SmolVLMRules,
 }
 _LLAVA: dict[str, Callable[[Path, Any], MediaRules]] = {"pixtral": PixtralRules}
-"""By the vision part, where it has rules of its own."""
+"""Rules by the type of the vision part, where they differ from the default."""
 
 
 _REASONS = {
@@ -39,7 +39,7 @@ _REASONS = {
 
 
 def why_text_alone(config: Any) -> str:
-    """Why a model with a vision part reads no pictures."""
+    """Explains why a model with a vision part reads no pictures."""
     if config.model_type in _RULES:
         return f"pictures of {config.model_type} are for its native implementation, which does not run here (model_impl)"
     reason = _REASONS.get(config.model_type)

@@ -129,7 +129,7 @@ class Fetcher:
         self._tls = tls
         self._places = asyncio.Semaphore(_CONCURRENT)
         self._loop: asyncio.AbstractEventLoop | None = None
-        """Of the semaphore: Python's callers have a loop for each call."""
+        """Event loop of the semaphore: Python's callers have a loop for each call."""
 
     def prepare(self) -> None:
         """Reads the certificates that the system trusts, which otherwise the first ``fetch`` does."""

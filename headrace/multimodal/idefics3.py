@@ -20,7 +20,7 @@ from headrace.multimodal.rules import Expansion, Grid, PictureRules, Processed
 from headrace.multimodal.sampling import Sampling
 
 _MOST_PIXELS = 4096
-"""Of a side that is split into crops, in transformers' image processor."""
+"""Largest side of a picture that is split into crops, in transformers' image processor."""
 _FENCE = "<fake_token_around_image>"
 _WHOLE = f"{_FENCE}<global-img>"
 _FRAME_EDGE = 4 * 364

@@ -31,9 +31,9 @@ _EMBEDS = ("features", "grid_thw", "deepstack", "second_per_grid", "timestamps")
 _MODALITIES: tuple[Modality, ...] = ("image", "video")
 _LARGEST = {"float32": 3.4028234663852886e38, "bfloat16": 3.3895313892515355e38, "float16": 65504.0}
 _LARGEST_BITS, _LARGEST_BITS_IN_FLOAT16 = 0x7F7F, 0x477F
-"""Of positive numbers of bfloat16: the largest, and the largest that float16 holds."""
+"""Bits of positive numbers of bfloat16: the largest, and the largest that float16 holds."""
 MAX_FRAMES = 1 << 16
-"""Of a video."""
+"""Maximum number of frames of a video."""
 _MAX_SECONDS = 10_000_000
 
 
@@ -42,7 +42,7 @@ class Picture:
     """One picture in RGB, alpha composited over white. Files are turned upright (EXIF) where they are decoded."""
 
     source: Image | Pixels
-    """Of PIL, or ``[height, width, 3]``, contiguous. Never written to."""
+    """Picture of PIL, or pixels ``[height, width, 3]``, contiguous. Never written to."""
 
     @property
     def size(self) -> tuple[int, int]:

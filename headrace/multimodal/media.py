@@ -140,7 +140,7 @@ class MediaLoader:
             yield MultiModalData(tuple(media["image"]), tuple(media["video"]))
 
     def load(self, parts: Sequence[MediaPart]) -> MultiModalData:
-        """As ``loaded``, for callers without an event loop of their own; waits for all of the media."""
+        """Loads like ``loaded``, for callers without an event loop; waits for all of the media."""
 
         async def run() -> MultiModalData:
             async with self.loaded(parts) as data:

@@ -38,7 +38,7 @@ class PreparedPrompt:
 
 
 class MultiModalProcessor:
-    """What a multimodal model does with media. One per engine; used from several threads.
+    """Processor of a multimodal model's media. One per engine; used from several threads.
 
     ``InputProcessor.multimodal`` has it; None: the model reads text alone.
 
@@ -114,7 +114,7 @@ class MultiModalProcessor:
         self._features(features, modality, where)
 
     def _refusal(self, modality: Modality) -> str:
-        """Why the model takes no media of a kind."""
+        """Explains why the model takes no media of a kind."""
         token = self._rules.placeholders.get(modality)
         why = f"its tokenizer has no {token}" if token else f"the processor of {self._facts.model_type} reads none"
         return f"the model takes no {modality}s: {why}"
@@ -314,7 +314,7 @@ class MultiModalProcessor:
         return found
 
     def _hash(self, medium: Picture | Video, modality: Modality, options: Mapping[str, Any]) -> str:
-        """Of everything that the features depend on."""
+        """Returns the hash of everything that the features depend on."""
         digest = hashlib.blake2b(digest_size=16)
         parts = (self._rules.fingerprint, modality, sorted(options.items()))
         digest.update(repr(parts).encode())

@@ -22,7 +22,7 @@ OPENAI_CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
 
 
 class QwenRules(MediaRules):
-    """Of Qwen2-VL, whose video frames follow each other one position apart.
+    """Rules of Qwen2-VL: its video frames follow each other one position apart.
 
     Args:
         folder: of the model's files.
@@ -98,7 +98,7 @@ class QwenRules(MediaRules):
         return Processed(modality, expansion, tensors, grid, patches=layout)
 
     def _grid(self, frames: Pixels) -> Grid:
-        """Of resized frames, of which the last is repeated up to a whole temporal patch."""
+        """Returns the grid of resized frames, of which the last is repeated up to a whole temporal patch."""
         count, height, width, _ = frames.shape
         return -(-count // self._temporal), height // self._patch, width // self._patch
 
@@ -189,7 +189,7 @@ class QwenRules(MediaRules):
 
 
 class Qwen25Rules(QwenRules):
-    """Of Qwen2.5-VL: temporal patches are as many positions apart as their seconds say."""
+    """Rules of Qwen2.5-VL: temporal patches are as many positions apart as their seconds say."""
 
     timed = True
 
@@ -199,7 +199,7 @@ class Qwen25Rules(QwenRules):
 
 
 class Qwen3Rules(QwenRules):
-    """Of Qwen3-VL: each temporal patch is a picture of its own behind a text that says its seconds."""
+    """Rules of Qwen3-VL: each temporal patch is a picture behind a text that says its seconds."""
 
     timed = timestamped = True
     shades: ClassVar[tuple[list[float], list[float]]] = ([0.5, 0.5, 0.5], [0.5, 0.5, 0.5])

@@ -21,12 +21,12 @@ Grid = tuple[int, int, int]
 
 
 class Expansion(msgspec.Struct, frozen=True):
-    """What a placeholder becomes."""
+    """Replacement of a placeholder."""
 
     pieces: tuple[str | int, ...]
     """Text, and numbers of feature tokens."""
     blocks: tuple[Grid, ...]
-    """Of each number in ``pieces``, tokens in time, height and width."""
+    """Tokens in time, height and width of each number in ``pieces``."""
     interval: float = 1.0
     """Positions between tokens that follow each other in time."""
 
@@ -45,20 +45,20 @@ class Processed(msgspec.Struct, frozen=True):
     modality: Modality
     expansion: Expansion
     tensors: dict[str, TensorData]
-    """As in ``ItemInputs``."""
+    """Tensors of ``ItemInputs``."""
     grid: Grid
-    """As of ``Features``."""
+    """Grid of ``Features``."""
     encoded: bool = False
     content_hash: str = ""
     patches: PatchLayout | None = None
-    """As in ``ItemInputs``."""
+    """Layout of ``ItemInputs``."""
 
 
 class MediaRules(abc.ABC):
-    """Of one model. Stateless: used from several threads."""
+    """Rules by which one model reads media. Stateless: used from several threads."""
 
     placeholders: Mapping[Modality, str]
-    """What stands for a medium in a prompt; a token of the vocabulary, but for those of ``written``."""
+    """Text that stands for a medium in a prompt; a token of the vocabulary, but for those of ``written``."""
     written: ClassVar[frozenset[Modality]] = frozenset()
     """Media whose placeholder is text that neither tokenizers nor chat templates of the model need to know."""
     feature_tokens: Mapping[Modality, str]
@@ -105,7 +105,8 @@ class MediaRules(abc.ABC):
 
     @abc.abstractmethod
     def expansion(self, features: Features, modality: Modality, where: str) -> Expansion:
-        """What the placeholder of encoded features becomes. Raises RequestError if the grid is impossible, or too large."""
+        """Returns the replacement of the placeholder of encoded features. Raises RequestError if the grid is impossible, or too
+        large."""
 
     @abc.abstractmethod
     def image_rows(self, width: int, height: int) -> int:
@@ -113,7 +114,7 @@ class MediaRules(abc.ABC):
 
 
 class PictureRules(MediaRules):
-    """Of a model that makes one item of each picture, laid out by its grid. Subclasses may read videos too.
+    """Rules of a model that makes one item of each picture, laid out by its grid. Subclasses may read videos too.
 
     Args:
         folder: of the model's files.
@@ -154,15 +155,15 @@ class PictureRules(MediaRules):
 
     @abc.abstractmethod
     def _grid(self, width: int, height: int, where: str) -> Grid:
-        """Of a picture. Raises RequestError for one that the model cannot take."""
+        """Returns the grid of a picture. Raises RequestError for one that the model cannot take."""
 
     @abc.abstractmethod
     def _expanded(self, grid: Grid) -> Expansion:
-        """What the placeholder of a picture becomes."""
+        """Returns the replacement of a picture's placeholder."""
 
     @abc.abstractmethod
     def _expected(self, grid: Grid) -> str:
-        """What the grid of features must be; empty: it is that."""
+        """Returns the grid that features must have; empty: they have it."""
 
     def _tensors(self, image: Image, where: str) -> dict[str, TensorData]:
         """The encoder's inputs."""
@@ -170,7 +171,7 @@ class PictureRules(MediaRules):
 
 
 class FixedRules(PictureRules):
-    """Of a model whose pictures all have the same grid, which is of tokens."""
+    """Rules of a model with pictures of one grid of tokens."""
 
     fixed: Grid
 

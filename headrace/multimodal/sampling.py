@@ -1,4 +1,4 @@
-"""Which frames of a video a model sees."""
+"""Choice of the frames of a video that a model sees."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SampledFrames:
     indices: npt.NDArray[np.int64]
     """``[n]``: their numbers in the file."""
     fps: float
-    """Of the file."""
+    """Frames per second of the file."""
     total: int
     """Frames of the file."""
 
@@ -35,14 +35,14 @@ class SampledFrames:
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How a model samples frames."""
+    """Rule by which a model samples frames."""
 
     option_types: ClassVar[Mapping[str, tuple[type, ...]]] = {
         "fps": (float, int),
         "num_frames": (int,),
         "do_sample_frames": (bool,),
     }
-    """As in ``MediaRules``."""
+    """Types of options; see ``MediaRules``."""
 
     do_sample_frames: bool
     fps: float | None
@@ -54,7 +54,7 @@ class Sampling:
     ends: bool = False
     """The first and the last frame are among those sampled."""
     middle: bool = False
-    """Of as many equal parts of the video, the frames in their middle."""
+    """The video is divided into equal parts, and the frame in the middle of each is sampled."""
     together: bool = False
     """``fps`` and ``num_frames`` may be given together."""
 

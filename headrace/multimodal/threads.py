@@ -1,4 +1,4 @@
-"""How many media are decoded and processed at once, and by how many cores each."""
+"""Numbers of media that are decoded and processed at once, and of the cores of each."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Seen:
     layers: list[list[list[torch.Tensor]]] = dataclasses.field(default_factory=list)
     """``[tokens, width]`` float32 of each call of a layer, by layer, by sequence."""
     ends: list[str] = dataclasses.field(default_factory=list)
-    """Why sequences ended before their last token."""
+    """Reasons why sequences ended before their last token."""
 
 
 def compared(name: str, dtype: str, seen: Seen, reference: Seen) -> Line:

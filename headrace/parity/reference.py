@@ -33,7 +33,7 @@ class Forward:
     layers: RecordedLayers
     name: str
     note: str = ""
-    """Which parts are not the library's own."""
+    """Names the parts that are not the library's."""
     ends: list[str] = dataclasses.field(default_factory=list)
     """Reasons why sequences ended before their last token."""
 

@@ -14,7 +14,7 @@ from headrace.resolve.facts import DecisionLog, DeviceFacts
 CUDA_SLACK = 2 << 30
 """Bytes of a GPU reserved for what profiling does not measure: CUDA graphs, workspaces of libraries, fragments."""
 _ENTRY_BYTES = 4
-"""Of a token id or a block number."""
+"""Bytes of a token id or a block number."""
 KV_SHARE = 0.25
 """Default share of the memory beside the weights that the KV cache takes at most."""
 KV_MODEST = 2 * 2**30
@@ -40,7 +40,7 @@ def estimated_room(args: EngineArgs, model: AnySpec, dtype: str, quantization: s
 
 
 class KVPlan:
-    """How long sequences may be and how many bytes the cache groups share."""
+    """Size of the KV cache and maximum length of a sequence."""
 
     def __init__(
         self, args: EngineArgs, model: AnySpec, kv_dtype: str, num_seqs: int, num_batched: int, free: int, whole: bool

@@ -1,4 +1,4 @@
-"""How the model's numbers are held: rotary factors, dtype, quantization, dtype of the KV cache."""
+"""Number formats of the model: rotary factors, dtype, quantization, dtype of the KV cache."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def note_stored_format(files: ModelFiles, dtype: str, quantization: str, log: De
 
 
 def gguf_types(files: ModelFiles) -> Counter[str] | None:
-    """How many matrices of the layers the file has of each type; None: it is no GGUF file, or is not read."""
+    """Counts the layers' matrices in the file by type; None: it is no GGUF file, or is not read."""
     if files.kind != "gguf":
         return None
     from headrace.sources.gguf import open_gguf
@@ -139,7 +139,7 @@ def quantization(
 
 
 def kv_dtype(args: EngineArgs, model: AnySpec, dtype: str, device: DeviceFacts) -> str:
-    """That of the KV cache.
+    """Returns the dtype of the KV cache.
 
     Raises:
         ConfigError: the device or a layer cannot do with the one that was asked for.

@@ -1,4 +1,4 @@
-"""How steps are run: rows and tokens, steps in flight, attention backends, CUDA graphs."""
+"""Settings of steps: rows and tokens, steps in flight, attention backends, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def attention(
 
 
 DETERMINISTIC = "deterministic: it sums up in one order, whatever the batch"
-"""Why a layer has the backend that it has then."""
+"""Reason for the backend of a layer in deterministic mode."""
 
 
 def _invariant_attention(args: EngineArgs, device: DeviceFacts) -> str:

@@ -139,7 +139,7 @@ def _training_free(args: EngineArgs) -> SparseConfig:
 def _heads(
     args: EngineArgs, model: AnySpec, config: SparseConfig, device: str, dtype: str, kv_dtype: str, log: DecisionLog
 ) -> tuple[int, ...]:
-    """As ``SparseConfig.heads``."""
+    """Returns ``SparseConfig.heads``."""
     reasons = [SparsePrefillAttention.supports(spec, device, dtype, kv_dtype, modes_of(model)) for spec in model.layers]
     if all(reasons):
         raise ConfigError(f"no layer of this model can attend sparsely: {reasons[0][0]}", "sparse_prefill")

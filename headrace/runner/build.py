@@ -1,4 +1,4 @@
-"""What a runner is made of, as its configuration says."""
+"""Assembly of a runner from its configuration."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Stopwatch:
             self._marks.append(time.perf_counter())
 
     def wait(self) -> None:
-        """Until the device has passed the last mark."""
+        """Waits until the device has passed the last mark."""
         last = self._marks[-1]
         if not isinstance(last, float):
             last.synchronize()

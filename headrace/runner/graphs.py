@@ -49,7 +49,7 @@ def rows_beside(graph_rows: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What a captured run of the model has room for. Its decode rows come first, and then its prompts."""
+    """Row and token counts of a captured run of the model. Its decode rows come first, and then its prompts."""
 
     decode_rows: int
     prompt_tokens: int
@@ -67,11 +67,12 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class SampleShape:
-    """What a captured draw has room for."""
+    """Row count and options of a captured run of the sampler."""
 
     logits_rows: int
     filters: bool
-    """Tokens are drawn from what top_k, top_p and min_p keep, where rows ask for it, which takes a dozen kernels more."""
+    """The graph samples from the tokens that top_k, top_p and min_p keep, where rows ask for it, which takes a dozen kernels
+    more."""
     masked: bool = False
     """Rows may have token masks."""
 
@@ -85,16 +86,16 @@ class Captured:
 
     replay: Callable[[], None]
     edition: int = 0
-    """Of the backends, when it was captured."""
+    """Version of the backends' captured state; the graph is stale if theirs is another."""
 
 
 class GraphCount(NamedTuple):
-    """How many CUDA graphs are captured and current, and how many there will be; equal: nothing is left to capture."""
+    """Number of CUDA graphs that are captured and current, and how many there will be; equal: nothing is left to capture."""
 
     captured: int
     total: int
     failure: str = ""
-    """Why a capture failed, after which no other is tried; empty: none did."""
+    """Reason why a capture failed, after which no other is tried; empty: none did."""
 
 
 class EagerSteps:
@@ -169,7 +170,7 @@ class StepGraphs:
         self.nbytes = 0
         """Bytes that the captured graphs keep on the device."""
         self._failure = ""
-        """Why a capture failed; nothing is captured after that, and steps without a graph run kernel by kernel."""
+        """Reason why a capture failed; nothing is captured after that, and steps without a graph run kernel by kernel."""
 
     def shapes(self) -> Iterator[Shape | SampleShape]:
         """Yields every shape that may be captured, so that the first ones can stand in for all others of their kind."""
@@ -198,7 +199,7 @@ class StepGraphs:
         return self._choose(Shape(size, room, width) for room in _from(self._prompt_tokens, tokens) for size in beside)
 
     def sample_shape_of(self, rows: RowArrays, masks: HostMasks | None) -> SampleShape | None:
-        """The shape that ``sample`` draws all that the rows ask for in; None: they have none."""
+        """Returns the smallest shape in which ``sample`` can serve all that the rows ask for; None: there is none."""
         slots = rows.slots[rows.sampled]
         if not len(slots) or rows.num_logits_rows != len(slots) or (masks is not None and masks.allows_nothing):
             return None

@@ -28,7 +28,7 @@ _ALIGNED = 4
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """What the host knows of the rows of a step: exact, or upper bounds of what a captured step may be replayed for."""
+    """Sizes of a step's rows that the host knows: exact, or upper bounds for all steps that replay a captured one."""
 
     num_decode_rows: int
     query_start: npt.NDArray[np.int64]
@@ -67,7 +67,7 @@ class StepBuffers:
         size = 3 * _aligned(self._most + 1)
         self._rows = torch.zeros(size, dtype=torch.int32, device=device)
         self._sent = np.zeros(size, dtype=np.int32)
-        """What ``_rows`` holds once the copies under way are done."""
+        """Content of ``_rows`` once the copies under way are done."""
         # A step's host buffers are free again once it has been collected, before the pipeline comes round to them.
         ring, pinned = scheduler.pipeline_depth + 1, device.type == "cuda"
         self._outbox = torch.zeros(ring, size, dtype=torch.int32, pin_memory=pinned)
@@ -80,7 +80,7 @@ class StepBuffers:
         return self._rows.nbytes + sum(tensor.nbytes for tensor in self._logits or ())
 
     def logits(self, hidden: torch.Tensor | None = None) -> LogitsInputs:
-        """Where the inputs of the draw stand. Made for the first ``hidden [T, width]`` that it is to hold."""
+        """Returns the inputs of the sampler. They are allocated for the first ``hidden [T, width]`` that they are to hold."""
         if self._logits is None:
             if hidden is None:
                 raise EngineError("no step has run its model yet")
@@ -94,13 +94,13 @@ class StepBuffers:
         return self._logits
 
     def rows(self, count: int) -> RowTensors:
-        """Where the rows of a step of so many stand."""
+        """Returns the tensors of a step with ``count`` rows, views of one buffer."""
         pitch = _aligned(count + 1)
         slots, query_start, logits_start = self._rows[: 3 * pitch].view(3, pitch)
         return RowTensors(slots[:count], query_start[: count + 1], logits_start[: count + 1])
 
     def next_step(self) -> None:
-        """To be called before anything else of a step."""
+        """Advances to the next host buffers. Call it before anything else of a step."""
         self._turn = (self._turn + 1) % len(self._inbox)
 
     def send(self, rows: RowArrays, decode_rows: int, num_rows: int, decode_tokens: int = 1) -> npt.NDArray[np.int64]:

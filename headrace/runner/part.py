@@ -42,22 +42,22 @@ class StepHandle:
     """seq_id -> why it was not taken in at all."""
     prompt_logprobs: dict[int, list[Measured]] = dataclasses.field(default_factory=dict)
     replayed: bool | None = None
-    """As ``StepResult.replayed``, and so is ``padding_tokens``."""
+    """``StepResult.replayed`` of the step."""
     padding_tokens: int = 0
     sparse: list[Outcomes] = dataclasses.field(default_factory=list)
     """Results of the rows that attend sparsely, by forward pass."""
     # Of the draw:
     outcome: torch.Tensor | None = None
-    """As ``LogitsInputs.outcome``. None: the step has not been sampled."""
+    """``LogitsInputs.outcome`` of the step. None: the step has not been sampled."""
     counts: torch.Tensor | None = None
-    """As ``Sampled.counts``."""
+    """``Sampled.counts`` of the step."""
     logprobs: list[tuple[Indices, Measured]] = dataclasses.field(default_factory=list)
-    """As ``Sampled.logprobs``."""
+    """``Sampled.logprobs`` of the step."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepExtras:
-    """What parts add to a step, by names of fields. A step with any of it runs eagerly."""
+    """Fields that parts add to a step, by name. A step with any of them runs eagerly."""
 
     inputs: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of ``ModelInputs``."""

@@ -155,7 +155,7 @@ class ModelRunner:
         return step
 
     def _run_model(self, plan: StepPlan, step: StepHandle) -> None:
-        """From the plan to the logits inputs."""
+        """Runs the model for a plan, up to the inputs of the sampler."""
         rows = RowArrays(plan)
         step.seq_ids = rows.seq_ids
         fresh_blocks = self.slots.begin(plan, rows)
@@ -331,7 +331,7 @@ class ModelRunner:
     # ------------------------------------------------------------------ parts of a step
 
     def _move_blocks(self, plan: StepPlan) -> None:
-        """Behind what was launched before, which may still write the old places, and before what this step writes there."""
+        """Launches the moves behind earlier steps, which may still write the old places, and before this step's writes."""
         if self._blocks is None:
             raise EngineError("the plan moves KV blocks, and there is one cache group alone")
         self._blocks.move(plan.moves)

@@ -232,7 +232,8 @@ class SlotTables:
         self.num_computed.index_copy_(0, own, ends - 1)
 
     def correct(self, rows: RowArrays, counts: Ints) -> None:
-        """Of a collected step's rows with logits, ``counts`` tokens were kept. No-op for sequences that have left."""
+        """Corrects the lengths of a collected step's rows with logits: ``counts`` tokens were kept. Skips sequences that have
+        left."""
         slots = rows.slots[rows.sampled]
         excess = np.where(self.seq_id[slots] == rows.seq_ids[rows.sampled], rows.num_logits[rows.sampled] - counts, 0)
         for mirror in (self.host_num_tokens, self.host_num_computed):

@@ -25,7 +25,7 @@ class PausedPiece:
     """A piece between two of its steps."""
 
     row: Row
-    """As in the last plan."""
+    """The piece's row in the last plan."""
     sparse: SparseRows
     states: HiddenStates
     num_layers: int = 0

@@ -37,7 +37,8 @@ class Header(msgspec.Struct, frozen=True):
 
 
 def fingerprint(config: EngineConfig) -> dict[str, str]:
-    """What must be equal for plans to mean the same, each part by its name. Tensor-parallel ranks have the same one."""
+    """Returns the properties that must be equal for plans to mean the same, by name. Tensor-parallel ranks have the same
+    ones."""
     scheduler, model = config.scheduler, config.model
     if isinstance(model, ModelSpec) and model.shard is not None:
         model = model.shard.whole

@@ -23,11 +23,11 @@ from headrace.sampling.device import to_host
 
 @dataclasses.dataclass
 class SparseResults:
-    """What the sparse rows of a step come to; on the host once the step has run."""
+    """Results of a step's sparse rows; on the host once the step has run."""
 
     seq_ids: list[int]
     kept: torch.Tensor
-    """As ``SparseRows.kept``."""
+    """Attended pairs of blocks; see ``SparseRows.kept``."""
     routed: list[int]
     """Rows among these whose heads the router classified."""
     classes: torch.Tensor | None
@@ -56,9 +56,9 @@ class SparseTables(RunnerPart):
         self._segment: Ints = np.ones(slots, dtype=np.int64)
         """Length of the prompt's segments."""
         self._count: Ints = np.ones(slots, dtype=np.int64)
-        """Of the segments."""
+        """Number of the prompt's segments."""
         self._launched: list[tuple[RowArrays, SparseRows]] = []
-        """Of the step under way."""
+        """Sparse rows of the step under way."""
         self._classes: torch.Tensor | None = None
         self._heads: torch.Tensor | None = None
         if sparse.routed:

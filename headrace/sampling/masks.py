@@ -81,7 +81,7 @@ class HostMasks:
         buffer[: len(joined)].copy_(joined, non_blocking=True)
 
     def _joined(self, rows: int, device: torch.device) -> torch.Tensor:
-        """In memory that the device can read."""
+        """Returns ``which`` and the masks in memory that the device can read."""
         host = torch.empty(rows + self.masks.size, dtype=torch.int32, pin_memory=device.type == "cuda")
         padding = np.full(rows - len(self.which), -1, dtype=np.int32)
         np.concatenate([self.which, padding, self.masks.reshape(-1)], out=host.numpy())
@@ -97,7 +97,7 @@ class Constrained(Feature):
         return seq.constrained
 
     def holds(self, slots: Indices) -> npt.NDArray[np.bool_]:
-        """Which of the slots have a constrained sequence."""
+        """Returns for each slot whether it has a constrained sequence."""
         return self._uses[slots]
 
     def check(self, rows: LogitsRows, masks: TokenMasks | None) -> None:

@@ -19,7 +19,7 @@ _FIRST_WIDTH = 256
 
 
 class Penalties(Feature):
-    """For each slot that uses penalties, a histogram of the outputs and a list of all tokens seen.
+    """Keeps a histogram of the outputs and a list of all tokens seen, for each slot that uses penalties.
 
     A step only touches the listed tokens, so its cost grows with the length of the sequences, not with the vocabulary.
     Histograms are as wide as the vocabulary: they are allocated on demand, for slots that use penalties.

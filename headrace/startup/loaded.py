@@ -1,4 +1,4 @@
-"""What loading a model gives, in this process or in those of ranks."""
+"""Result of loading a model, in this process or in those of ranks."""
 
 from __future__ import annotations
 

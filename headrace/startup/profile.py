@@ -27,15 +27,15 @@ class Profile:
     """Use of a GPU's memory during the largest step, in bytes. The parts sum up to ``total``."""
 
     total: int
-    """What ``gpu_memory_utilization`` allows."""
+    """Bytes that ``gpu_memory_utilization`` allows."""
     others: int
-    """Of other processes, and of the CUDA context and libraries in this one."""
+    """Bytes of other processes, and of the CUDA context and libraries in this one."""
     held: int
-    """What PyTorch holds when no step runs: the weights."""
+    """Bytes that PyTorch holds when no step runs: the weights."""
     activations: int
     """The most that the step takes at once, beside workspaces."""
     workspaces: int
-    """What attention backends keep from step to step."""
+    """Bytes that attention backends keep from step to step."""
     vision: int = 0
     """The most that the vision encoder takes at once, beside the step that it overlaps with, and the features that are kept."""
     slack: int = CUDA_SLACK
@@ -43,7 +43,7 @@ class Profile:
 
     @property
     def room(self) -> int:
-        """What is left for KV."""
+        """Bytes left for KV."""
         return self.total - self.others - self.held - self.activations - self.workspaces - self.vision - self.slack
 
 

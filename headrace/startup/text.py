@@ -37,7 +37,7 @@ class ModelText:
         return self._vocabularies.setdefault(vocab_size, made)
 
     def constraints(self, args: EngineArgs, vocab_size: int, *, lockstep: bool = False) -> Constraints:
-        """For an engine that has resolved its vocabulary. ``lockstep``: as in Constraints."""
+        """Makes the constraints of an engine that has resolved its vocabulary. ``lockstep``: see Constraints."""
         vocabulary = self.vocabulary(args, vocab_size)
         compiler = None if vocabulary is None else GrammarCompiler(vocabulary, args.structured_outputs_config)
         return Constraints(compiler, vocab_size, lockstep=lockstep)

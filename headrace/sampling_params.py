@@ -111,7 +111,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Sampling parameters of one request. Immutable; checked when it is made.
 
     Numbers that the device keeps as float32 must be finite there. The order of a step: logit_bias and bans, penalties,
-    temperature, min_p, top_k, top_p, draw.
+    temperature, min_p, top_k, top_p, sample.
 
     Raises:
         RequestError: a value is of another type or out of range; the error names the field.

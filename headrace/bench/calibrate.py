@@ -30,17 +30,17 @@ from headrace.sim.step_time import NO_GRAPHS, GraphSizes, features
 from headrace.startup.source import FileSource
 
 _ROUND_SHARE = 0.02
-"""Of the measuring time that the shortest rounds have; the longest, in which contexts are longest, have ``_LONGEST`` times as
-much."""
+"""Share of the measuring time that the shortest rounds have; the longest, in which contexts are longest, have ``_LONGEST``
+times as much."""
 _LONGEST = 5.0
 _MOST_SHARE = 0.2
 """The same of a round in which a step full of prompt tokens takes longer."""
 _LEAST_ROUND = 0.5
 """Seconds of a round."""
 _EXTRA_SECONDS = 600.0
-"""That a measurement may take beyond those asked for, until a fit has the steps that it needs."""
+"""Time that a measurement may take beyond the time asked for, until a fit has the steps that it needs."""
 _PROMPT_SHARE = 0.5
-"""Of a round that prompts are computed in, about."""
+"""Approximate share of a round in which prompts are computed."""
 _FIRST_RATE = 500.0
 """Prompt tokens a second that are assumed before any were measured."""
 _MOST_OUTPUT = 256
@@ -93,7 +93,7 @@ def run(args: EngineArgs, seconds: float, *, seed: int = 0, tell: Callable[[str]
 
 
 def graph_sizes(core: EngineCore, config: EngineConfig) -> GraphSizes:
-    """Of the steps that an engine has captured."""
+    """Returns the sizes of the steps that an engine has captured."""
     rows = config.graph_rows
     if not core.executor.graphs().captured:
         return NO_GRAPHS
@@ -111,7 +111,7 @@ def calibration(engine: LoadedEngine, fitted: Fit) -> Calibration:
 
 
 def shape(config: EngineConfig) -> EngineShape:
-    """What of an engine decides its steps."""
+    """Returns the settings of an engine that decide its steps."""
     scheduler, cache = config.scheduler, config.cache
     return EngineShape(
         max_model_len=scheduler.max_model_len,
@@ -208,7 +208,7 @@ class _Traffic:
 
     def __init__(self, config: EngineConfig, seed: int) -> None:
         self.names: list[str] = []
-        """Of the round."""
+        """Names of the requests of the round."""
         self.concurrency = 0
         self._random = random.Random(seed)
         self._config = config
@@ -253,7 +253,7 @@ class _Traffic:
         )
 
     def _longest(self) -> int:
-        """Of a sequence: a part of the cache, so that several fit."""
+        """Longest sequence: a part of the cache, so that several fit."""
         shares = sum(1 / max(1, blocks - 1) for blocks in self._config.cache.num_blocks)
         return max(4, min(self._config.scheduler.max_model_len, int(self._config.cache.block_size / shares) // 4))
 

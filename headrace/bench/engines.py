@@ -43,7 +43,7 @@ class BenchJob:
 
     engine: str
     args: EngineArgs
-    """For headrace; the other engines take the model from it."""
+    """Arguments of headrace; the other engines take the model from them."""
     reference_dtype: str
     num_threads: int
     loads: list[Workload]

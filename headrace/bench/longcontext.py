@@ -29,7 +29,7 @@ _WARM_UP = 256
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """How prompts attend: a name, and the threshold of its selector where it is not the default."""
+    """Attention of prompts: a name, and the threshold of its selector where it is not the default."""
 
     name: str
     threshold: float | None = None
@@ -53,7 +53,8 @@ class Mode:
             raise ConfigError(f"{text!r}: the threshold must be a number", "--modes") from None
 
     def args(self, args: EngineArgs) -> EngineArgs:
-        """Of this mode's engine. The cache is for the second request of each prompt, which measures the right answer."""
+        """Returns the arguments of this mode's engine. The cache is for the second request of each prompt, which measures the
+        right answer."""
         least = None if self.name == "dense" else args.sparse_min_tokens or 0
         return dataclasses.replace(
             args,
@@ -200,7 +201,7 @@ def _ttft(output: RequestOutput) -> float:
 
 
 def rows(records: Sequence[Record], modes: Sequence[Mode]) -> list[dict[str, Any]]:
-    """By task, length and mode: means, and the median time to the first token."""
+    """Returns means, and the median time to the first token, by task, length and mode."""
     groups: dict[tuple[str, int, str], list[Record]] = {}
     for record in records:
         groups.setdefault((record.task, record.length, record.mode), []).append(record)

@@ -46,7 +46,7 @@ class Sample:
     target: str
     """The right continuation of the prompt, whose log-probability is measured."""
     max_tokens: int
-    """To generate for the answer."""
+    """Tokens to generate for the answer."""
     measure: Literal["found", "f1"] = "found"
 
 
@@ -196,14 +196,14 @@ def _of_line(encoder: Encoder, line: bytes, where: str, length: int) -> Sample:
 
 
 def score(sample: Sample, text: str) -> float:
-    """Of a generated answer, 0 to 1: the share of the right answers that it contains, or the best F1 of its words."""
+    """Scores a generated answer, 0 to 1: the share of the right answers that it contains, or the best F1 of its words."""
     if sample.measure == "found":
         return sum(answer.lower() in text.lower() for answer in sample.answers) / len(sample.answers)
     return max(_f1(_words(text), _words(answer)) for answer in sample.answers)
 
 
 def _words(text: str) -> list[str]:
-    """As SQuAD's and LongBench's F1 count them: without case, punctuation and articles."""
+    """Returns the words that SQuAD's and LongBench's F1 count: without case, punctuation and articles."""
     bare = "".join(character for character in text.lower() if character not in string.punctuation)
     return [word for word in bare.split() if word not in ("a", "an", "the")]
 

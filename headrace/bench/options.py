@@ -83,7 +83,7 @@ class ThroughputOptions(Checked):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadOptions(Checked):
-    """What to send to a server. Both the count and the time are bounded.
+    """Load to send to a server. Both the count and the time are bounded.
 
     Raises:
         ConfigError: a value is out of range, or contradicts another; names it.
@@ -120,8 +120,8 @@ class LoadOptions(Checked):
     image_size: Annotated[str | None, OptionSpec(metavar="WIDTHxHEIGHT")] = None
     """Send a picture of this size with each request, of random pixels: no two are alike."""
     image_form: Annotated[ImageForm | None, OptionSpec(default="png")] = None
-    """How pictures are sent: as data URLs of PNG or JPEG; or random features in their place, as safetensors in the request,
-    or uploaded before the first request, which then refers to them."""
+    """Form in which pictures are sent: data URLs of PNG or JPEG; or random features in their place, as safetensors in the
+    request, or uploaded before the first request, which then refers to them."""
     image_model: Annotated[str | None, OptionSpec(metavar="MODEL")] = None
     """The served model's directory or name, whose config and processor say what features of a picture look like."""
 
@@ -161,7 +161,7 @@ class LoadOptions(Checked):
 
     @property
     def clients(self) -> int | None:
-        """Of the closed loop; None: the loop is open."""
+        """Number of clients of the closed loop; None: the loop is open."""
         return None if self.rate is not None else self.concurrency or CLIENTS
 
     @property
@@ -193,7 +193,7 @@ class LongContextOptions(Checked):
     samples: Annotated[int, OptionSpec(min=1)] = 4
     """Prompts of each task and length, and lines of --data."""
     modes: Annotated[str, OptionSpec(metavar="MODES")] = "dense,xattn,mean"
-    """How prompts attend, separated by commas: dense, xattn, mean, elastic (by the model's router). :NUMBER sets a threshold,
+    """Attention of prompts, separated by commas: dense, xattn, mean, elastic (by the model's router). :NUMBER sets a threshold,
     as in xattn:0.8."""
     task_seed: Annotated[int, OptionSpec(min=0)] = 0
     """Seed of the tasks."""

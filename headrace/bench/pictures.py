@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from headrace.config import EngineArgs
 
 MAX_BYTES = 2**33
-"""Of the pictures of a load, which are made before it."""
+"""Largest size of the pictures of a load, which are made before it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Pictures:
     encoded: bool = False
     """Random features stand for the pictures."""
     features: PictureFeatures | None = None
-    """What stands for an encoded picture in the model; None: not known yet."""
+    """Features that stand for an encoded picture in the model; None: not known yet."""
 
     def media(self, seed: int) -> dict[str, Any]:
         """``multi_modal_data`` of one prompt."""
@@ -70,7 +70,7 @@ class Pictures:
 
 
 def features_of(args: EngineArgs, pictures: Pictures, option: str) -> PictureFeatures:
-    """What stands for a picture of this size in the model of ``args``; reads no weights.
+    """Returns the features that stand for a picture of this size in the model of ``args``; reads no weights.
 
     Raises:
         ConfigError: the model has no processor of pictures, or sees one as several items; names ``option``.
@@ -109,7 +109,7 @@ class SentPictures:
     max_bytes: int = MAX_BYTES
 
     def shares(self, counts: Sequence[int]) -> list[SentPictures]:
-        """Of processes that send so many each."""
+        """Returns the shares of processes that send ``counts`` pictures each."""
         starts = [self.seed + sum(counts[:index]) for index in range(len(counts))]
         return [dataclasses.replace(self, seed=start, max_bytes=self.max_bytes // len(counts)) for start in starts]
 

@@ -1,4 +1,4 @@
-"""What benchmarks report beside their numbers: percentiles, machine facts, tables, JSON."""
+"""Parts of benchmark reports beside their numbers: percentiles, machine facts, tables, JSON."""
 
 from __future__ import annotations
 

@@ -75,21 +75,21 @@ async def run(
 
 @dataclasses.dataclass
 class Sent:
-    """What came of a load."""
+    """Outcome of a load."""
 
     exchanges: list[Exchange]
     dropped: int
     seconds: float
     picture_bytes: int = 0
-    """Of all pictures, or features in their place."""
+    """Bytes of all pictures, or of features in their place."""
     upload_seconds: float = 0.0
-    """For all uploads of features, before the load."""
+    """Time of all uploads of features, before the load."""
     busy: float = 0.0
     """Processor time of the client process by the time of the load: the largest, of several."""
 
 
 class Share(msgspec.Struct, frozen=True):
-    """What a client process sends of a load."""
+    """Share of a load that one client process sends."""
 
     load: LoadOptions
     prompts: Sequence[str]
@@ -126,7 +126,7 @@ async def _send(
 
 class _Prepared(NamedTuple):
     parts: list[dict[str, Any]]
-    """For the message of each request; empty: requests have text alone."""
+    """Parts of the message of each request; empty: requests have text alone."""
     num_bytes: int = 0
     upload_seconds: float = 0.0
 
@@ -190,7 +190,7 @@ def _send_from_processes(load: LoadOptions, prompts: Sequence[str], pictures: Se
 
 
 async def send_share(share: Share, wait: Callable[[], object]) -> Sent:
-    """What a client process sends, once ``wait`` returns."""
+    """Sends the share of a client process, once ``wait`` returns."""
     async with _http_client(share.load) as client:
         return await _send(client, share.load, share.prompts, share.pictures, share.model, lambda text: None, wait)
 
@@ -203,7 +203,7 @@ class _Sender:
     load: LoadOptions
     prompts: Sequence[str]
     parts: Sequence[dict[str, Any]]
-    """For the message of each request; empty: requests have text alone."""
+    """Parts of the message of each request; empty: requests have text alone."""
     model: str
     tell: Callable[[str], None]
     exchanges: list[Exchange] = dataclasses.field(default_factory=list)

@@ -41,7 +41,7 @@ class WorkloadRow(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens: int
     output_tokens: int
     seconds: list[float]
-    """Of each repetition, in order: from the submission of all prompts to the last token of the last request."""
+    """Seconds of each repetition, in order: from the submission of all prompts to the last token of the last request."""
     best: float
     median: float
     output_rate: float

@@ -60,7 +60,7 @@ class _Connection(asyncio.Protocol, httpx.AsyncByteStream):
 
     def __init__(self, idle: list[_Connection]) -> None:
         self._idle = idle
-        """Of the same origin; it is added when an answer has been read to its end."""
+        """Idle connections of the same origin; this one is added when an answer has been read to its end."""
         self._parser: Any = httptools.HttpResponseParser(self)
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None

@@ -39,7 +39,7 @@ class Workload:
     prompts: list[list[int]]
     output_lens: list[int]
     pictures: Pictures | None = None
-    """What the prompts bring beside tokens; None: nothing."""
+    """Pictures of the prompts; None: the prompts are tokens alone."""
     media: tuple[dict[str, Any], ...] = ()
     """``multi_modal_data`` of each prompt, where ``pictures`` were made."""
 
@@ -83,7 +83,7 @@ class Workload:
         return dataclasses.replace(self, media=media)
 
     def requests(self) -> list[Prompt]:
-        """What vLLM's and headrace's ``generate`` take."""
+        """Returns the prompts in the form that vLLM's and headrace's ``generate`` take."""
         if self.pictures is None:
             return [{"prompt_token_ids": prompt} for prompt in self.prompts]
         return [

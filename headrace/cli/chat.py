@@ -129,7 +129,7 @@ class Conversation:
         self._reset()
 
     def run(self) -> None:
-        """Until /quit or the end of the input."""
+        """Reads and answers messages until /quit or the end of the input."""
         if self.interactive:
             self._console.print(Text(printable(self._talker.name), "bold"), " /help lists what you can type")
         while (text := self._read()) is not None:

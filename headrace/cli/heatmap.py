@@ -27,7 +27,7 @@ _OUTSIDE = (232, 232, 232)
 
 
 def colour(density: float | None) -> tuple[int, int, int]:
-    """From nearly white to dark blue; grey for dense layers."""
+    """Returns a colour from nearly white to dark blue; grey for dense layers."""
     if density is None:
         return _DENSE_LAYER
     share = min(1.0, max(0.0, density)) ** 0.5

@@ -86,7 +86,8 @@ class Group(Generic[T]):
         )
 
     def given(self, values: dict[str, Any]) -> dict[str, Any]:
-        """What was set on the command line, by field; a repeatable option that was not used counts as not set."""
+        """Returns the options that were set on the command line, by field; a repeatable option that was not used counts as not
+        set."""
         tuples = {option.name for option in self.options if typing.get_origin(option.type) is tuple}
         return {
             field: tuple(value) if field in tuples else value
@@ -261,7 +262,7 @@ def _merged(
 
 
 def _place(parameter: inspect.Parameter) -> int:
-    """Where the help shows a parameter: arguments, options of every command, then the panels in their order."""
+    """Returns the place of a parameter in the help: arguments, options of every command, then the panels in their order."""
     (info,) = parameter.annotation.__metadata__
     if isinstance(info, ArgumentInfo):
         return -2
@@ -323,7 +324,7 @@ _PARSERS: dict[Any, Callable[[str], Any]] = {
     list[int]: _token_ids,
     dict[int, float]: _token_numbers,
 }
-"""From the written word to a field's type; what typer parses itself is not here. Ranges are checked by the field's class."""
+"""Parsers from the written word to a field's type; what typer parses itself is not here. The field's class checks ranges."""
 
 
 class SamplingGroup(Group[SamplingParams]):

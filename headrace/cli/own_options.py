@@ -53,9 +53,9 @@ class DoctorOptions(Checked):
     load: Annotated[bool, OptionSpec(flags=("--load",))] = False
     """Also load the weights and run a first step, for the timeline and the memory as they are."""
     parity: Annotated[bool, OptionSpec(flags=("--parity",))] = False
-    """In place of the report: run prompts through every implementation of the model and through its library's own forward
-    (transformers', or Megatron's for its checkpoints), in float32 and in the dtype that would be served, and compare logprobs,
-    layers and tokens. Exit code 0: they agree; 1: they do not. Loads the model several times."""
+    """Replace the report by a comparison: run prompts through every implementation of the model and through its library's own
+    forward (transformers', or Megatron's for its checkpoints), in float32 and in the dtype that would be served, and compare
+    logprobs, layers and tokens. Exit code 0: they agree; 1: they do not. Loads the model several times."""
     image_size: Annotated[tuple[str, ...], OptionSpec(metavar="WIDTHxHEIGHT", default="1024x1024, for a model that sees")] = ()
     """Size of a picture, such as 1024x768, whose number of tokens the report says."""
     as_json: Annotated[bool, OptionSpec(flags=("--json",))] = False

@@ -33,7 +33,7 @@ class PromptJob:
     number: int
     """Line of the file, or position among the arguments, from 1."""
     content: Any = None
-    """By ``kind``: text, messages, token ids, or the url and the body of a batch line."""
+    """Content by ``kind``: text, messages, token ids, or the url and the body of a batch line."""
     kind: str = ""
     id: str | float | None = None
     """The line's ``id`` or ``custom_id``, which is repeated in the result."""

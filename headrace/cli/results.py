@@ -19,7 +19,7 @@ from headrace.host.user_files import check_output, is_stream, open_stream
 
 
 def line_key(record: Mapping[str, Any]) -> str:
-    """What a resumed run knows a line by: its ``custom_id`` or ``id``, or its number where it has none."""
+    """Returns the key by which a resumed run finds a line: its ``custom_id`` or ``id``, or its number where it has none."""
     name = "custom_id" if "custom_id" in record else "line" if record.get("id") is None else "id"
     return f"{name} {record[name]!r}"
 
@@ -143,7 +143,7 @@ def _refuse_same(source: Path | None, targets: list[Path | int]) -> None:
 
 
 def _status(file: Path | int) -> os.stat_result | None:
-    """Of a regular file; None: it is none, or is not there."""
+    """Returns the status of a regular file; None: it is none, or is not there."""
     try:
         status = os.stat(file)
     except OSError:

@@ -212,7 +212,7 @@ async def _run_all(
 
 
 def _error(result: Outcome) -> str | None:
-    """What the report says of a failure."""
+    """Returns the text by which the report describes a failure."""
     if isinstance(result, RequestError):
         return describe(result)
     if isinstance(result, RequestOutput) or result.status == 200:
@@ -362,7 +362,7 @@ def _record(job: PromptJob, result: Any) -> dict[str, Any]:
 
 
 def _batch_record(job: PromptJob, result: Any) -> dict[str, Any]:
-    """As OpenAI's output files have it."""
+    """Returns a record in the form of OpenAI's output files."""
     record: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": job.id, "response": None, "error": None}
     if isinstance(result, RequestError):
         return record | {"error": {"code": result.code or "invalid_request", "message": result.message}}

@@ -99,7 +99,7 @@ class ReplicaBook(Generic[Name]):
 
 
 def routed_request(name: str, call: HttpCall) -> Request:
-    """What routing looks at of an HTTP request. Whether it is valid is the replica's to say."""
+    """Returns the properties of an HTTP request that routing looks at. The replica checks whether the request is valid."""
     is_json = "json" in (call.header("content-type") or "")
     try:
         body = msgspec.json.decode(call.body) if is_json else {}

@@ -17,7 +17,7 @@ _ROWS = {True: 64, False: 256}
 _QUEUED_SHARE = 8
 """A replica is sent this part of its rows beyond them, so that a row that ends has a successor."""
 _TARGET = 0.75
-"""Of the rows: requests per replica that autoscaling aims at."""
+"""Share of the rows that autoscaling aims at, as requests per replica."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

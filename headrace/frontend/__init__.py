@@ -1,4 +1,4 @@
-"""What callers use: prompts become requests, and deltas become outputs."""
+"""Interfaces of the engine for callers: prompts become requests, and deltas become outputs."""
 
 from headrace.host.wait import rest_early
 

@@ -180,8 +180,8 @@ class AsyncLLM:
 
     @property
     def stats(self) -> EngineStats:
-        """As of at most ``STATS_SECONDS`` ago, and exact while the engine is idle. Counters restart at 0 with the engine;
-        those of several replicas are sums, which do not."""
+        """Counters and gauges, at most ``STATS_SECONDS`` old, and exact while the engine is idle. Counters restart at 0 with
+        the engine; those of several replicas are sums, which do not."""
         return self._stats if isinstance(self._supervisor, EngineSupervisor) else self._supervisor.stats
 
     @property

@@ -17,17 +17,17 @@ from headrace.sampling_params import SamplingParams
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """How one prompt attends."""
+    """Attention of one prompt, by layer and head."""
 
     model: str
     prompt_tokens: int
     report: AttentionReport
     heads: list[list[float | None]]
-    """By layer and query head, the share of dense attention's pairs of blocks; None: the layer is dense."""
+    """Share of dense attention's pairs of blocks that a head attends to, by layer and query head; None: the layer is dense."""
     layer: int
     head: int
     blocks: list[list[int]]
-    """Of that head, for each block of queries the blocks of keys that it attends to; empty: the layer is dense."""
+    """Blocks of keys that each block of queries attends to in that head; empty: the layer is dense."""
 
 
 class _Watch:

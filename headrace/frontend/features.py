@@ -21,7 +21,7 @@ from headrace.startup.vision import encoder_loader
 
 
 def picture_rules(args: EngineArgs, files: ModelFiles) -> MediaRules | None:
-    """What the model's processor does with pictures; None: the model reads text alone, or has no processor that can be used."""
+    """Returns the rules by which the model reads pictures; None: it reads text alone, or has no usable processor."""
     vision = choose(args, files).spec.vision
     try:
         return None if vision is None else media_rules(vision.model_type, files.directory, files.config)

@@ -48,7 +48,7 @@ class MultiModalPrompt(TypedDict):
     prompt: NotRequired[str]
     prompt_token_ids: NotRequired[list[int]]
     multi_modal_data: MultiModalData | Mapping[str, Any]
-    """As ``MultiModalData.of`` takes it, or with URLs of features: ``image_feature_urls``, ``video_feature_urls``."""
+    """Media in a form that ``MultiModalData.of`` takes, or URLs of features: ``image_feature_urls``, ``video_feature_urls``."""
     mm_processor_kwargs: NotRequired[Mapping[str, Any]]
     """Options of the model's processor."""
     add_special_tokens: NotRequired[bool]
@@ -116,7 +116,7 @@ class InputProcessor:
         self._media_tokens: Mapping[int, str] = {**(media_tokens or {}), **own}
         self.media = media
         self.default_sampling = _sampling_defaults(generation_config)
-        """What a caller who gives no sampling parameters gets."""
+        """Parameters of a request that has none."""
         tokenizer_eos = tokenizer.eos_token_ids if tokenizer is not None else []
         eos = {*tokenizer_eos, *generation_config.get("eos_token_id", ())}
         self.eos_token_ids = sorted(token for token in eos if token < vocab_size)
@@ -150,7 +150,7 @@ class InputProcessor:
 
     @property
     def special_texts(self) -> Sequence[str]:
-        """What spells a special token or a marker of the model's answers."""
+        """Texts that spell a special token or a marker of the model's answers."""
         return self._grammars.special_texts
 
     def chat_prompt(
@@ -199,7 +199,7 @@ class InputProcessor:
             self.multimodal.check_options(kwargs)
 
     async def chat_prompt_async(self, messages: Any, **options: Any) -> TokensPrompt | MultiModalPrompt:
-        """As ``chat_prompt``, in a thread where it may take long."""
+        """Makes a prompt like ``chat_prompt``, in a thread where it may take long."""
         make = functools.partial(self.chat_prompt, messages, **options)
         return make() if self.multimodal is None else await asyncio.to_thread(make)
 
@@ -234,7 +234,7 @@ class InputProcessor:
     async def request_async(
         self, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool = True, **options: Any
     ) -> Request:
-        """As ``request``; work that takes longer than a step may is done in a thread."""
+        """Makes a request like ``request``; work that takes longer than a step may is done in a thread."""
         check_params(params)
         plan, tenant = options.get("plan"), options.get("tenant", "")
         if self._is_constrained(params, plan):
@@ -387,8 +387,8 @@ class InputProcessor:
         return tokens
 
     def _max_tokens(self, num_prompt: int, params: SamplingParams, ahead: int, default: int | None) -> int:
-        """What the request may generate: as asked, or the default within the rest of the context. Rotary positions are
-        ``ahead`` of the tokens."""
+        """Returns the number of tokens that the request may generate: as asked, or the default within the rest of the context.
+        Rotary positions are ``ahead`` of the tokens."""
         rest = self.max_model_len - num_prompt - ahead
         if rest < 1:
             raise _too_long(
@@ -461,7 +461,7 @@ class InputProcessor:
         budget: int | None = None,
         answers: AnswerFormats | None = None,
     ) -> AnswerPlan | None:
-        """What the grammar of an answer to a conversation holds; None: there is none.
+        """Plans the grammar of an answer to a conversation; None: there is none.
 
         Args:
             budget: tokens of reasoning, at most.

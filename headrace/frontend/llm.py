@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 Messages = list[dict[str, Any]]
 
 _Shape = tuple[ParseOptions | None, AnswerPlan | None]
-"""How an answer is parsed, and what its grammar holds beside its content."""
+"""Parsing of an answer, and the parts that its grammar has beside its content."""
 _Shaped = Callable[[Any, SamplingParams], _Shape]
 """Prompt and parameters -> shape"""
 
@@ -128,7 +128,7 @@ class LLM:
         self._ids = itertools.count()
         self._templated: dict[str, Tokenizer] = {}
         self._unusable: str | None = None
-        """Why nothing can be generated any more."""
+        """Reason why nothing can be generated any more."""
 
     # Generation
 
@@ -412,7 +412,7 @@ class LLM:
 
     @contextlib.contextmanager
     def _exclusive_local(self) -> Iterator[LocalEngine]:
-        """As ``_exclusive``. Raises ConfigError if replicas run in processes of their own."""
+        """Enters ``_exclusive``. Raises ConfigError if replicas run in processes of their own."""
         with self._exclusive() as engine:
             if isinstance(engine, ReplicatedEngine):
                 raise ConfigError(

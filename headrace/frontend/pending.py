@@ -27,7 +27,7 @@ class PendingRequests:
     def __init__(self, prompts: Sequence[Prompt], inputs: InputProcessor, make: Make, most: int) -> None:
         self._prompts, self._inputs, self._make, self._most = deque(prompts), inputs, make, most
         self._media: deque[Future[PreparedPrompt] | None] = deque()
-        """Of the first of ``_prompts``."""
+        """Media of the first of ``_prompts``."""
         self._made: deque[Request] = deque()
         self._num_made = 0
         self._running: set[str] = set()

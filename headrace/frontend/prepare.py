@@ -32,7 +32,8 @@ def described(info: EngineInfo, inputs: InputProcessor) -> EngineInfo:
 def input_processor(
     text: ModelText, args: EngineArgs, *, vocab_size: int, max_model_len: int, media: MediaFacts | None = None
 ) -> InputProcessor:
-    """For an engine that has resolved its vocabulary and context length. ``media``: None: it reads text alone."""
+    """Makes the input processor of an engine with resolved vocabulary and context length. ``media``: None: it reads text
+    alone."""
     multimodal: MultiModalProcessor | None = None
     loader: MediaLoader | None = None
     text_alone = "the model has no vision part"

@@ -24,13 +24,13 @@ from headrace.startup.text import ModelText
 T = TypeVar("T")
 
 _CAPTURE_SECONDS = 20.0
-"""As for an engine in the calling process: no caller waits for the first token of a prompt."""
+"""Default of ``graph_capture_seconds``, as in an engine in the calling process: no caller waits for a first token."""
 _STEP_SECONDS = 0.1
 """Most time that ``ReplicatedCore.step`` waits for a delta, so that an interrupt is noticed."""
 
 
 class ReplicatedCore:
-    """What ``EngineCore`` is to its caller, for several replicas: ``step`` returns what they have sent.
+    """Stands for ``EngineCore`` before several replicas: ``step`` returns their messages.
 
     The client of the replicas runs in an event loop in a thread.
     """
@@ -39,7 +39,7 @@ class ReplicatedCore:
         self._llm = llm
         self._loop = asyncio.new_event_loop()
         self._arrived: queue.SimpleQueue[list[OutputDelta | RequestError]] = queue.SimpleQueue()
-        """From the loop to the caller, who is woken once for all that has come together."""
+        """Messages from the loop to the caller, who is woken once for all that has come together."""
         self._ready: list[OutputDelta | RequestError] = []
         self._open: dict[str, int] = {}
         """Request -> samples that have not ended."""

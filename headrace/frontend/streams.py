@@ -34,7 +34,7 @@ class Inbox:
         """Requests that no other replica can run again: their reader has seen a part, or has left."""
         self._reader: asyncio.Future[None] | None = None
         self._take: Callable[[], bool] | None = None
-        """What reads for the reader."""
+        """Takes messages in place of the waiting reader."""
         self._scheduled = False
         """``_call`` is about to run."""
 

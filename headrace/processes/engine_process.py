@@ -13,7 +13,7 @@ from headrace.processes.spawn import STACK_SIGNAL, STACKS_SIGNAL, Spawned
 from headrace.processes.watchdog import ThreadTimes, thread_times
 
 _EXIT_POLL_SECONDS = 0.01
-"""How often a process that has closed its end is asked for its status."""
+"""Interval at which a process that has closed its end is asked for its status."""
 
 
 class EngineProcess:
@@ -46,7 +46,7 @@ class EngineProcess:
         self._child.send(encode(message))
 
     async def stacks(self, seconds: float = 1.0) -> str:
-        """What every thread of the engine is doing; less, or nothing, if it does not answer in time."""
+        """Returns the stacks of every thread of the engine; fewer, or none, if it does not answer in time."""
         # A stopped process takes no other signal.
         self._child.signal(signal.SIGCONT)
         for wanted in (STACK_SIGNAL, STACKS_SIGNAL):
@@ -55,7 +55,7 @@ class EngineProcess:
         return os.pread(self._spawned.stacks, self._stacks_size(), 0).decode(errors="replace")
 
     async def _written(self, seconds: float) -> None:
-        """Until more stacks were written than there were, and no more comes."""
+        """Waits until more stacks are written and no more come."""
         deadline = self._loop.time() + seconds
         first = size = self._stacks_size()
         while self._loop.time() < deadline and not self.exited.done():

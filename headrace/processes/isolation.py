@@ -67,7 +67,7 @@ class Isolation:
 
     @property
     def sent(self) -> list[Request]:
-        """What the engine has."""
+        """Requests that the engine has."""
         return list(self._sent.values())
 
     def add(self, request: Request) -> None:

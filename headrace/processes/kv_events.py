@@ -25,7 +25,7 @@ from headrace.processes.messages import CacheChanged, FromEngine
 logger = logging.getLogger("headrace.engine")
 
 _END = (-1).to_bytes(8, "big", signed=True)
-"""In place of a number: nothing more is sent again."""
+"""Message in place of a number: nothing more is sent again."""
 _JOIN_SECONDS = 1.0
 
 Changes = Sequence[Change]

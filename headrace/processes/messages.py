@@ -29,7 +29,7 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag=True):
     args: EngineArgs
     log_level: int
     origin: float
-    """When the start-up began, on ``host.clock``."""
+    """Time at which the start-up began, on ``host.clock``."""
     stacks: int
     """Descriptor of the file for stacks, which the engine's process has inherited."""
     replica: int = 0
@@ -120,7 +120,7 @@ class Fatal(msgspec.Struct, frozen=True, array_like=True, tag=True):
     message: str
     param: str | None
     traceback: str
-    """For the log; empty: the message says it all."""
+    """Traceback for the log; empty: the message says it all."""
 
 
 FromEngine = Starting | Ready | Accepted | Rejected | StepDeltas | Stats | CacheChanged | ControlReply | Fatal

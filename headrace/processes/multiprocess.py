@@ -62,9 +62,9 @@ from headrace.weights.update import Named
 T = TypeVar("T")
 
 _ENDING_SECONDS = 0.2
-"""How long after its channel a process that is killed may last."""
+"""Time for which a killed process may outlast its channel."""
 _LOOK_SECONDS = 1.0
-"""How often ranks that do not answer are looked at."""
+"""Interval at which ranks that do not answer are looked at."""
 _STOPPED_LOOKS = 3
 """A rank that was stopped (SIGSTOP) at so many looks on end has failed."""
 _OF_RANKS = {
@@ -107,7 +107,7 @@ class MultiprocessExecutor(Executor[int]):
         """Makes one for a step."""
 
     def watch(self, step_timeout: float, device: str) -> None:
-        """From now on a rank that is stuck in a step breaks the executor."""
+        """Starts the watchdog: a rank that is stuck in a step breaks the executor."""
         pids = [rank.pid for rank in self.ranks]
         times, most = functools.partial(thread_times, pids), busy_timeouts(device)
         self._watchdog = lambda: Watchdog(step_timeout, times, busy_timeouts=most)
@@ -130,7 +130,7 @@ class MultiprocessExecutor(Executor[int]):
         return result
 
     def _difference(self, step: int, rank: int) -> str:
-        """Where the results of a step differ on two ranks."""
+        """Describes where the results of a step differ on two ranks."""
         where = f"ranks 0 and {rank} differ at step {step}"
         self.send(ShowTokens(step))
         tokens = self.gather(Tokens | None)
@@ -155,7 +155,7 @@ class MultiprocessExecutor(Executor[int]):
         return self.gather(int)[0]
 
     def memory(self) -> list[tuple[str, int]]:
-        """Of rank 0: all hold about the same."""
+        """Memory of rank 0; the other ranks use about as much."""
         self.send(Ask("memory"))
         return self.gather(list[tuple[str, int]])[0]
 

@@ -64,7 +64,7 @@ class EngineLoop:
         self._running = True
 
     def run(self) -> None:
-        """Until Shutdown, or until the client is gone. Whatever ``core.step`` raises leaves from here."""
+        """Runs until Shutdown, or until the client is gone. Raises whatever ``core.step`` raises."""
         core, channel = self._core, self._channel
         while self._running:
             ended: list[OutputDelta] = []

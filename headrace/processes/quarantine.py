@@ -22,7 +22,7 @@ class _Suspect(msgspec.Struct):
     crashes: int = 0
     """Crashes at which it was in flight."""
     since: float = 0.0
-    """When the engine crashed the last time."""
+    """Time of the last crash of the engine."""
     guilty: bool = False
     """The engine crashed again, and nothing else was in flight."""
 
@@ -40,7 +40,7 @@ class Quarantine:
         self._seconds = seconds
         self._clock = clock
         self._suspects: OrderedDict[bytes, _Suspect] = OrderedDict()
-        """By fingerprint, in the order of ``since``."""
+        """Suspects by fingerprint, in the order of ``since``."""
 
     def __len__(self) -> int:
         return len(self._suspects)
@@ -51,7 +51,7 @@ class Quarantine:
         return 0 if suspect is None else suspect.crashes
 
     def refusal(self, request: Request) -> RequestError | None:
-        """Why the request is refused; None: it is not."""
+        """Returns why the request is refused; None: it is not."""
         suspect = self._find(request)
         if suspect is None or not suspect.guilty:
             return None
@@ -85,7 +85,8 @@ class Quarantine:
 
 
 def fingerprint(request: Request) -> bytes:
-    """Of the prompt and the parameters. The seed is left out: whatever kills an engine does not depend on it."""
+    """Returns the hash of the prompt and the parameters. The seed is left out: whatever kills an engine does not depend on
+    it."""
     sampling = msgspec.structs.replace(request.sampling, seed=None)
     items = [item.content_hash for item in request.items]
     return hashlib.blake2b(_encode((request.prompt_token_ids, sampling, request.max_tokens, items)), digest_size=16).digest()

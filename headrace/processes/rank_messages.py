@@ -38,7 +38,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Not answered."""
 
     plan: bytes
-    """As ``encode_plan`` makes it."""
+    """The plan in the form of ``encode_plan``."""
 
 
 class Collect(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -123,13 +123,13 @@ FromRank = Done | Least | Alike | ConfigRefused | Failed
 
 class Collected(msgspec.Struct, frozen=True, array_like=True):
     digest: bytes
-    """Of what ranks must agree on in the step."""
+    """Hash of the results on which ranks must agree in the step; see ``digest``."""
     result: StepResult | None
     """None: the rank is not rank 0."""
 
 
 class Tokens(msgspec.Struct, frozen=True, array_like=True):
-    """What ranks agree on in a step."""
+    """Results of a step on which ranks must agree."""
 
     seq_ids: list[int]
     token_ids: list[list[int]]
@@ -141,7 +141,7 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True):
 
 
 def digest(result: StepResult) -> bytes:
-    """Of what ranks must agree on in a step."""
+    """Returns the hash of the results on which ranks must agree in a step."""
     agreed = msgspec.msgpack.encode((result.step, Tokens.of(result)))
     return hashlib.blake2b(agreed, digest_size=4).digest()
 

@@ -49,10 +49,10 @@ class ReplicaStatus(NamedTuple):
     replica: int
     state: str
     reason: str
-    """Why it serves nothing; empty if it does."""
+    """Reason why it serves nothing; empty if it does."""
     pid: int | None
     info: EngineInfo | None
-    """Of its last start; None: it has not been ready yet."""
+    """Information on the last start; None: it has not been ready yet."""
     stats: EngineStats
     routing: RouterStats
 
@@ -86,7 +86,7 @@ class _Replica(Client):
         return self._replicas.pending_at(self)
 
     def reason(self) -> str:
-        """Why it takes no requests; empty if it does."""
+        """Reason why it takes no requests; empty if it does."""
         return self.supervisor.health().reason or ("" if self.drained is None else "it is drained until it is resumed")
 
 
@@ -182,7 +182,7 @@ class ReplicaSet:
 
     @property
     def pid(self) -> int | None:
-        """Of the first replica that has a process."""
+        """Process id of the first replica that has a process."""
         return next((pid for replica in self._replicas if (pid := replica.supervisor.pid) is not None), None)
 
     # Facts
@@ -209,7 +209,7 @@ class ReplicaSet:
         ]
 
     def reported(self) -> list[ReplicaReport]:
-        """What the metrics show."""
+        """States of the replicas that the metrics show."""
         routing = self._router.stats
         return [
             ReplicaReport(self._router.loads.up[replica.number], replica.stats, *dataclasses.astuple(routing[replica.number]))
@@ -261,7 +261,7 @@ class ReplicaSet:
             replica.drained.set()
 
     def _on_turn(self, number: int, begins: bool) -> None:
-        """While a replica runs a suspect alone, what waits may run elsewhere."""
+        """Lets queued requests run elsewhere while a replica runs a suspect alone."""
         self._router.loads.hold(number, begins)
         if not begins:
             self._bind()
@@ -441,7 +441,7 @@ class ReplicaSet:
 
 
 def capacity_of(info: EngineInfo) -> Capacity:
-    """What an engine runs at once."""
+    """Returns the amounts of work that an engine runs at once."""
     return Capacity.of(info.max_num_seqs, info.max_num_batched_tokens, info.block_size, info.num_blocks)
 
 

@@ -26,7 +26,7 @@ class Spawned:
     stacks: int
     """Descriptor of the stacks file, the same in both processes."""
     origin: float
-    """What the timeline of its start-up counts from, on ``host.clock``."""
+    """Start of the timeline of its start-up, on ``host.clock``."""
 
     def end(self) -> None:
         """Kills the process if it runs."""

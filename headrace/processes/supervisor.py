@@ -63,7 +63,7 @@ class Death(NamedTuple):
 class Health(NamedTuple):
     ok: bool
     reason: str
-    """Why not, in words; empty when all is well."""
+    """Reason why the engine does not serve; empty when all is well."""
     final: bool = False
     """The engine will not be started again."""
 
@@ -118,7 +118,7 @@ class EngineSupervisor:
         self._isolation = Isolation(quarantine, self._send_request, on_turn)
         self._spawned = spawned
         self.origin = 0.0
-        """When the last start-up began, on ``host.clock``."""
+        """Time at which the last start-up began, on ``host.clock``."""
         self._state: State = "new"
         self._reason = "the engine has not been started"
         self._phase = ""
@@ -126,14 +126,14 @@ class EngineSupervisor:
         self._ready: asyncio.Future[EngineInfo] | None = None
         self._fatal: Fatal | None = None
         self._deaths = 0
-        """In a row, with nothing pending."""
+        """Consecutive deaths with no request pending."""
         self._failed_starts = 0
-        """In a row, for want of resources or because they stood still."""
+        """Consecutive starts that failed for lack of resources or hung."""
         self._num_steps = 0
         self._num_messages = 0
         self._ready_at: float | None = None
         self._device = "cpu"
-        """Of the last engine that was ready."""
+        """Type of device of the last engine that was ready."""
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> EngineInfo:
@@ -178,7 +178,7 @@ class EngineSupervisor:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs now."""
+        """Id of the process that runs now."""
         return self._engine_process.pid if self._engine_process is not None else None
 
     def check(self) -> None:

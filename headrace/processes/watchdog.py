@@ -38,7 +38,7 @@ def thread_times(pids: Iterable[int], *, children: bool = False) -> ThreadTimes:
 
 
 def busy_timeouts(device: str) -> float:
-    """How many timeouts one thread may compute within a step."""
+    """Returns the number of timeouts for which one thread may compute within a step."""
     return CPU_TIMEOUTS if device == "cpu" else GPU_TIMEOUTS
 
 
@@ -56,7 +56,7 @@ class Watchdog:
         self._most_busy = timeout * busy_timeouts
         self._first: ThreadTimes | None = None
         self._last: ThreadTimes = {}
-        """When the processes had last computed a share."""
+        """Times of the threads when the processes had last computed a share."""
         self._waited = 0.0
         self._unread = 0.0
 

@@ -1,4 +1,5 @@
-"""What agents send beyond the parts of an API that this server knows: fields of betas, and hints to the models of others."""
+"""Fields that agents send beyond the parts of an API that this server knows: those of betas, and hints to the models of
+others."""
 
 from __future__ import annotations
 

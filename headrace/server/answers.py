@@ -25,7 +25,7 @@ Begun = tuple[Generation, Answer]
 class AnswerRoute(Generic[B]):
     url: str
     prefix: str
-    """Of the ids of answers."""
+    """Prefix of the ids of answers."""
     kind: type[B]
     endpoint: Endpoint
     build: Callable[[Serving, B, str, str | None], Awaitable[Begun]]
@@ -43,7 +43,7 @@ class AnswerRoute(Generic[B]):
         return await respond(request, state, generation, answer, stream=stream)
 
     async def begun(self, state: Serving, fields: dict[str, Any], request_id: str) -> Begun:
-        """For a body that came without HTTP."""
+        """Begins the answer to a body that came without HTTP."""
         return await self.build(state, parsed_body(fields, self.kind, self.endpoint), request_id, None)
 
     def new_id(self) -> str:

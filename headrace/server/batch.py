@@ -20,7 +20,7 @@ _ROUTES: dict[str, AnswerRoute[Any]] = {route.url: route for route in (chat_comp
 
 
 class BatchAnswer(NamedTuple):
-    """What POST would have answered."""
+    """The response that POST would have sent."""
 
     status: int
     request_id: str
@@ -28,7 +28,7 @@ class BatchAnswer(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """How many were generated."""
+        """Number of generated tokens."""
         usage = self.body.get("usage") or {}
         return int(usage.get("completion_tokens", usage.get("output_tokens", 0)))
 

@@ -18,7 +18,7 @@ _BODY = "headrace.body"
 _MAX_CONTENT_TYPE = 256
 _CHARSET = re.compile(r'charset\s*=\s*"?([^\s;"]+)')
 _SMALL_BODY = 64 * 2**10
-"""What each request may hold beside the budget: large bodies that fill it must not keep small ones out."""
+"""Bytes that each request may hold beside the budget: large bodies that fill it must not keep small ones out."""
 
 
 class BodyBudget:
@@ -35,7 +35,7 @@ class BodyBudget:
         return self._body(request, Body(self, self._settings.max_body_bytes, "max_body_bytes", max_values))
 
     def features(self, request: Request) -> Body:
-        """As ``json``, of features."""
+        """Returns the body of features, counted like that of ``json``."""
         return self._body(request, Body(self, self._settings.max_feature_bytes, "max_feature_bytes", None))
 
     def _body(self, request: Request, body: Body) -> Body:

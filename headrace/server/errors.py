@@ -48,7 +48,7 @@ class ApiError(HeadraceError):
         return {"error": error}
 
     def messages_body(self, request_id: str | None) -> dict[str, Any]:
-        """As Anthropic writes it: the message alone names the field, and its helpers read the code."""
+        """Returns the error in Anthropic's form: the message alone names the field, and its helpers read the code."""
         kind = _KINDS.get(self.status) or _MESSAGES_KINDS.get(self.status)
         kind = kind or ("invalid_request_error" if self.status < 500 else "api_error")
         named = not self.param or self.param in self.message

@@ -28,7 +28,7 @@ class Upload(NamedTuple):
     created: float
     """Seconds since the epoch, for clients."""
     ends: float
-    """By the store's clock."""
+    """Time at which it expires, by the store's clock."""
 
     @property
     def size(self) -> int:

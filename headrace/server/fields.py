@@ -1,4 +1,4 @@
-"""What the server does with every request field: one table for the check, the documentation and the tests.
+"""Treatment of every request field: one table for the check, the documentation and the tests.
 
 The fields that are applied are declared where their values are kept; the others, which keep nothing, are declared here.
 """
@@ -42,7 +42,7 @@ class FieldRule:
     check. null always passes, and means that the field is left out."""
     takes_text: str = ""
     code: str = "unsupported_parameter"
-    """Of the error, where the field is refused."""
+    """Code of the error, where the field is refused."""
 
 
 def _rules(treatment: Treatment, origin: Origin, endpoints: tuple[Endpoint, ...], **fields: Any) -> Iterator[FieldRule]:

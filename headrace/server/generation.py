@@ -160,7 +160,7 @@ class Generation:
 
     @property
     def attention(self) -> AttentionReport:
-        """How the prompt attended, after the last delta, if there is one prompt."""
+        """Report of the prompt's attention, after the last delta, if there is one prompt."""
         return self._attention or AttentionReport(mode="dense")
 
     def _note(self, piece: Piece) -> None:

@@ -17,9 +17,9 @@ from headrace.text.vocab import TokenBytes
 
 _encode = msgspec.json.Encoder().encode
 _POSITIONS = 256
-"""Of a prompt, shaped and encoded at once."""
+"""Positions of a prompt that are shaped and encoded at once."""
 LEAST = -9999.0
-"""What OpenAI writes for a token that is next to impossible; JSON has no minus infinity."""
+"""Number that OpenAI writes for a token that is next to impossible; JSON has no minus infinity."""
 
 
 def _finite(value: float) -> float:
@@ -87,7 +87,8 @@ class TokenTexts:
         return f"token_id:{token}" if raw is None else raw.decode("utf-8", "replace")
 
     def exact(self, token: int) -> str:
-        """As OpenAI's legacy completions write it: ``bytes:\\xe2\\x82`` where the bytes are no whole characters."""
+        """Returns a token in the form of OpenAI's legacy completions: ``bytes:\\xe2\\x82`` where the bytes are no whole
+        characters."""
         raw = self.raw(token)
         if raw is None:
             return f"token_id:{token}"

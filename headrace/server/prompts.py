@@ -96,11 +96,11 @@ class RenderedChat(NamedTuple):
     parts: Sequence[str]
     """Texts in a row; no token has characters of two of them."""
     media: Sequence[MediaPart]
-    """In the order of their placeholders in the text."""
+    """Media in the order of their placeholders in the text."""
     kwargs: Mapping[str, Any]
     """``mm_processor_kwargs``"""
     transcript: Transcript | None = None
-    """Of earlier turns: its tokens are the prompt's where the prompt begins with its text."""
+    """Text and tokens of earlier turns: its tokens are the prompt's where the prompt begins with its text."""
 
     @property
     def text(self) -> str:

@@ -16,8 +16,8 @@ from headrace.server.errors import ApiError, unavailable
 from headrace.server.settings import ServerSettings
 
 _LINGER_SECONDS = 2.0
-"""How long the rest of a refused message is read and discarded: closing at once would reset the connection, and the client
-might lose the answer."""
+"""Time for which the rest of a refused message is read and discarded: closing at once would reset the connection, and the
+client might lose the answer."""
 _PROBE_SECONDS = 0.1
 """Time from a client's end of file to the first probe; it doubles from probe to probe. A client that left is noticed by the
 second, one that waits for a quick answer gets none."""

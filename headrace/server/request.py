@@ -57,7 +57,7 @@ def trusted_body(fields: Mapping[str, Any], kind: type[B]) -> B:
 
 
 def tenant(request: Request) -> str:
-    """Whose request it is: its API key's; empty where there are no keys."""
+    """Returns the tenant of a request: that of its API key; empty where there are no keys."""
     return str(request.scope.get(TENANT, ""))
 
 

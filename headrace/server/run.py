@@ -31,11 +31,11 @@ logger = logging.getLogger("headrace.server")
 _OTHER_FILES = 128
 """Files that the server opens beside its connections: listeners, the engine's sockets, logs, modules."""
 _CLEANUP_SECONDS = 5
-"""What ended requests get to send their last words."""
+"""Time that ended requests get to send their last words."""
 
 
 class DrainingServer(uvicorn.Server):
-    """On the first SIGTERM or SIGINT, refuses new requests (503) and lets those in flight finish, up to a time limit.
+    """Refuses new requests (503) on the first SIGTERM or SIGINT, and lets those in flight finish, up to a time limit.
 
     On the second, ends them at once. Ends by itself when the engine cannot start.
     """
@@ -94,7 +94,7 @@ def run(
 
 
 def uvicorn_config(app: FastAPI, settings: ServerSettings, **options: Any) -> uvicorn.Config:
-    """How uvicorn serves the app. ``LimitedProtocol`` enforces the limits of the settings."""
+    """Returns uvicorn's configuration. ``LimitedProtocol`` enforces the limits of the settings."""
     return uvicorn.Config(
         app,
         loop="uvloop",

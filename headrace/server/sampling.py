@@ -1,4 +1,4 @@
-"""From a request body to SamplingParams."""
+"""Making SamplingParams from a request body."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def chat_names(body: ChatBody) -> dict[str, str]:
 
 
 def completion_names(body: CompletionBody) -> dict[str, str]:
-    """As ``chat_names``, of a text completion."""
+    """Maps names like ``chat_names``, of a text completion."""
     return {"prompt_token_ids": "prompt", **sources(body.sampling)}
 
 

@@ -61,7 +61,7 @@ class StreamOptions(ResponsesStreamOptions, frozen=True, kw_only=True):
 
 
 class SampledBody(RequestBody, frozen=True, kw_only=True):
-    """What all requests for text share."""
+    """Fields that all requests for text share."""
 
     sampling: dict[str, Any] = {}
     """The other fields that the endpoint takes: sampling parameters, unchecked."""
@@ -75,7 +75,7 @@ class SampledBody(RequestBody, frozen=True, kw_only=True):
 
 
 class GenerationBody(SampledBody, frozen=True, kw_only=True):
-    """What chat and text completions share."""
+    """Fields that chat and text completions share."""
 
     return_token_ids: Annotated[bool, OptionSpec(apis=api("vLLM"))] = False
     """Add token_ids and prompt_token_ids to the answer."""
@@ -209,7 +209,7 @@ class ResponsesBody(SampledBody, frozen=True, kw_only=True):
     """Functions, custom tools, whose format may be text or a grammar, and namespaces of both. Others: see
     --unsupported-tools."""
     tool_choice: Annotated[Any, OptionSpec(apis=_RESPONSES, schema=_choice("none", "auto", "required"))] = None
-    """As in chat: auto (default), none, required, a function or custom tool, allowed_tools."""
+    """Choice of tools, in the form of chat: auto (default), none, required, a function or custom tool, allowed_tools."""
     parallel_tool_calls: Annotated[bool, OptionSpec(apis=_RESPONSES)] = True
     """false: the answer ends with its first call."""
     max_tool_calls: Annotated[int | None, OptionSpec(min=0, max=INT32_MAX, apis=_RESPONSES)] = None

@@ -22,7 +22,7 @@ def _api_keys() -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerSettings(Checked):
-    """How the server listens, whom it serves, and how much one request may ask. Frozen.
+    """Settings of the server: where it listens, whom it serves, and limits on one request. Frozen.
 
     Raises:
         ConfigError: a value makes no sense; the error names the setting.
@@ -145,22 +145,22 @@ class ServerSettings(Checked):
     features_ttl: Annotated[float, OptionSpec(above=0.0, metavar="SECONDS")] = 3600.0
     """Seconds for which uploaded features are kept."""
     unsupported_tools: Literal["auto", "skip", "refuse"] = "auto"
-    """What becomes of tools that the server would have to run itself, in requests to /v1/responses and /v1/messages. auto:
-    those that agents offer with every request and can do without, such as web search, are left out of the prompt and listed in
-    the log and in `metadata.skipped_tools`; unknown types are refused. skip: all are left out. refuse: requests are refused."""
+    """Treatment of tools that the server would have to run itself, in requests to /v1/responses and /v1/messages. auto: those
+    that agents offer with every request and can do without, such as web search, are left out of the prompt and listed in the
+    log and in `metadata.skipped_tools`; unknown types are refused. skip: all are left out. refuse: requests are refused."""
     agent_compat: Literal["auto", "strict"] = "auto"
-    """What becomes of fields that this server does not know, and of hints that it does not follow, in requests of Claude Code
-    and Codex, which are known by their User-Agent. auto: they are left out, and the log names them. strict: the request is
-    refused, like those of other clients."""
+    """Treatment of fields that this server does not know, and of hints that it does not follow, in requests of Claude Code and
+    Codex, which are known by their User-Agent. auto: they are left out, and the log names them. strict: the request is refused,
+    like those of other clients."""
     keep_client_headers: bool = False
     """Keep the line x-anthropic-billing-header at the start of system prompts in /v1/messages. Some agents send it with another
     value in each request, so that no prefix would be found in the cache: without this option it is left out."""
     reasoning_field: Literal["both", "reasoning_content", "reasoning"] = "both"
     """Field of messages and deltas that has the reasoning: reasoning_content (SGLang, DeepSeek), reasoning (vLLM), or both."""
     escape_special_tokens: Literal["none", "user"] = "none"
-    """Whose messages may not spell special tokens and the markers of answers: with user, those that the messages of users and
-    tools spell are encoded as ordinary text, so that no quoted text can end a turn. none: they become the tokens, as the
-    model's own tokenizer has it."""
+    """Authors whose messages may not spell special tokens and the markers of answers. user: those that the messages of users
+    and tools spell are encoded as ordinary text, so that no quoted text can end a turn. none: they become the tokens, as the
+    model's tokenizer has it."""
     chat_template: Annotated[str | None, OptionSpec(default="the model's own", metavar="FILE|TEMPLATE")] = None
     """Jinja file, or the template itself, that replaces the model's chat template."""
 

@@ -76,7 +76,7 @@ class Answer(abc.ABC):
 
     @abc.abstractmethod
     def failed(self, error: ApiError) -> bytes:
-        """What ends the stream in place of ``last`` and ``done``."""
+        """Returns the event that ends the stream in place of ``last`` and ``done``."""
 
 
 def named_event(event: dict[str, Any]) -> bytes:
@@ -117,7 +117,7 @@ class ChunkAnswer(Answer):
             "system_fingerprint": model.fingerprint,
         }
         self._opening = b"data: %b," % _encode(self._head)[:-1]
-        """What every event begins with, up to the fields of its own."""
+        """Beginning of every event, up to the fields that differ."""
 
     def encode(self, event: dict[str, Any]) -> bytes:
         return b"%b%b\n\n" % (self._opening, _encode(event)[1:])
@@ -137,7 +137,7 @@ class ChunkAnswer(Answer):
         return self._generation.usage
 
     def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        """What one event has beside the head."""
+        """Returns the fields of one event beside the head."""
         chunk: dict[str, Any] = {"choices": [choice]}
         if self._continuous_usage:
             chunk["usage"] = self.usage()
@@ -257,7 +257,7 @@ class EventStream(Response):
             raise failure
 
     def _write_ready(self, write: _Write) -> bool:
-        """As ``_send_ready``, without waiting. False: what comes next must wait."""
+        """Sends like ``_send_ready``, without waiting. False: the next event must wait."""
         body, more = b"", True
         try:
             while len(body) < _MOST_AT_ONCE and (piece := self._generation.ready()) is not None:

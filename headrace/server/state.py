@@ -60,7 +60,7 @@ class Serving:
             None if llm.replicas is None else llm.replicas.reported,
         )
         self.failure: Exception | None = None
-        """Why the engine could not start."""
+        """Exception for which the engine could not start."""
         self.loading = False
         """The engine may be up before its client can make requests for it."""
         self.owns_process = False
@@ -72,7 +72,7 @@ class Serving:
         self.responses = ResponseStore(settings)
         self.features = FeatureStore(settings)
         self.reports: BoundedCache[tuple[str, str], AttentionReport] = BoundedCache(_REPORTS)
-        """How the last requests attended that did so sparsely, by tenant and id."""
+        """Attention reports of the last requests that attended sparsely, by tenant and id."""
         path = settings.codex_instructions
         self.codex_instructions = None if path is None else Path(path).read_text(encoding="utf-8")
         self.secret = secrets.token_bytes(32)
@@ -139,7 +139,7 @@ class Serving:
 
     @property
     def max_json_values(self) -> int:
-        """How many JSON values a request body may have: by default enough for a prompt of token ids."""
+        """Largest number of JSON values in a request body: by default enough for a prompt of token ids."""
         return self.settings.max_json_values or max(MAX_JSON_VALUES, 2 * self.model.max_model_len)
 
     @contextmanager

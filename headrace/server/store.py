@@ -96,7 +96,7 @@ class ResponseStore:
         self._clock = clock
         self._shelves: dict[str, _Shelf] = {}
         self._ends: OrderedDict[tuple[str, str], float] = OrderedDict()
-        """When a tenant's entry is forgotten, in that order."""
+        """Times at which tenants' entries are forgotten, in that order."""
 
     def __len__(self) -> int:
         return len(self._ends)

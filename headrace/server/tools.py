@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Tools(NamedTuple):
-    """What the model is shown, and what its answer may have of it."""
+    """The tools that the model is shown, and the calls that its answer may have."""
 
     schemas: list[dict[str, Any]]
     calls: bool

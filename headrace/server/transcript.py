@@ -16,7 +16,7 @@ class Transcript(NamedTuple):
     """A prompt and its answer, which ends with a special token. The tokenizer may give other tokens to the answer's text."""
 
     text: bytes
-    """In UTF-8."""
+    """Text in UTF-8."""
     token_ids: array[int]
 
     @classmethod

@@ -209,7 +209,7 @@ class _ChatChoice:
             self._finish = delta
 
     def keep(self, delta: OutputDelta, logprobs: dict[str, Any] | None) -> None:
-        """For ``shape``."""
+        """Keeps a delta for ``shape``."""
         self._message.add(events_of(delta))
         self._token_ids.extend(delta.token_ids)
         if logprobs is not None:

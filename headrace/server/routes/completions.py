@@ -144,9 +144,9 @@ class _PromptLogprobs(NamedTuple):
     """The logprobs of a prompt as its choices show them."""
 
     shown: msgspec.Raw | None
-    """For ``prompt_logprobs``."""
+    """JSON of ``prompt_logprobs``."""
     echoed: JSONColumns | None
-    """For ``echo`` with ``logprobs``."""
+    """JSON of ``echo`` with ``logprobs``."""
 
 
 class _CompletionChoice:
@@ -168,7 +168,7 @@ class _CompletionChoice:
         self._prompt: _PromptLogprobs | None = None
 
     def shape_prompt(self, entries: Sequence[TokenLogprobs | None]) -> _PromptLogprobs:
-        """For all samples of the prompt."""
+        """Shapes the logprobs for all samples of the prompt."""
         shown = prompt_logprobs(self._model.texts, entries).json if "prompt_logprobs" in self._body.sampling else None
         echoed = None
         if self._body.echo and self._logprobs is not None:

@@ -66,7 +66,7 @@ async def upload(request: Request) -> Response:
 
 @router.get("/v1/features/{feature_id}")
 async def described(request: Request) -> Response:
-    """What is known of an upload."""
+    """Describes an upload."""
     identity = request.path_params["feature_id"]
     return JSON(serving(request).features.described(identity, _kept(request, identity)))
 

@@ -65,8 +65,8 @@ async def version() -> Response:
 
 @router.get("/server_info")
 async def server_info(request: Request) -> Response:
-    """What serves here: the model, the engine's arguments and the load; of several replicas that of each, with the latest
-    routing decisions."""
+    """Describes the server: the model, the engine's arguments and the load; of several replicas the load of each, with the
+    latest routing decisions."""
     state = serving(request)
     state.check_ready()
     info, args = state.llm.info, state.llm.args

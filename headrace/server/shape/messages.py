@@ -179,7 +179,7 @@ class ChatRequest(NamedTuple):
 
     fields: dict[str, Any]
     tools: list[str]
-    """Where the request has each tool of the chat."""
+    """Place in the request of each tool of the chat."""
 
 
 async def chat_request(body: CountTokensBody, state: Serving) -> ChatRequest:

@@ -19,15 +19,15 @@ class Part(msgspec.Struct, kw_only=True):
     index: int
     kind: Literal["reasoning", "content", "call"]
     text: str = ""
-    """Of a call: its arguments, as JSON text."""
+    """Text of the part; of a call, its arguments as JSON text."""
     id: str = ""
     name: str = ""
     ended: bool = False
-    """Of a call: it is complete."""
+    """A call is complete."""
 
 
 class Step(NamedTuple):
-    """What happens to a part: it starts, gains text, or ends."""
+    """A change of a part: it starts, gains text, or ends."""
 
     what: Literal["start", "gain", "end"]
     part: Part
@@ -108,7 +108,7 @@ class PartialText:
         return more
 
     def finish(self, text: str) -> str:
-        """What is missing at the end, of the whole JSON text: all of it, where it is no such object."""
+        """Returns the missing end of the text, from the whole JSON text: all of it, where that is no such object."""
         whole = self.text if self._opened else text
         with contextlib.suppress(ValueError, KeyError, TypeError):
             found = json.loads(text, strict=False)[self._name]
@@ -125,5 +125,5 @@ _CHARACTERS = re.compile(
 
 
 def events_of(delta: OutputDelta) -> Sequence[Event]:
-    """Of an answer that is not parsed, all text is content."""
+    """Returns a delta's events. All text of an answer that is not parsed is content."""
     return [Event("content", delta.text)] if delta.text else delta.events

@@ -77,11 +77,11 @@ class Conversation(NamedTuple):
     """The fields of a chat request."""
     tools: Toolset
     earlier: tuple[StoredItem, ...]
-    """Of the response that the request continues."""
+    """Items of the response that the request continues."""
     input_items: tuple[StoredItem, ...]
-    """Of this request, each with an id."""
+    """Items of this request, each with an id."""
     transcript: Transcript | None
-    """Of the response that the request continues."""
+    """Transcript of the response that the request continues."""
 
 
 async def conversation(body: ResponsesBody, state: Serving, tenant: str, late: bool) -> Conversation:
@@ -276,10 +276,10 @@ class _OutputItem:
         self.events, self.field = _TEXTS[self.kind]
         self.id = new_id(self.kind)
         self.place = {"item_id": self.id, "output_index": part.index} | ({} if part.kind == "call" else {"content_index": 0})
-        """In the events of its text."""
+        """Fields that place the item, in the events of its text."""
         self.logprobs: list[Any] = []
         self.input = PartialText(CUSTOM_INPUT)
-        """Of a custom tool's call."""
+        """Input of a custom tool's call."""
         self.status = "in_progress"
 
     @property
@@ -440,7 +440,7 @@ _EVENTS = {"start": ResponsesAnswer._started, "gain": ResponsesAnswer._gained, "
 def _head(
     body: ResponsesBody, state: Serving, generation: Generation, response_id: str, read: Conversation, stored: bool
 ) -> dict[str, Any]:
-    """What a response repeats of its request."""
+    """Returns the fields of a response that repeat its request."""
     sampling = generation.requests[0].sampling
     types = dict.fromkeys(read.tools.skipped.types)
     added = {"skipped_tools": ", ".join(types)[:512]} if types else {}

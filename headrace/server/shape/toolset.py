@@ -86,15 +86,15 @@ class Toolset:
 
     def __init__(self, settings: ServerSettings) -> None:
         self.functions: list[dict[str, Any]] = []
-        """As a chat request has them."""
+        """Functions in the form of a chat request."""
         self.places: list[str] = []
-        """Where the request has each of them."""
+        """Place in the request of each of them."""
         self.custom: set[str] = set()
         """Names, as the model is shown them, of the tools that take a text."""
         self.grammars: dict[str, TextGrammar] = {}
-        """Of the custom tools that have one."""
+        """Grammars of the custom tools that have one."""
         self.kept: list[dict[str, Any]] = []
-        """As the request has them."""
+        """Tools in the form of the request."""
         self.skipped = SkippedTools(settings)
         self._members: dict[str, tuple[str, str]] = {}
         """Name that the model is shown -> namespace and name."""

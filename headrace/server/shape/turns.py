@@ -1,4 +1,4 @@
-"""From the conversations of other protocols to the fields of a chat request."""
+"""Converting the conversations of other protocols to the fields of a chat request."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Turns:
         self._open: set[str] = set()
         """Calls without a result."""
         self._held: list[ContentPart] = []
-        """What the system says between a call and its result, which templates take behind the result only."""
+        """System messages between a call and its result, which templates take behind the result only."""
         self._thoughts: dict[int, list[str]] = {}
         """Pieces of reasoning by message: a conversation may have very many."""
 
@@ -187,7 +187,7 @@ def function_tool(**function: Any) -> dict[str, Any]:
 
 
 def json_text(value: Mapping[str, Any]) -> str:
-    """As models write it."""
+    """Returns JSON text in the form that models write."""
     return json.dumps(value, ensure_ascii=False)
 
 

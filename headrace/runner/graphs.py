@@ -85,7 +85,7 @@ class Captured:
     """A graph that can be launched."""
 
     replay: Callable[[], None]
-    edition: int = 0
+    version: int = 0
     """Version of the backends' captured state; the graph is stale if theirs is another."""
 
 
@@ -150,7 +150,7 @@ class StepGraphs:
         most = config.graph_rows[-1]
         self._beside = rows_beside(config.graph_rows)
         self._prompt_tokens = config.graph_prompt_tokens
-        # Fewer sizes than of decode rows: a padding row costs the draw less than it costs the model.
+        # Fewer sizes than of decode rows: a padding row costs the sampler less than the model.
         self._logits_rows = tuple(
             size for size in self._decode_rows if size <= 8 or size == most or size % (16 if size <= 64 else 32) == 0
         )
@@ -209,8 +209,8 @@ class StepGraphs:
         return self._choose(SampleShape(size, filters, masked) for size in _from(self._logits_rows, len(slots)))
 
     def count(self) -> GraphCount:
-        edition = self._edition
-        current = sum(captured.edition == edition for captured in self._captured.values())
+        version = self._version
+        current = sum(captured.version == version for captured in self._captured.values())
         return GraphCount(current, current if self._failure else self._num_shapes, self._failure)
 
     def _choose(self, shapes: Iterable[AnyShape]) -> AnyShape | None:
@@ -231,8 +231,8 @@ class StepGraphs:
 
     def capture_next(self) -> GraphCount:
         """Captures the most useful graph that is missing or stale, if there is one and no capture has failed."""
-        edition = self._edition
-        current = {shape for shape, captured in self._captured.items() if captured.edition == edition}
+        version = self._version
+        current = {shape for shape, captured in self._captured.items() if captured.version == version}
         shape = next((shape for shape in self.shapes() if shape not in current), None)
         if shape is not None and not self._failure:
             self._try_to_capture(shape, padding=True)
@@ -244,11 +244,11 @@ class StepGraphs:
         Args:
             padding: compiles the kernels first, by running them on padding rows in place of those that have been sent.
         """
-        edition = self._edition
+        version = self._version
         try:
             if padding:
                 self._compile(shape)
-            self._captured[shape] = dataclasses.replace(self._capture(shape), edition=edition)
+            self._captured[shape] = dataclasses.replace(self._capture(shape), version=version)
         except RuntimeError as error:  # The model waits for the GPU, or no memory is left.
             self._failure = eager_reason(error, self._model)
         self._missed.pop(shape, None)
@@ -292,7 +292,7 @@ class StepGraphs:
         return False
 
     @property
-    def _edition(self) -> int:
+    def _version(self) -> int:
         return sum(backend.graph_version for backend in self._replanned)
 
     def _compile(self, shape: Shape | SampleShape) -> None:

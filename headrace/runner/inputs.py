@@ -133,7 +133,7 @@ class StepBuffers:
         return self._sent[pitch : pitch + count + 1]
 
     def clear(self, num_rows: int) -> None:
-        """Makes all rows of a step of so many padding."""
+        """Marks every row of a step of ``num_rows`` rows as padding."""
         pitch = _aligned(num_rows + 1)
         for whole in (self._rows, self._sent):
             whole[:pitch] = PAD_SLOT

@@ -46,7 +46,7 @@ class StepHandle:
     padding_tokens: int = 0
     sparse: list[Outcomes] = dataclasses.field(default_factory=list)
     """Results of the rows that attend sparsely, by forward pass."""
-    # Of the draw:
+    # Results of sampling:
     outcome: torch.Tensor | None = None
     """``LogitsInputs.outcome`` of the step. None: the step has not been sampled."""
     counts: torch.Tensor | None = None

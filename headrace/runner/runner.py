@@ -215,7 +215,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample(self, step: StepHandle, plan: SamplePlan) -> None:
-        """Launches the draw of the step that was executed last, and sends its outcome on its way to the host.
+        """Launches sampling of the step that was executed last, and the copy of its outcome to the host.
 
         Raises:
             EngineError: the plan is of another step, or does not fit it; the runner must not be used again.
@@ -233,17 +233,17 @@ class ModelRunner:
         if shape is None:
             step.stopwatch.mark()
             if rows.num_logits_rows:
-                self._draw(step, rows, masks)
+                self._sample_eagerly(step, rows, masks)
         else:
             self._graphs.sample(shape, masks)
         step.outcome = self._buffers.fetch(max(step.num_places, rows.num_logits_rows))
         step.stopwatch.mark()
 
-    def _draw(self, step: StepHandle, rows: RowArrays, masks: HostMasks | None) -> None:
-        """All that rows may ask of the sampler, kernel by kernel."""
+    def _sample_eagerly(self, step: StepHandle, rows: RowArrays, masks: HostMasks | None) -> None:
+        """Samples kernel by kernel, with all that rows may ask of the sampler."""
         count, row, given = rows.num_logits_rows, rows.row_of, self._buffers.logits()
         slots, slots_device, positions = rows.slots[row], given.slots[:count], given.positions[:count]
-        # Tokens before the one that is drawn: the row's, less those behind the logits row's own.
+        # Tokens before the one that is sampled: the row's, less those behind the logits row's own.
         lengths = rows.ends[row] - (rows.logits_start[row + 1] - 1 - np.arange(count))
         sampled = self.sampler.sample(
             self._model.logits(given.hidden[:count]),

@@ -104,7 +104,7 @@ class SlotTables:
         self._num_blocks = config.cache.num_blocks
         self._max_blocks = -(-self.max_len // self.block_size)
         slots = self.num_slots
-        # One place more than the longest sequence has, for the token drawn at its end.
+        # One place more than the longest sequence has, for the token sampled at its end.
         self.token_ids = StagedTable(slots, self.max_len + 1, device)
         """Prompt and outputs."""
         self.block_tables = [StagedTable(slots, self._max_blocks, device) for _ in config.cache.groups]
@@ -214,7 +214,7 @@ class SlotTables:
     def append(
         self, rows: RowArrays, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor | None
     ) -> None:
-        """The logits rows of ``slots [N]`` have drawn a token each, which stand at ``positions [N]``.
+        """Stores the token sampled in each logits row of ``slots [N]`` at ``positions [N]``.
 
         Args:
             counts: ``[rows with logits]``: how many tokens of each row are kept, from its first; None: all. Drafts behind the

@@ -44,8 +44,6 @@ def sized(nbytes: int) -> EngineConfig:
 class Keeping:
     """A backend that keeps memory to work in, and takes more where steps are captured."""
 
-    edition = 0
-
     def __init__(self) -> None:
         self.workspaces = [torch.empty(100, dtype=torch.uint8)]
 

@@ -297,7 +297,7 @@ def test_layers_of_several_geometries_in_one_captured_step(flashinfer: Device) -
         torch.testing.assert_close(each.replay(case), oracle(case).view(len(case.q), -1), atol=2e-5, rtol=2e-5)
 
 
-def test_a_step_captured_too_early_is_another_edition(flashinfer: Device) -> None:
+def test_a_step_captured_too_early_has_another_version(flashinfer: Device) -> None:
     """Captured with our kernel, it says so once theirs is there; then it is captured with that."""
     flashinfer.allowed.clear()
     spec, backend = layer_spec(), select.create("flashinfer")

@@ -85,7 +85,7 @@ class EngineError(HeadraceError):
 
 
 class RankLostError(EngineError):
-    """A tensor-parallel rank has ended or stands still. The cause is outside: a traceback of the engine would show nothing."""
+    """A tensor-parallel rank has ended or hangs. The cause is outside: a traceback of the engine would show nothing."""
 
 
 class RankKilledError(RankLostError):

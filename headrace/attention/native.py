@@ -47,7 +47,7 @@ class NativeAttention(AttentionBackend):
             q = q.contiguous()
         table, tokens = step.block_tables[cache.group], 0
         if out is None:
-            # The kernel clears what lies between the last row's tokens and so many.
+            # The kernel clears the outputs behind the last row's tokens, up to this number.
             tokens = q.shape[0]
             out = torch.empty(tokens, spec.num_heads, spec.v_head_dim, dtype=q.dtype)
         self._attention(

@@ -131,9 +131,9 @@ def shape(config: EngineConfig) -> EngineShape:
 def measure(
     core: EngineCore, config: EngineConfig, seconds: float, *, seed: int, tell: Callable[[str], None]
 ) -> list[MeasuredStep]:
-    """The steps of random traffic, in rounds of two kinds: one keeps a number of sequences running, whose prompts come between
-    the decode steps of the others; the other starts so many and lets them decode until they end. All CUDA graphs are captured
-    before, as an idle server captures them."""
+    """Measures the steps of random traffic, in rounds of two kinds: one keeps a number of sequences running, and their prompts
+    come between the decode steps of the others; the other starts a number of them and lets them decode until they end. All CUDA
+    graphs are captured before, as an idle server captures them."""
     while core.idle():
         tell("capturing CUDA graphs")
     graphs = graph_sizes(core, config)

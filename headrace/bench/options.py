@@ -60,7 +60,7 @@ class ThroughputOptions(Checked):
     workload: Annotated[tuple[str, ...], OptionSpec(metavar="NAME")] = ()
     """Workloads by name, as for latency. Repeatable, or separated by commas; all: every one of random tokens."""
     copies: Annotated[int | None, OptionSpec(min=1, max=64, default="1")] = None
-    """Send the requests of each --workload so many times, all at once: as much to do for each of several replicas."""
+    """Send the requests of each --workload this many times, all at once: as much to do for each of several replicas."""
     batch: Annotated[tuple[int, ...], OptionSpec(min=1, default="1, 8, 32")] = ()
     """Prompts at once, without --workload. Repeatable."""
     input_len: Annotated[int | None, _TOKENS] = None

@@ -1,5 +1,5 @@
-"""Load on a server over HTTP: closed loop (so many clients, each sends its next request when the last is answered) or open
-loop (requests arrive at random times at a mean rate, whether the server keeps up or not)."""
+"""Load on a server over HTTP: closed loop (each of a number of clients sends its next request when the last is answered) or
+open loop (requests arrive at random times at a mean rate, whether the server keeps up or not)."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Workload:
         return dataclasses.replace(folded, prompts=[[*tokens, *prompt] for prompt in folded.prompts])
 
     def copied(self, count: int) -> Workload:
-        """The same requests so many times."""
+        """Returns the same requests ``count`` times."""
         if count == 1:
             return self
         return dataclasses.replace(

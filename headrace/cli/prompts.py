@@ -151,7 +151,8 @@ def check_batch_ids(lines: Iterable[bytes]) -> bool:
 
 
 def bounded_lines(file: IO[AnyStr]) -> Iterator[AnyStr]:
-    """The lines of a file. Of one that has more than ``MAX_BYTES``, so many and one, by which ``parse_line`` knows it."""
+    """Yields the lines of a file. A line of more than ``MAX_BYTES`` is cut one byte beyond them, by which ``parse_line`` knows
+    it."""
     while line := file.readline(MAX_BYTES + 1):
         rest = line
         while len(rest) > MAX_BYTES:

@@ -200,7 +200,7 @@ class _Composer(Parameters):
         return rest if plan.opening == "reasoning" else f"({opened})?"
 
     def _within(self, budget: int, marker: str) -> str:
-        """Text of at most so many tokens, and a marker."""
+        """Returns the rule of a text of at most ``budget`` tokens, and a marker."""
         if not budget:
             return self.literal(marker)
         name = f"thought{len(self.rules)}"

@@ -7,7 +7,7 @@ FIRST_TOKENS = 64
 LEAST_TOKENS = 16
 """Fewer hardly make a step shorter: it reads all weights in any case."""
 GROWTH = 4
-"""A step may have so many times the tokens of one that was measured: what has not been tried may be slower."""
+"""Largest ratio of a step's tokens to those of a step that was measured: what has not been tried may be slower."""
 
 
 class PrefillPace:
@@ -28,7 +28,8 @@ class PrefillPace:
         """Tokens of a step that takes no longer than ``seconds``, as far as is known."""
 
     def limit(self, num_decoding: int) -> int | None:
-        """Tokens of prompts in a step that also has a token of so many other sequences; None: any number."""
+        """Returns the most tokens of prompts in a step that also has a token of ``num_decoding`` other sequences; None: no
+        limit."""
         limits = []
         if self._seconds is not None:
             limits.append(max(LEAST_TOKENS, self.tokens - num_decoding))
@@ -37,12 +38,12 @@ class PrefillPace:
         return min(limits, default=None)
 
     def launched(self, num_decoding: int, prefilled: int) -> None:
-        """A step has so many tokens of prompts: atomic items may exceed the limit."""
+        """Counts a step with ``prefilled`` tokens of prompts: atomic items may exceed the limit."""
         if self._beside_decode is not None:
             self._debt = max(0, self._debt + prefilled - self._beside_decode) if num_decoding else 0
 
     def measured(self, tokens: int, seconds: float) -> None:
-        """A step with prefill had so many tokens, and took so long."""
+        """Learns from a step with prefill that had ``tokens`` tokens and took ``seconds``."""
         if self._seconds is None or seconds <= 0.0:
             return
         fitting = tokens * self._seconds / seconds

@@ -94,7 +94,7 @@ class LLM:
                 and dtype are its own. Tensor-parallel processes each hand over theirs, and make the same calls.
             config: its ``TransformerConfig``; None: the one that it has.
             tokenizer: a fast tokenizer of transformers, the directory or hub id of one; None: prompts are token ids.
-            vocab_size: tokens that there are; columns beyond them are padding and never drawn. None: as many as the
+            vocab_size: tokens that there are; columns beyond them are padding and never sampled. None: as many as the
                 tokenizer has, or without one all columns.
             engine_args: fields of ``EngineArgs`` that do not say how a model is read from files.
 

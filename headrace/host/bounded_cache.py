@@ -12,7 +12,7 @@ V = TypeVar("V")
 
 
 class BoundedCache(Generic[K, V]):
-    """Holds at most so many entries and bytes. Safe to use from several threads."""
+    """Holds a limited number of entries and bytes. Safe to use from several threads."""
 
     def __init__(
         self, max_entries: float = float("inf"), max_bytes: float = float("inf"), size: Callable[[K, V], int] | None = None

@@ -8,7 +8,7 @@ import tempfile
 
 
 def memory_file(name: str) -> int:
-    """The descriptor of an empty file that is gone once nobody has it open. ``name``: for debugging."""
+    """Returns the descriptor of an empty file that is gone once no process has it open. ``name``: for debugging."""
     if sys.platform == "linux":
         return os.memfd_create(name)
     with tempfile.TemporaryFile() as file:

@@ -25,7 +25,7 @@ class MLASpec:
     v_head_dim: int
     """Width of a value head that is not compressed."""
     q_rank: int | None = None
-    """Queries are projected by way of so many channels; None: directly."""
+    """Channels through which queries are projected; None: they are projected directly."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -61,7 +61,7 @@ class MoeSpec:
     correction_bias: bool = False
     """A bias an expert that is added to scores when experts are chosen, and not to their weights (Wang et al., 2024)."""
     num_groups: int = 1
-    """Experts are in so many equal groups, of which a token's experts come from ``top_groups``."""
+    """Number of equal groups of experts, of which a token's experts come from ``top_groups``."""
     top_groups: int = 1
     group_score: Literal["max", "top2"] = "max"
     """A group counts for its best score, or for the sum of its best two."""

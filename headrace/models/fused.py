@@ -183,7 +183,7 @@ def _beyond(spec: AttentionSpec) -> list[str]:
 
 
 def _space(layers: Sequence[DecoderLayer]) -> tuple[int, int]:
-    """Elements a token that go between products: at most so many come out of one, and so many go into the next."""
+    """Returns the most elements a token that come out of a product, and the most that go into the next."""
     wide = narrow = 0
     for layer in layers:
         attention, mlp = cast(DecoderAttention, layer.self_attn), cast(GatedMLP, layer.mlp)

@@ -69,7 +69,7 @@ class _Share:
         self._budget = budget
 
     def charge(self, size: int, param: str) -> None:
-        """Call this before there is room made for so many bytes.
+        """Counts ``size`` bytes. Call this before room is made for them.
 
         Raises:
             RequestError: the media of this request alone exceed the budget.

@@ -109,7 +109,7 @@ class QwenRules(MediaRules):
         return {"shortest_edge": least, "longest_edge": most}
 
     def _target(self, height: int, width: int, frames: int, size: Mapping[str, int], where: str) -> tuple[int, int]:
-        """The size to which a picture, or each of so many frames, is resized: multiples of merged patches."""
+        """Returns the size to which a picture, or each of ``frames`` frames, is resized: multiples of merged patches."""
         factor = self._patch * self._merge
         if max(height, width) > _MOST_RATIO * min(height, width):
             raise refused(where, f"{width}x{height} has sides of a ratio above {_MOST_RATIO}, which this model cannot take")

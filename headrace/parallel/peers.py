@@ -76,7 +76,7 @@ class PeerMemory:
         return same and self.takes(x, ordered=True)
 
     def most_rows(self, width: int) -> int:
-        """Rows of so many float32 that one kernel sums."""
+        """Returns the most rows of ``width`` float32 that one kernel sums."""
         return min(kernels.ROWS, ONE_SHOT_BYTES[self.size] // (4 * width))
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

@@ -66,7 +66,7 @@ _ENDING_SECONDS = 0.2
 _LOOK_SECONDS = 1.0
 """Interval at which ranks that do not answer are looked at."""
 _STOPPED_LOOKS = 3
-"""A rank that was stopped (SIGSTOP) at so many looks on end has failed."""
+"""Consecutive looks at which a rank is stopped (SIGSTOP), after which it has failed."""
 _OF_RANKS = {
     # Not every machine has multicast over NVLink, and libraries that try it without fail or hang.
     "NCCL_NVLS_ENABLE": "0",
@@ -250,7 +250,7 @@ class MultiprocessExecutor(Executor[int]):
             raise self._lost(rank) from None
         reply = None if data is None else decode_from_rank(data)
         if isinstance(reply, Failed):
-            # Where another rank was killed, this one may have failed for want of it, and be heard first.
+            # Where another rank was killed, this one may have failed for lack of it, and be heard first.
             for other, child in enumerate(self.ranks):
                 if other != rank and _killed(child):
                     raise self._lost(other)

@@ -72,7 +72,8 @@ class _Replica(Client):
         """Set once it has no request left, while it is sent none; None: it is sent requests."""
 
     def send(self, message: ToEngine) -> None:
-        """Nothing happens while the engine stands still and is about to be killed: ``on_lost`` then reports what it had."""
+        """Sends a message. Does nothing while the engine hangs and is about to be killed: ``on_lost`` then reports its
+        requests."""
         with contextlib.suppress(EngineDeadError):
             self.supervisor.send(message)
 

@@ -55,9 +55,9 @@ class Death(NamedTuple):
 
     reason: str
     kind: Literal["crash", "killed", "still", "resources"]
-    """crash: its own doing, and so perhaps that of a request. killed: from outside, for want of memory, or because it was
-    stuck; no request is to blame. still: it stood still while it started. resources: it could not start for want of
-    descriptors, files or memory, or because it fits the machine no longer; a later start may succeed."""
+    """crash: caused by the engine, and so perhaps by a request. killed: from outside, for lack of memory, or because it was
+    stuck; no request is to blame. still: it hung while it started. resources: it could not start for lack of descriptors, files
+    or memory, or because it fits the machine no longer; a later start may succeed."""
 
 
 class Health(NamedTuple):
@@ -93,7 +93,7 @@ class EngineSupervisor:
 
     So an engine that crashes while a client's work is pending was fine before: that is not a crash loop, however often it
     happens, and ``quarantine`` learns which requests the engine had; it is sent suspects alone. An engine that is killed is
-    neither in a crash loop. A restart that lacks resources or stands still is tried again for ever.
+    neither in a crash loop. A restart that lacks resources or hangs is tried again for ever.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class EngineSupervisor:
 
         Raises:
             ConfigError: the arguments cannot work.
-            EngineError: the engine did not start. A first start is tried again only where it stood still.
+            EngineError: the engine did not start. A first start is tried again only where it hung.
         """
         if self._state != "new":
             raise EngineError(f"the engine was started before; now it is {self._state}")

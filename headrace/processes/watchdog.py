@@ -61,7 +61,7 @@ class Watchdog:
         self._unread = 0.0
 
     def look(self, seconds: float) -> str | None:
-        """Called every so many seconds, as counted by the caller: time in which it stood still itself says nothing.
+        """Called every ``seconds``, as counted by the caller: time for which the caller itself was stopped is not counted.
 
         Returns:
             Why the work is stuck; None: it is not.

@@ -20,7 +20,7 @@ from headrace.quant.packed import PackedMethod, kept_codes
 
 BITS = {"int4": 4, "int8": 8}
 INT4_ROWS = 16
-"""Up to so many rows PyTorch's packed int4 product is faster than a bfloat16 one (two Zen 4 cores, milliseconds of the
+"""Most rows for which PyTorch's packed int4 product is faster than a bfloat16 one (two Zen 4 cores, milliseconds of the
 products of a step of the embedded model: 14 and 26 at 8 rows, 27 and 31 at 16, 53 and 41 at 32)."""
 INT8_ROWS = 6
 """Likewise for its packed int8 product (12 and 23 at 4 rows, 28 and 26 at 8)."""

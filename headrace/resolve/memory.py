@@ -108,7 +108,7 @@ class KVPlan:
         """The bytes that were asked for.
 
         Raises:
-            ConfigError: there are not so many.
+            ConfigError: fewer are free.
         """
         if nbytes > self._free:
             value = getattr(self._args, name)

@@ -30,8 +30,8 @@ class BodyBudget:
         self.used = 0
 
     def json(self, request: Request, max_values: int | None) -> Body:
-        """The request's body, of JSON with at most so many values (None: it is something else). Its bytes count until
-        ``release_body``."""
+        """Returns the request's body, of JSON with at most ``max_values`` values (None: it is something else). Its bytes count
+        until ``release_body``."""
         return self._body(request, Body(self, self._settings.max_body_bytes, "max_body_bytes", max_values))
 
     def features(self, request: Request) -> Body:

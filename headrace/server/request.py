@@ -24,7 +24,7 @@ async def checked_body(request: Request, serving: Serving, kind: type[B], endpoi
     """Reads and checks the body, against the table of fields where the endpoint is one of OpenAI's.
 
     Raises:
-        ApiError: 503 while the engine does not serve; else 413 or 415, naming what is wrong, or 503 for want of memory.
+        ApiError: 503 while the engine does not serve; else 413 or 415, naming what is wrong, or 503 for lack of memory.
         RequestError: the body is not what the endpoint takes.
     """
     serving.check_ready()

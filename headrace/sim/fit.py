@@ -35,7 +35,7 @@ _LEAST_STEPS = 40
 _ROUNDS = 8
 """Rounds of reweighting: outliers count less from one to the next."""
 _OUTLIER = 2.0
-"""Residuals beyond so many median deviations count less."""
+"""Number of median deviations beyond which residuals count less."""
 Array = npt.NDArray[np.float64]
 
 

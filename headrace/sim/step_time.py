@@ -187,7 +187,7 @@ class StepTimeModel(msgspec.Struct, frozen=True):
         return self.decode if kind == "decode" else self.mixed
 
     def device_seconds(self, plan: StepPlan, random: random.Random | None = None) -> float:
-        """``random``: draws a residual; None: the estimate without one."""
+        """``random``: samples a residual; None: the estimate without one."""
         if not plan.rows:
             return 0.0
         step = features(plan, self.graphs)

@@ -116,7 +116,7 @@ def _largest_step(
 def largest_step(config: EngineConfig, tokens: int | None = None) -> tuple[StepMetadata, torch.Tensor]:
     """The step with most tokens, and their positions. Its prompts attend sparsely where prompts may.
 
-    ``tokens``: so many in place of the most.
+    ``tokens``: number of tokens in place of the most.
     """
     tokens, longest = tokens or config.scheduler.most_tokens, config.scheduler.max_model_len
     if config.sparse is not None and config.sparse.routed:

@@ -27,7 +27,7 @@ class RoutedRequest(NamedTuple):
     session: str | None = None
 
     def new_tokens(self, cached: int) -> int:
-        """Prompt tokens that are computed if so many are cached; the last one always is."""
+        """Returns the prompt tokens that are computed if ``cached`` are cached; the last one always is computed."""
         return max(1, self.num_prompt - cached)
 
 

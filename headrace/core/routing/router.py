@@ -259,7 +259,7 @@ class Router:
         cached = next((tokens for holder, tokens in routed.hits if holder == replica), 0)
         self._expect(entry, cached)
         if self._index is not None:
-            # From now on others with this prefix are drawn here too.
+            # From now on other requests with this prefix are routed here too.
             self._index.add(replica, entry.keys)
         self.loads.queue(replica, entry.rows, entry.prefill)
         insort(self._queues[replica], entry)

@@ -75,7 +75,7 @@ class Parts:
 
     @property
     def cut(self) -> bool:
-        """Whether the answer ends for want of room: its last part may then be incomplete."""
+        """Whether the answer ends for lack of room: its last part may then be incomplete."""
         return self.finish is not None and self.finish.finish_reason == "length"
 
     @property

@@ -30,7 +30,7 @@ class LiveMegatron:
         return self.described.spec
 
     def with_tokens(self, num_tokens: int) -> LiveMegatron:
-        """The same model with a vocabulary of so many tokens; columns of the logits beyond it are padding."""
+        """Returns the same model with a vocabulary of ``num_tokens``; columns of the logits beyond it are padding."""
         spec = dataclasses.replace(self.spec, num_tokens=num_tokens)
         return dataclasses.replace(self, described=dataclasses.replace(self.described, spec=spec))
 

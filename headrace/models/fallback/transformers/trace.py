@@ -475,7 +475,7 @@ def _traced_mask(
             try:
                 window_of(sees)
             except Unfit as refusal:
-                # As for a step without padding, which is what such tensors tell of.
+                # As for a step without padding, of which such tensors are made.
                 window = refusal.reason
     mask = torch.empty(1, 1, q_length, kv_length, dtype=dtype, device="meta")
     recorder: _Recorder = config.__dict__[HANDLER]

@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from headrace.config import MemoryLine
 from headrace.errors import ConfigError
 from headrace.kernels.linear import linear
 from headrace.layers.embedding import Embedding
@@ -98,6 +99,11 @@ class LinearMethod(ABC):
     @abstractmethod
     def dequantize(self, layer: Linear) -> torch.Tensor:
         """Returns the weights that ``apply`` multiplies by, ``[out_features, in_features]`` float32."""
+
+    def memory(self, layer: Linear) -> list[MemoryLine]:
+        """Reports the layer's buffers. Parameters are counted with the model's, since layers may share them."""
+        nbytes = sum(buffer.nbytes for buffer in layer.buffers())
+        return [MemoryLine("packed weights", nbytes, self.format)] if nbytes else []
 
 
 class UnquantizedMethod(LinearMethod):

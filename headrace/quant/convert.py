@@ -55,7 +55,7 @@ class Converter:
         self._kernels = kernels if kernels is not None and kernels.tile != "portable" else None
 
     def convert(self, name: str, layer: Linear, parts: Sequence[StoredMatrix], *, is_head: bool = False) -> Conversion:
-        """Swaps the layer's method and loads its weights.
+        """Swaps the layer's method and loads its weights, on the device of the layer.
 
         Args:
             name: of the layer, for errors.
@@ -63,25 +63,25 @@ class Converter:
             is_head: the output head, whose codes have 8 bits: its errors go straight into the logits.
 
         Raises:
-            ConfigError: no packed kernel takes a matrix of this shape.
+            ConfigError: no packed kernel takes a matrix of this shape on this device.
         """
         bits = max(self._bits(part, is_head) for part in parts)
         why = self._reason(parts, bits, is_head)
-        shape, dtype = (layer.in_features, layer.out_features), layer.weight.dtype
-        if self._kernels is not None and not NativeMethod.supports(*shape, "cpu"):
+        shape, dtype, device = (layer.in_features, layer.out_features), layer.weight.dtype, layer.weight.device
+        if self._kernels is not None and not NativeMethod.supports(*shape, device.type):
             method: PackedMethod = NativeMethod(self._kernels, bits)
             if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
                 method = HybridMethod(method, AMX_ROWS)
             try:
-                return _swap(layer, method, dtype, parts, why)
+                return _swap(layer, method, dtype, device, parts, why)
             except OverflowError:
                 pass  # PyTorch's formats have wider scales.
         kind = Int4Method if bits == 4 else Int8Method
-        if reasons := kind.supports(*shape, "cpu"):
+        if reasons := kind.supports(*shape, device.type):
             raise ConfigError(f"{self._quantization} cannot hold {name}: {reasons[0]}; set quantization none", "quantization")
         if bits == 8:
             why += "; PyTorch's int8 kernel has one scale for each output"
-        return _swap(layer, HybridMethod(kind(), INT4_ROWS if bits == 4 else INT8_ROWS), dtype, parts, why)
+        return _swap(layer, HybridMethod(kind(), INT4_ROWS if bits == 4 else INT8_ROWS), dtype, device, parts, why)
 
     def _bits(self, part: StoredMatrix, is_head: bool) -> int:
         """4 for what is stored with 4 bits, 8 for what is stored with more; floats as asked."""
@@ -98,8 +98,10 @@ class Converter:
         return why + ("; the output head is always of 8 bits" if is_head and self._quantization == "int4" else "")
 
 
-def _swap(layer: Linear, method: PackedMethod, dtype: torch.dtype, parts: Sequence[StoredMatrix], why: str) -> Conversion:
-    method.allocate(layer, dtype, "cpu")
+def _swap(
+    layer: Linear, method: PackedMethod, dtype: torch.dtype, device: torch.device, parts: Sequence[StoredMatrix], why: str
+) -> Conversion:
+    method.allocate(layer, dtype, device)
     error = method.load(layer, parts)
     layer.method = method
     return Conversion(method.format, why, error)

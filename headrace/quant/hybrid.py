@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import linear
 
+from headrace.config import MemoryLine
 from headrace.layers.linear import Linear
 from headrace.layers.stored import StoredMatrix
 from headrace.quant.packed import PackedMethod
@@ -22,10 +23,6 @@ class HybridMethod(PackedMethod):
         """``crossover``: the most rows that go to ``packed``."""
         self.packed = packed
         self.crossover = crossover
-
-    @property
-    def held_format(self) -> str:
-        return self.packed.format
 
     def allocate(self, layer: Linear, dtype: torch.dtype, device: str | torch.device) -> None:
         super().allocate(layer, dtype, device)
@@ -47,5 +44,10 @@ class HybridMethod(PackedMethod):
     def dequantize(self, layer: Linear) -> torch.Tensor:
         return self.packed.dequantize(layer)
 
-    def nbytes(self, layer: Linear) -> int:
-        return self.packed.nbytes(layer) - layer.get_buffer("copy").nbytes
+    def memory(self, layer: Linear) -> list[MemoryLine]:
+        copy = layer.get_buffer("copy").nbytes
+        packed = sum(buffer.nbytes for buffer in layer.buffers()) - copy
+        return [
+            MemoryLine("packed weights", packed, self.packed.format),
+            MemoryLine("second copy of packed weights", copy, "for prompts and large batches"),
+        ]

@@ -19,21 +19,12 @@ class PackedMethod(LinearMethod):
 
     devices = frozenset({"cpu"})
 
-    @property
-    def held_format(self) -> str:
-        """``format`` of the packed weights alone, without a copy in floats."""
-        return self.format
-
     def allocate(self, layer: Linear, dtype: torch.dtype, device: str | torch.device) -> None:
         """Frees the floats. Packing makes new tensors, which ``load`` registers."""
         self.dtype = dtype
         """Dtype of the activations."""
         if "weight" in layer._parameters:
             del layer.weight
-
-    def nbytes(self, layer: Linear) -> int:
-        """Bytes of the packed weights, without a copy in floats."""
-        return sum(buffer.nbytes for buffer in layer.buffers())
 
 
 def finish(layer: Linear, y: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -261,15 +262,11 @@ def _memory(model: nn.Module) -> tuple[MemoryLine, ...]:
     plain = sum(parameter.nbytes for parameter in model.parameters())
     dtypes = " and ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}))
     lines = [MemoryLine("weights", plain, dtypes)]
-    packed: dict[str, int] = {}
-    copies = 0
+    held: Counter[tuple[str, str]] = Counter()
     for module in model.modules():
-        if isinstance(module, Linear) and isinstance(method := module.method, PackedMethod):
-            packed[method.held_format] = packed.get(method.held_format, 0) + method.nbytes(module)
-            copies += sum(buffer.nbytes for buffer in module.buffers()) - method.nbytes(module)
-    lines += [MemoryLine("packed weights", nbytes, how) for how, nbytes in packed.items()]
-    if copies:
-        lines.append(MemoryLine("second copy of packed weights", copies, "for prompts and large batches"))
+        if isinstance(module, Linear):
+            held.update({(line.name, line.detail): line.nbytes for line in module.method.memory(module)})
+    lines += [MemoryLine(name, nbytes, detail) for (name, detail), nbytes in sorted(held.items())]
     return tuple(lines)
 
 

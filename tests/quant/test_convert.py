@@ -175,3 +175,12 @@ def test_error_is_sampled_over_all_pieces() -> None:
     done = Converter("int4", None).convert("x", layer, pieces)
     true = relative_error(layer.method.dequantize(layer), exact(pieces))
     assert done.error == pytest.approx(true, rel=0.05)
+
+
+@pytest.mark.parametrize("quantization", ["int4", "int8"])
+def test_a_matrix_is_packed_for_the_device_that_holds_it(quantization: str) -> None:
+    """No packed kernel runs elsewhere than on the CPU; a copy of the weights there would not be served."""
+    layer = Linear(COLUMNS, 32, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(ConfigError, match="runs on cpu, not on meta"):
+        Converter(quantization, load()).convert("layers.0.mlp.down_proj", layer, [floats(32)])
+    assert layer.weight.device.type == "meta"

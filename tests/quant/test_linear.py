@@ -48,7 +48,8 @@ def test_native_holds_what_it_was_given(kernels: NativeKernels, bits: int, outpu
     given = weights(bits, outputs, columns)
     module = native_layer(given, None, kernels)
     assert torch.equal(dequantized(module), native.held(given).dequantize())
-    assert module.method.nbytes(module) == -(-outputs // 16) * columns // 32 * (64 + 64 * bits)
+    (line,) = module.method.memory(module)
+    assert line.nbytes == -(-outputs // 16) * columns // 32 * (64 + 64 * bits)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -187,7 +188,7 @@ def test_hybrid_changes_over_at_its_crossover() -> None:
         x = inputs(rows, 64, torch.bfloat16)
         assert torch.equal(module(x), packed(x) if rows <= 4 else linear(x, copy))
     assert torch.equal(module.get_buffer("copy"), copy)
-    assert module.method.nbytes(module) == packed.method.nbytes(packed)
+    assert module.method.memory(module)[:1] == packed.method.memory(packed)
     module.out_dtype = torch.float32
     assert {module(inputs(rows, 64, torch.bfloat16)).dtype for rows in (1, 20)} == {torch.float32}
 

@@ -138,10 +138,13 @@ def test_all_memory_is_the_layers(method: Callable[[], LinearMethod], name: str)
     held = sum(one.nbytes for one in [*layer.parameters(), *layer.buffers()])
     assert ("weight" in dict(layer.named_parameters())) == (name == "floats")
     assert held >= INPUTS * layer.out_features // 2
+    lines = own.memory(layer)
     if isinstance(own, PackedMethod):
         copy = 2 * INPUTS * layer.out_features if "hybrid" in name else 0
-        assert own.nbytes(layer) == held - copy
-        assert own.format.startswith(own.held_format)
+        assert [line.nbytes for line in lines] == [held - copy, *([copy] if copy else [])]
+        assert own.format.startswith(lines[0].detail)
+    else:
+        assert not lines
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

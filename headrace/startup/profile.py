@@ -5,21 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
-from headrace.attention.backend import AttentionBackend, LayerCache, StepMetadata, distinct, workspace_bytes
+from headrace.attention.backend import AttentionBackend, LayerCache, distinct, workspace_bytes
 from headrace.attention.context import ForwardContext
-from headrace.attention.sparse_rows import SparseRows
 from headrace.cache.planes import allocate
 from headrace.config import EngineConfig
-from headrace.core.plan import NewSequence, Row, StepPlan, pack_tokens
 from headrace.models.interface import HiddenStates, Model, ModelInputs
 from headrace.resolve.memory import CUDA_SLACK
 from headrace.runner.build import make_backends
-from headrace.runner.parts.sparse import SparseTables
-from headrace.runner.slots import RowArrays
-from headrace.sampling_params import SamplingParams
+from headrace.runner.largest import largest_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +97,7 @@ def _largest_step(
 ) -> None:
     """Runs the maximum number of tokens, in prompts of maximum length, and logits for the maximum number of sampled rows.
 
-    Their KV goes nowhere, and what they see is the null block's. ``tokens``: as in ``largest_step``.
+    Their KV goes nowhere, and what they see is the null block's. ``tokens``: see ``largest_step``.
     """
     step, positions = largest_step(config, tokens)
     for backend in distinct(backends):
@@ -111,47 +106,3 @@ def _largest_step(
     logits = model.logits(hidden[: min(config.scheduler.max_num_seqs, len(positions))])
     # The sampler's own copy, where rows ask for logprobs.
     logits.clone()
-
-
-def largest_step(config: EngineConfig, tokens: int | None = None) -> tuple[StepMetadata, torch.Tensor]:
-    """The step with most tokens, and their positions. Its prompts attend sparsely where prompts may.
-
-    ``tokens``: number of tokens in place of the most.
-    """
-    tokens, longest = tokens or config.scheduler.most_tokens, config.scheduler.max_model_len
-    if config.sparse is not None and config.sparse.routed:
-        longest = min(longest, config.sparse.max_exact_tokens)
-    starts = np.append(np.arange(0, tokens, longest), tokens)
-    lengths = np.diff(starts)
-    rows, width = len(lengths), -(-int(lengths.max()) // config.cache.block_size)
-    device = torch.device(config.device)
-    positions = torch.cat([torch.arange(length, device=device) for length in lengths.tolist()])
-    nowhere = torch.full((tokens,), -1, dtype=torch.int64, device=device)
-    table = torch.zeros(rows, width, dtype=torch.int32, device=device)
-    step = StepMetadata(
-        num_decode_rows=0,
-        query_start=torch.from_numpy(starts).to(device, torch.int32),
-        seq_lens=torch.from_numpy(lengths).to(device, torch.int32),
-        slot_mapping=(nowhere,) * len(config.cache.groups),
-        block_tables=(table,) * len(config.cache.groups),
-        query_start_host=starts,
-        seq_lens_host=lengths,
-        sparse=_sparse_rows(config, lengths.tolist(), device),
-    )
-    return step, positions
-
-
-def _sparse_rows(config: EngineConfig, lengths: list[int], device: torch.device) -> SparseRows | None:
-    """Whole prompts of the given lengths; None: they attend densely."""
-    if config.sparse is None or len(lengths) > config.scheduler.max_num_seqs:
-        return None
-    tables = SparseTables(config, config.sparse, device)
-    sampling = SamplingParams()
-    # Of a prompt, the tables read its length alone.
-    prompts = [
-        NewSequence(slot, slot, pack_tokens(()), length, sampling, 0, 0, [], None, sparse=b"")
-        for slot, length in enumerate(lengths)
-    ]
-    tables.begin(StepPlan(0, (), tuple(prompts), (), 0))
-    rows = tuple(Row(slot, slot, 0, length, 0, ()) for slot, length in enumerate(lengths))
-    return tables.rows(RowArrays(StepPlan(0, (), (), rows, 0)))

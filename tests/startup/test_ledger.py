@@ -15,10 +15,11 @@ from support.runner.sparse_world import model as sparse_model
 
 from headrace.config import EngineConfig, MemoryLine
 from headrace.resolve.memory import CUDA_SLACK
+from headrace.runner.largest import largest_step
 from headrace.runner.parts.media import MediaTables
 from headrace.startup import profile as profiles
 from headrace.startup.ledger import cache_lines, ledger, planned_ledger
-from headrace.startup.profile import Profile, largest_step, measure, paused_states
+from headrace.startup.profile import Profile, measure, paused_states
 
 __all__ = ["a_device"]
 

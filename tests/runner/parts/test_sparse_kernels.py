@@ -19,7 +19,7 @@ from headrace.kernels import gpu, support
 from headrace.models.capture import no_host_sync
 from headrace.models.interface import ModelInputs
 from headrace.runner.build import make_backends, make_caches
-from headrace.startup.profile import largest_step
+from headrace.runner.largest import largest_step
 from runner.parts.test_sparse import EXACT, MODES, expected, run, traffic
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="the kernels need Triton")

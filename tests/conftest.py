@@ -1,4 +1,4 @@
-"""What must be said before torch is imported, and where kernels run.
+"""Settings that must precede the import of torch, and the device of kernels.
 
 Triton kernels are compiled where there is a CUDA device, else run by Triton's interpreter on the CPU.
 """
@@ -49,7 +49,7 @@ def seed() -> None:
 
 @pytest.fixture(params=["interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Where to run a kernel. One process does either the one or the other."""
+    """Device that runs a kernel. One process does either the one or the other."""
     cuda = torch.cuda.is_available()
     if cuda != (request.param == "cuda"):
         pytest.skip("there is a CUDA device: kernels are compiled" if cuda else "there is no CUDA device")

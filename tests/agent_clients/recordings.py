@@ -1,4 +1,4 @@
-"""What agents sent, with their texts and ids replaced. Each recording has the first two requests of a session in which the
+"""Recorded requests of agents, with texts and ids replaced. Each recording has the first two requests of a session in which the
 model called a tool: ``first``, and the fields that differ in the second one, ``then``."""
 
 from __future__ import annotations

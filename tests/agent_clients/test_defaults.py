@@ -1,4 +1,4 @@
-"""What agents send first is answered with no option set. The bodies follow the description of what the clients send."""
+"""The first requests of agents are answered with no option set. The bodies follow the description of what the clients send."""
 
 from __future__ import annotations
 

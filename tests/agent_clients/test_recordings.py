@@ -1,4 +1,4 @@
-"""What Codex and Claude Code send is answered with no option set."""
+"""Requests of Codex and Claude Code are answered with no option set."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def answered(api: Api, recording: dict[str, Any], body: dict[str, Any]) -> dict[
 
 @RECORDINGS
 def test_a_session(made: Tokenizer, recording: str) -> None:
-    """Of two requests; nearly the whole prompt of the first begins that of the second."""
+    """The session has two requests; nearly the whole prompt of the first begins that of the second."""
     found = recorded(recording)
     codex = "input" in found["first"]
     text = call("exec_command", '{"cmd": "ls"}') if codex else call("Bash", '{"command": "ls"}')

@@ -30,7 +30,7 @@ HERE = [
     if not reasons and name not in ("triton", "invariant")
 ]
 KV_HEADS = (8, 4, 24, 1, 3)
-"""Of 24 query heads: groups of 3, 6, 1, 24 and 8."""
+"""KV heads of 24 query heads: groups of 3, 6, 1, 24 and 8."""
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(KV_HEADS))[::29], ids=str)

@@ -144,7 +144,7 @@ def test_padding_tokens_come_out_as_zeros() -> None:
 
 
 def test_decode_rows_are_absorbed_however_long() -> None:
-    """So that a step of them runs the same kernels for any lengths."""
+    """A step of decode rows runs the same kernels for any lengths."""
     case = make_case(mla_spec(), [(1, 500), (1, 3)])
     assert check(case).uncompressed_rows == []
 
@@ -162,7 +162,7 @@ def test_bounded_steps_are_absorbed() -> None:
 
 
 def test_what_would_not_pay_is_not_uncompressed() -> None:
-    """Where the latent is no wider than what is made of it."""
+    """The latent is no wider than the keys and values that are made of it."""
     spec = mla_spec(head_dim=9, v_head_dim=5)
     assert check(make_case(spec, [(50, 50)])).uncompressed_rows == []
 
@@ -325,7 +325,7 @@ def on_triton(
 
 
 def test_batch_invariant_layers_uncompress_nothing() -> None:
-    """Which rows are worth it depends on how much of a prompt is in a step."""
+    """The rows that are worth it depend on how much of a prompt is in a step."""
     name = "invariant"
     assert select.for_prompts(mla_spec(), name, "cuda", "bfloat16") is None
     case = make_case(mla_spec(), MIXED)

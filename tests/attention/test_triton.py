@@ -34,7 +34,7 @@ def to(case: Case, device: torch.device) -> Case:
 
 
 def decode_first(rows: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """As a step has them: ``make_case`` counts rows of one query as decode."""
+    """Orders rows like a step: ``make_case`` counts rows of one query as decode."""
     return sorted(rows, key=lambda row: row[0] > 1)
 
 
@@ -67,7 +67,7 @@ def test_mixed_steps(changes: dict[str, object], device: torch.device) -> None:
 
 
 def test_decode_rows_take_the_tilings_of_graphs(device: torch.device) -> None:
-    """Whose capture has compiled the kernels, with rows of any length."""
+    """The capture of graphs has compiled the kernels, with rows of any length."""
     chosen = []
     for lengths in ((1, 1, 1), (9, 40, 12), (400, 40, 30, 2)):
         case = to(make_case(layer_spec(), [(1, length) for length in lengths], block_size=8), device)
@@ -140,7 +140,7 @@ def test_an_empty_step(device: torch.device) -> None:
 
 @pytest.mark.parametrize("bound", [64, 5000])
 def test_lengths_on_the_host_may_be_bounds(bound: int, device: torch.device) -> None:
-    """As in a captured graph, whose number of splits is that of the longest row there can be."""
+    """A captured graph has the number of splits of the longest row that there can be."""
     case = make_case(layer_spec(), [(1, 9), (1, 40), (1, 1)], block_size=8)
     expected = run(ReferenceAttention(), case)
     case.step = dataclasses.replace(case.step, seq_lens_host=np.full(3, bound, dtype=np.int32))

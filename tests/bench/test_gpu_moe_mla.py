@@ -1,4 +1,4 @@
-"""What the experts' kernels are timed beside computes the same."""
+"""The experts' kernels and those that they are timed beside compute the same."""
 
 from __future__ import annotations
 

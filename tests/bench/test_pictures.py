@@ -96,7 +96,7 @@ def test_headrace_runs_them(configs: ModuleType, tmp_path: Path, monkeypatch: py
 
 @pytest.mark.slow
 def test_a_server_gets_them_in_every_form(configs: ModuleType, tmp_path: Path) -> None:
-    """From shape to report: a server of random weights, whose answers have text."""
+    """A server of random weights gets pictures, from shape to report; its answers have text."""
     (folder,) = configs.write(tmp_path, ["qwen2.5-vl-7b"], True)
     fields: dict[str, Any] = {"load_format": "dummy", "max_model_len": 512, "num_kv_blocks": 200, "num_threads": 1}
     with running(AsyncLLM(EngineArgs(model=str(folder), **fields))) as server:

@@ -88,7 +88,7 @@ def test_large_workloads_run_once_less() -> None:
 
 
 def test_the_command_writes_rows_and_reasons(tmp_path: Path) -> None:
-    """From a config alone: no tokenizer, no weights."""
+    """The command needs a config alone: no tokenizer, no weights."""
     folder = write_config(tmp_path / "tiny", max_position_embeddings=512)
     for path in folder.iterdir():
         if path.name != "config.json":

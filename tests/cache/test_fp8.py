@@ -58,7 +58,7 @@ def test_a_block_can_be_moved_as_bytes() -> None:
 
 
 def test_blocks_of_an_arena_lie_apart() -> None:
-    """At an offset and a stride that are other layers' bytes: the same numbers, and nobody else's change."""
+    """Blocks at an offset and a stride that are other layers' bytes hold the same numbers, and change no others."""
     alone = zeros(spec(), 4, 8)
     arena = torch.full((4, alone.rows.shape[1] + 48), 7, dtype=torch.uint8)
     inside = dataclasses.replace(alone, rows=arena[:, 32:-16].zero_())

@@ -29,7 +29,7 @@ class BatchLLM(FakeLLM):
     dies = 0
     """Times that the engine is dead when a request comes."""
     seconds = 0.0
-    """Of a step."""
+    """Seconds of a step."""
 
     def __init__(self, args: Any, console: Any, **more: Any) -> None:
         super().__init__(step=BatchLLM.seconds)
@@ -150,7 +150,7 @@ def test_unordered_results_come_as_they_end(tmp_path: Path, monkeypatch: pytest.
 def test_lines_are_read_only_as_far_ahead_as_they_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
-    """So memory does not grow with the file, beside the digests of its ids."""
+    """Memory does not grow with the file, beside the digests of its ids."""
     import headrace.cli.run
 
     ahead = most = 0

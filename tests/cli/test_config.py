@@ -138,7 +138,7 @@ def test_keys_twice_in_a_nested_mapping(write: Write) -> None:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OwnOptions(Checked):
     count: Annotated[int, OptionSpec(min=1)] = 3
-    """How many."""
+    """Number of them."""
     verbose: bool = False
     """Say more."""
     key: Annotated[str | None, OptionSpec(secret=True)] = dataclasses.field(

@@ -92,7 +92,7 @@ def sample(option: Option) -> tuple[list[str], Any]:
 
 
 def parsed(group: Group[Any], words: list[str]) -> Any:
-    """What a command with this group is handed."""
+    """Returns the object that a command with this group gets."""
     seen: list[Any] = []
 
     def run(thing: Any) -> None:
@@ -233,7 +233,7 @@ def test_errors_are_one_line_that_names_the_parameter(error: Exception) -> None:
 
 
 def test_the_help_answers_at_once() -> None:
-    """What would make it slow must not be there. No timing: that would be the machine's."""
+    """Modules that would make the help slow are not imported. No timing: that would be the machine's."""
     code = "import sys, headrace.cli.main; sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'fastapi')))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 

@@ -24,7 +24,7 @@ _ROOT = {"properties", "type", "$ref", "definitions", "anyOf", "oneOf", "allOf"}
 
 @dataclasses.dataclass
 class Table:
-    """What became of the schemas of a corpus."""
+    """Outcomes of the schemas of a corpus."""
 
     schemas: int = 0
     refused: Counter[str] = dataclasses.field(default_factory=Counter)

@@ -1,4 +1,4 @@
-"""From a request's constraint to a matcher: kinds, options, refusals, limits, caches, and the masks themselves."""
+"""Matchers of requests' constraints: kinds, options, refusals, limits, caches, and the masks themselves."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_long_chains_of_rules_are_refused(factory: GrammarFactory) -> None:
 
 
 def test_a_crash_of_the_library_ends_a_process_of_its_own() -> None:
-    """With limits that let it through, the library overflows its stack."""
+    """The library overflows its stack, with limits that let the constraint through."""
     factory = GrammarFactory(StructuredOutputsConfig(max_depth=256), None)
     for _ in range(2):  # The second time from the cache.
         assert refusal(factory, json=chain("patternProperties", 1000)).startswith(TOO_COMPLEX)

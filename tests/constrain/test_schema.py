@@ -258,7 +258,7 @@ def test_closing_the_branches_of_a_one_of_would_allow_more() -> None:
 
 
 def test_branches_that_are_named_are_told_apart() -> None:
-    """Where the names say so, and not where a pointer is one of another schema."""
+    """The names tell them apart, unless a pointer is one of another schema."""
     cat, dog = DISCRIMINATED["oneOf"]
     named = {"$defs": {"cat": {"$id": "urn:cat"} | cat, "dog": {"$anchor": "dog"} | dog}}
     kinds = named | {"oneOf": [{"$ref": "urn:cat"}, {"$ref": "#dog"}]}

@@ -147,7 +147,7 @@ def test_priority_decides_who_is_preempted() -> None:
 
 
 def test_blocks_on_their_way_back_stop_further_preemption() -> None:
-    """With steps in flight a victim's blocks come late: that must not cost the next one its blocks as well."""
+    """A victim's blocks come late with steps in flight: that must not cost the next one its blocks as well."""
     world = World(make_config(pipeline_depth=2), make_cache(10, caching=False))
     sequences = [world.add(make_request(name, [i + 1] * 11, max_tokens=16))[0] for i, name in enumerate("abc")]
     while world.scheduler.stats().num_preemptions == 0:
@@ -488,7 +488,7 @@ def test_nothing_to_do_is_no_plan() -> None:
 
 @pytest.mark.parametrize("kept", [1, 2, 3])
 def test_a_row_may_keep_fewer_tokens_than_it_has_logits_rows(kept: int) -> None:
-    """What was planned for tokens that were not kept is taken back, and the next row begins behind those that were."""
+    """Plans for tokens that were not kept are taken back, and the next row begins behind those that were."""
     world = World(make_config(decode_tokens=3), make_cache())
     (seq,) = world.add(make_request("r", [1, 2, 3, 4, 5, 6, 7], max_tokens=20))
     world.step()

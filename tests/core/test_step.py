@@ -29,7 +29,7 @@ def test_rows_follow_the_moves_made_after_them() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_the_short_path_of_decoding_rows_changes_no_plan(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With preemptions, windows, moves of blocks, several samples and a small budget."""
+    """The schedules have preemptions, windows, moves of blocks, several samples and a small budget."""
 
     def record() -> tuple[list[object], int]:
         cache = make_cache((14, 6), windows=(None, 8), widths=(3, 2))

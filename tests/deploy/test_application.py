@@ -1,4 +1,4 @@
-"""What an application of Ray Serve is made of, without Ray."""
+"""Parts of an application of Ray Serve, without Ray."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def running() -> int:
 
 
 def pids() -> list[int]:
-    """Of the engine's replicas."""
+    """Returns the process ids of the engine's replicas."""
     actors = list_actors(filters=[("state", "=", "ALIVE")], limit=1000)
     return [actor.pid for actor in actors if actor.class_name.startswith("ServeReplica:headrace:engine")]
 

@@ -26,14 +26,15 @@ NAMES = {"json": "guided_json", "regex": "guided_regex", "choice": "guided_choic
 
 
 STREAM_TOKENS = 160
-"""Of one stream: another begins in its blocks."""
+"""Tokens of one stream: another begins in its blocks."""
 STREAM = {"prompt": "Once", "max_tokens": STREAM_TOKENS, "ignore_eos": True, "stream": True}
 BLOCK = 16
 CONCURRENT = 8
 
 
 def options(clients: int) -> list[str]:
-    """Of a server whose memory shows what grammars leave: no more KV blocks than requests need, and no cache of grammars."""
+    """Options of a server whose memory shows what grammars leave: no more KV blocks than requests need, and no cache of
+    grammars."""
     blocks = (clients + CONCURRENT) * (STREAM_TOKENS // BLOCK + 2)
     return ["--num-kv-blocks", str(blocks), "--structured-outputs-config", json.dumps({"cache_bytes": 0})]
 
@@ -55,9 +56,9 @@ class Report(NamedTuple):
     """Beside as many requests without grammars."""
     hostile: Gaps
     statuses: dict[int, int]
-    """Of requests with grammars."""
+    """Number of requests with grammars by status."""
     memory: float
-    """Of the server's processes in MiB, before the first of 200."""
+    """Memory of the server's processes in MiB, before the first of 200."""
     grown: float
     """Memory after the last one, less ``memory``."""
     seconds: float

@@ -83,11 +83,11 @@ def cases(context: int) -> dict[str, tuple[str, dict[str, Any]]]:
 class Pause(NamedTuple):
     status: int
     seconds: float
-    """Until the answer."""
+    """Time until the answer."""
     longest: float
     """Between two tokens of the bystander, in seconds."""
     mebibytes: float
-    """By which the answer is large."""
+    """Size of the answer."""
 
 
 class Bystander:

@@ -125,7 +125,7 @@ def page_name(page: Path) -> str:
 
 
 TESTED_ELSEWHERE = ("add-a-model.md", "attention-backends.md")
-"""In tests/models/test_guide.py and tests/attention/test_guide.py, which also check results."""
+"""Pages that tests/models/test_guide.py and tests/attention/test_guide.py test, which also check results."""
 
 
 @pytest.mark.parametrize("page", [p for p in pages() if blocks(p, "python") and p.name not in TESTED_ELSEWHERE], ids=page_name)

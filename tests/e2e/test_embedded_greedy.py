@@ -60,7 +60,7 @@ def reference() -> torch.nn.Module:
 
 
 def disagreement(reference: torch.nn.Module, prompt: list[int], output: list[int]) -> str | None:
-    """Where the reference, fed the same tokens, would have chosen another one and not by a near-tie."""
+    """Returns where the reference, fed the same tokens, would have chosen another one and not by a near-tie."""
     with torch.inference_mode():
         logits = reference(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
     logprobs = logits.float().log_softmax(-1)

@@ -19,7 +19,7 @@ HEADERS = {"Content-Type": "application/json", "Authorization": "Bearer a"}
 
 
 async def answers(url: str, asked: list[tuple[Route, bytes]]) -> Counter[int]:
-    """How many answers have each status."""
+    """Counts the answers by status."""
     statuses: Counter[int] = Counter()
     waiting = iter(asked)
     async with httpx.AsyncClient(base_url=url, headers=HEADERS, timeout=600) as http:

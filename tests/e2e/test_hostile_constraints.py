@@ -35,7 +35,7 @@ GRAMMARS = {
 }
 REGEXES = {"a repetition": "(a{9999}){9999}", "nested groups": "(" * 5000 + "a" + ")" * 5000}
 LATER = "a repetition by custom tool"
-"""What passes a limit when the answer comes to it."""
+"""Constraint that passes a limit only when the answer comes to it."""
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
 RESPONSE = {"input": "Hi", "max_output_tokens": 16}
 Way = Callable[[Any], tuple[str, dict[str, Any]]]

@@ -10,7 +10,7 @@ from e2e.pauses import bystander, cases, measure
 LONGEST = 1.5
 """Seconds, on a machine that is busy with other things."""
 SHARE = 0.2
-"""Of the time of a request that computes for longer: the stream gains tokens between the steps that it takes."""
+"""Largest part of the time of a request that computes for longer: the stream gains tokens between the steps that it takes."""
 
 
 @pytest.mark.slow

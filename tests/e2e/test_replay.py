@@ -27,7 +27,7 @@ CHOICE = {"type": "any", "disable_parallel_tool_use": True}
 
 
 def tool(number: int) -> dict[str, Any]:
-    """As long as agents' tools are: some 100 tokens."""
+    """Makes a tool as long as agents' tools are: some 100 tokens."""
     properties = {
         "path": {"type": "string", "maxLength": 12, "description": "Path of the file, relative to the root of the project."},
         "mode": {"enum": ["read", "write", "append"], "description": "What to do with the file."},

@@ -109,7 +109,7 @@ def test_a_loop_of_anthropics_client(server: Server, stream: bool) -> None:
 @pytest.mark.parametrize("api", ["chat", "responses"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_loop_of_an_agent_framework(server: Server, api: str, stream: bool) -> None:
-    """Of two rounds: the first must call a tool, and the second has its result and no tool."""
+    """The loop has two rounds: the first must call a tool, and the second has its result and no tool."""
     agents = pytest.importorskip("agents", reason="openai-agents is not installed: pip install openai-agents")
     agents.set_tracing_disabled(True)
     asked: list[tuple[str, int]] = []

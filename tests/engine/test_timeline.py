@@ -26,9 +26,9 @@ HEAVY = (
     "pandas",
     "openai",
 )
-"""What no server's process may import. Its chat templates are transformers' to render, which needs none of these."""
+"""Modules that no server's process may import. Its chat templates are transformers' to render, which needs none of these."""
 HEAVY_ENGINE = ("transformers", "huggingface_hub", "sympy", "torch._dynamo", "torch._inductor", "fastapi", "rich", "gguf")
-"""What no engine's process may import for a native model in Hugging Face's layout."""
+"""Modules that no engine's process may import for a native model in Hugging Face's layout."""
 
 
 def run(code: str, *arguments: str) -> str:

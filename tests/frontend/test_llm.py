@@ -389,7 +389,7 @@ def test_a_request_that_cannot_be_taken_in_fails_alone(place: str, llm: LLM, mon
 
 
 def samplings(args: tuple[Any, ...]) -> Iterator[SamplingParams]:
-    """Of a Request, a NewSequence, or sequences."""
+    """Yields the sampling parameters of a Request, a NewSequence, or sequences."""
     for arg in args:
         for one in arg if isinstance(arg, list) else [arg]:
             yield getattr(getattr(one, "request", one), "sampling", None)  # type: ignore[misc]

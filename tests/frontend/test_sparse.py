@@ -60,7 +60,8 @@ def test_every_implementation_attends_alike(tmp_path: Path) -> None:
 
 
 def test_an_fp8_cache_is_read_sparsely(tmp_path: Path) -> None:
-    """With every block kept as with dense attention to the same cache; with some, chunks and prefix hits change nothing."""
+    """The result equals that of dense attention to the same cache if every block is kept; if some are, chunks and prefix hits
+    change nothing."""
     folder, asked, greedy = saved(tmp_path, "llama"), {"prompt_token_ids": prompt(5, 400)}, GREEDY.replace({"max_tokens": 2})
     options = {"kv_cache_dtype": "fp8_e4m3", "sparse_prefill": "xattn", "sparse_min_tokens": 0, "kv_cache_memory": 2**21}
     options["attention_backend"] = "reference"

@@ -23,7 +23,7 @@ def delta(number: int, **fields: Any) -> OutputDelta:
 
 
 def read(deltas: list[OutputDelta], waiting: list[int], samples: int = 1) -> list[OutputDelta]:
-    """What a reader gets that comes whenever so many deltas wait."""
+    """Returns the deltas of a reader that comes whenever as many wait as ``waiting`` says."""
 
     async def main() -> list[OutputDelta]:
         inbox = Inbox(
@@ -44,7 +44,7 @@ def read(deltas: list[OutputDelta], waiting: list[int], samples: int = 1) -> lis
 
 
 def folded(deltas: list[OutputDelta], index: int) -> dict[str, Any]:
-    """What the deltas of one sample add up to."""
+    """Returns the sum of the deltas of one sample."""
     mine, message = [each for each in deltas if each.index == index], Message()
     for each in mine:
         message.add(each.events)

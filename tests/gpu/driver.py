@@ -27,7 +27,7 @@ STEPS = 20_000
 
 @dataclasses.dataclass
 class Sample:
-    """What one sample of a request came to."""
+    """Result of one sample of a request."""
 
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[PositionLogprobs] = dataclasses.field(default_factory=list)
@@ -74,7 +74,7 @@ class Driver:
             self._core.add(self._engine.inputs.request(prompt, params, request_id=each.request_id))
 
     def run(self, before_step: Callable[[int], None] = lambda step: None, arrivals: Sequence[Request] = ()) -> Samples:
-        """Until nothing is left to do; one of ``arrivals`` is added before every step."""
+        """Runs until nothing is left to do; one of ``arrivals`` is added before every step."""
         waiting = deque(arrivals)
         for step in itertools.count():
             if step > STEPS:

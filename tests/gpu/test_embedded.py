@@ -30,7 +30,7 @@ NEAREST = 20
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """In nats."""
+    """Bounds in nats."""
 
     gap: float
     """Between two tokens that count as equally likely, by the CPU's float32."""
@@ -57,7 +57,7 @@ class Reference:
     prompts: list[list[int]]
     outputs: list[RequestOutput]
     texts: list[list[int]]
-    """Of each prompt, the prompt and its greedy output; and a longer one of prose."""
+    """Tokens of each prompt and its greedy output; and of a longer prompt of prose."""
     logprobs: list[list[float]]
 
 
@@ -85,7 +85,7 @@ def text_logprobs(llm: LLM, texts: list[list[int]]) -> list[list[float]]:
 
 
 def parting(wanted: RequestOutput, found: list[int]) -> dict[str, Any] | None:
-    """Where the outputs part, and how far apart the two tokens were; None: they do not part."""
+    """Describes where the outputs part, and how far apart the two tokens were; None: they do not part."""
     tokens = wanted.outputs[0].token_ids
     place = next((place for place, (a, b) in enumerate(zip(tokens, found, strict=False)) if a != b), None)
     if place is None:
@@ -135,7 +135,7 @@ def test_says_what_the_cpu_says(device: str, dtype: str, way: str, report: Calla
 
 
 QUANTISED = Bounds(gap=1.5, largest=2.0, mean=0.15)
-"""With KV in FP8."""
+"""Bounds with KV in FP8."""
 
 
 @pytest.mark.parametrize(
@@ -147,8 +147,8 @@ QUANTISED = Bounds(gap=1.5, largest=2.0, mean=0.15)
     ],
 )
 def test_fp8_kv_says_nearly_the_same(device: str, dtype: str, report: Callable[[str, dict[str, Any]], None]) -> None:
-    """Of text that is given, logprobs are near those with KV in float32, and their mean is as good; greedy text is text that
-    the model finds likely with KV in float32."""
+    """Logprobs of a given text are near those with KV in float32, and their mean is as good; greedy text is text that the model
+    finds likely with KV in float32."""
     count, length = AMOUNT[device]
     known = reference(count, length)
     asked = {"cuda": "auto", "cpu": "reference"}[device]
@@ -181,7 +181,7 @@ def test_fp8_kv_says_nearly_the_same(device: str, dtype: str, report: Callable[[
 
 
 def behind_the_best(texts: list[list[int]], counts: list[int]) -> list[float]:
-    """How much less likely than the likeliest each of a text's last tokens is, by the CPU's float32."""
+    """Returns by how much each of a text's last tokens is less likely than the likeliest, by the CPU's float32."""
     with engine("cpu", "float32") as llm:
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
         judged = llm.generate([{"prompt_token_ids": text} for text in texts], params)

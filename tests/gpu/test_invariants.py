@@ -31,9 +31,9 @@ from .tiny import EVERY_EXPERT, FAMILIES
 
 MAX_LEN = 96
 EXACT = 2e-4
-"""Of a logprob in float32."""
+"""Bound of a logprob's difference in float32."""
 BOUND, MEAN = 0.6, 0.06
-"""Of differences between logprobs in bfloat16, in nats: the largest, and their mean."""
+"""Bounds of differences between logprobs in bfloat16, in nats: the largest, and their mean."""
 
 FP8: dict[str, dict[str, Any]] = {
     "cpu": {"kv_cache_dtype": "fp8_e4m3", "attention_backend": "reference"},
@@ -49,7 +49,7 @@ FORCED = [
     request(f"forced {token}", prompt(token, 11 * token % 50 + 1), allowed_token_ids=[token], logprobs=0, max_tokens=24)
     for token in (5, 60, 121, 150)
 ]
-"""What they draw is settled whatever the model says, so that their logprobs can be compared to the end."""
+"""Requests that sample the same tokens whatever the model computes, so that their logprobs can be compared to the end."""
 GIVEN = [
     request(f"given {length}", prompt(length, length), prompt_logprobs=0, logprobs=0, max_tokens=2)
     for length in (2, 17, 33, 80)
@@ -263,7 +263,8 @@ def close(found: Samples, wanted: Samples, bound: float = BOUND, mean: float = M
 families = pytest.mark.parametrize("family", FAMILIES)
 ways = pytest.mark.parametrize("way", WAYS)
 ROUNDED = [EVERY_EXPERT if family == "mixture" else family for family in FAMILIES]
-"""What can be compared in bfloat16: which few experts of many are the best is a matter of rounding there, on a CPU as well."""
+"""Families that can be compared in bfloat16: which few experts of many are the best is a matter of rounding there, on a CPU
+too."""
 GROUPS = "groups of 3, width 80"
 QUICK = {GROUPS: ("three steps ahead", "chunks of 5", "two slots")}
 QUICK |= {"mla": ("preempted in chunks", "cached, short of blocks", "aborting")}
@@ -330,7 +331,7 @@ def test_plain_bfloat16(family: str, device: str, way: str, folder_of: Callable[
 
 
 def behind_the_best(sample: Sample, text: list[int]) -> list[float]:
-    """How much less likely than the likeliest each token after the first was."""
+    """Returns by how much each token after the first was less likely than the likeliest."""
     best = [max(entry.logprob for entry in position.values()) for position in sample.prompt_logprobs if position]
     return [top - own for top, own in zip(best, of_prompt(sample, text), strict=True)]
 

@@ -101,7 +101,7 @@ def test_kv_in_fp8_says_nearly_what_the_reference_says(kind: str, device: str) -
 
 
 def test_other_pictures_are_further_than_the_bounds() -> None:
-    """What the bounds allow is less than what a picture makes."""
+    """The bounds allow less than a picture makes."""
     (first, *_), fields = exact("gemma3"), {"max_model_len": 1024, "num_kv_blocks": 200, "num_threads": 1}
     case = prompts("gemma3")[0]
     black = case | {"multi_modal_data": {"image": Image.new("RGB", (100, 60))}}

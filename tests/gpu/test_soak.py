@@ -61,7 +61,7 @@ class Soak:
         self.memory: list[dict[str, int]] = []
         self.seconds = 0.0
         self.cpu_seconds = 0.0
-        """Of all threads of the engine's process."""
+        """Processor time of all threads of the engine's process."""
 
     async def run(self) -> None:
         self._wanted = [await self._tokens(probe) for probe in self._probes]

@@ -95,7 +95,7 @@ class Traffic:
 
 
 def check(asked: Asked, output: RequestOutput) -> None:
-    """What holds of every answer that was not cut short."""
+    """Checks the properties of every answer that was not cut short."""
     params = asked.params
     assert output.finished and output.error is None, output.error
     assert len(output.outputs) == params.n

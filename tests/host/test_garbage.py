@@ -1,4 +1,4 @@
-"""What start-ups leave behind: nothing for later collections to walk, and nothing for a first request to wait for."""
+"""Start-ups leave nothing for later collections to walk, and nothing for a first request to wait for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ print(gc.get_freeze_count() > 1000, any(item is kept[5] for item in gc.get_objec
 
 
 def test_settle_leaves_nothing_to_walk() -> None:
-    """In a process of its own: it is for good."""
+    """The test runs in another process: settling is for good."""
     frozen = gc.get_freeze_count()
     done = subprocess.run([sys.executable, "-c", SETTLED], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["True", "False", "5000"]

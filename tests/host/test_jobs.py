@@ -71,7 +71,7 @@ if __name__ == "__main__":
 
 
 class Found(msgspec.Struct):
-    """As in the worker."""
+    """The struct of the worker."""
 
     found: dict[str, Any]
 
@@ -122,7 +122,7 @@ SECRETS = ("HEADRACE_API_KEY", "HF_TOKEN", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_
 
 @pytest.fixture
 def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """What the process says of itself."""
+    """Returns the process's properties as it reports them."""
     (tmp_path / "asked_worker.py").write_text(WORKER)
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in SECRETS:

@@ -16,7 +16,7 @@ def make(
     caching: bool = True,
     widths: tuple[int, ...] | None = None,
 ) -> KVCacheManager:
-    """As much memory as so many blocks of each group take, null block included; ``widths`` are bytes a token."""
+    """Takes as much memory as the given blocks of each group, null block included; ``widths`` are bytes a token."""
     windows = windows or (None,)
     counts = (num_blocks,) * len(windows) if isinstance(num_blocks, int) else num_blocks
     widths = widths or (1,) * len(windows)

@@ -71,7 +71,7 @@ def prompts(draw: st.DrawFn) -> tuple[list[int], CacheIdentity]:
 
 
 def depends_on(tokens: list[int], identity: CacheIdentity, end: int) -> object:
-    """What the KV of the tokens before ``end`` is a function of."""
+    """Returns everything of which the KV of the tokens before ``end`` is a function."""
     items = [item for item in identity.items if item.start < end]
     seen = max([end, *(item.end for item in items if item.bidirectional)])
     return tokens[:seen], [(item.start, item.end, item.bidirectional, item.content_hash) for item in items]

@@ -55,7 +55,7 @@ TOKENS = dict.fromkeys(MODELS, 120_000) | {FIRST: 30_000}
 
 
 def cache(model: str, num_tokens: int, caching: bool = False) -> CacheConfig:
-    """As much memory as ``num_tokens`` tokens of full attention in every layer would take."""
+    """Makes a cache of the memory that ``num_tokens`` tokens of full attention in every layer would take."""
     groups = cache_groups(MODELS[model], "bfloat16")
     counts = [num_tokens // BLOCK] * len(groups)
     return cache_holding(counts, block_size=BLOCK, groups=groups, enable_prefix_caching=caching, dtype="bfloat16")
@@ -128,7 +128,7 @@ class Separate(Counted):
 
 
 def serve(kv: Counted, requests: Iterator[Request], max_num_seqs: int = 400) -> Scheduler:
-    """As many requests as can be, from first to last, with a waiting one always at hand."""
+    """Serves as many requests as possible, from first to last, with a waiting one always at hand."""
     config = SchedulerConfig(
         max_model_len=LONGEST,
         max_num_seqs=max_num_seqs,
@@ -209,7 +209,7 @@ def conversations(count: int) -> Iterator[Request]:
 @models
 @pytest.mark.parametrize("num_tokens", [200_000, 16_000])
 def test_as_many_hits_as_with_divided_memory(model: str, num_tokens: int) -> None:
-    """With room for all, exactly as many; without, no fewer."""
+    """There are exactly as many with room for all; without, no fewer."""
     config = cache(model, num_tokens, caching=True)
     hits = [serve(kind(config), conversations(40), 8).stats().prefix_hit_tokens for kind in (Counted, Separate)]
     if num_tokens > 100_000:

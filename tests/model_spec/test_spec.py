@@ -94,7 +94,7 @@ MLA = spec(0, num_kv_heads=1, head_dim=12, v_head_dim=8, rotary_dim=4, mla=MLASp
 def test_kv_that_cannot_be_read_is_refused(
     source: AttentionSpec, reader: AttentionSpec, message: str, contradicts: bool
 ) -> None:
-    """As soon as all layers are known, and not when the cache is allocated."""
+    """The error comes as soon as all layers are known, and not when the cache is allocated."""
     with pytest.raises(ConfigError, match=f"layer 1: kv_source .*{message}") as caught:
         facts(source, reader)
     assert caught.value.param == "kv_source" and isinstance(caught.value, ContradictionError) == contradicts

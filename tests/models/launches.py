@@ -1,4 +1,4 @@
-"""What one layer of a decode step launches on a GPU, counted on a CPU: the kernels are interpreted, PyTorch's operations seen.
+"""Counts the launches of one layer's decode step on a GPU, on a CPU: kernels are interpreted, PyTorch's operations seen.
 
     PYTHONPATH=tests python -m models.launches --write docs/gpus.md
 

@@ -14,7 +14,7 @@ from headrace.sources.files import find_model
 
 
 def native_spec(folder: Path, config: dict[str, Any]) -> ModelSpec:
-    """What our own implementation of the model is."""
+    """Returns the spec of our implementation of the model."""
     (folder / "config.json").write_text(json.dumps(config))
     args = EngineArgs(model=str(folder), load_format="dummy", model_impl="native")
     files = find_model(args)

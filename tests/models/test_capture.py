@@ -1,4 +1,4 @@
-"""Why a model runs eagerly: what a failed capture says of it."""
+"""Reasons why a model runs eagerly: the messages of a failed capture."""
 
 from __future__ import annotations
 

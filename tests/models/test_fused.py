@@ -145,7 +145,7 @@ def test_it_is_what_runs(kernels: NativeKernels) -> None:
 
 
 def test_another_cache_in_turn(kernels: NativeKernels) -> None:
-    """What belongs to one runner is not used for the next."""
+    """State of one runner is not used for the next."""
     model = packed(GEOMETRIES["all-apart"], "float32", kernels)
     plain = [Bench(model, "native", seed=seed) for seed in (1, 2)]
     (tokens,) = prompts(20)

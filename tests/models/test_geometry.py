@@ -132,7 +132,7 @@ def eager(model: Decoder, tokens: list[int]) -> torch.Tensor:
 
 
 QUICK = [("all-apart", "invariant"), ("all-apart", "triton"), ("shared-kv", "triton")]
-"""What the interpreter runs takes seconds; "all-apart" has most of what the others have."""
+"""Cases that run without ``slow``: the interpreter takes seconds; "all-apart" has most of what the others have."""
 SLOW = [(name, backend) for name in GEOMETRIES for backend in ("invariant", "triton") if (name, backend) not in QUICK]
 
 

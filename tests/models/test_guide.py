@@ -1,4 +1,4 @@
-"""What the examples of docs/add-a-model.md define does what the page says."""
+"""The definitions of docs/add-a-model.md do what the page says."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYERS = [AttentionSpec(layer=layer, rope=RopeSpec(10000.0), **HEADS) for layer 
 
 @pytest.fixture(scope="module")
 def names() -> dict[str, Any]:
-    """What the page's blocks of Python define."""
+    """Returns the names that the page's blocks of Python define."""
     defined: dict[str, Any] = {"__name__": __name__}
     run_blocks(ROOT / "docs" / "add-a-model.md", defined)
     return defined

@@ -1,4 +1,4 @@
-"""What a model may be given besides ids and positions: each is compared with the plain pass that it equals."""
+"""Inputs of models besides ids and positions: each is compared with the plain pass that it equals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a decode step launches is what the documentation says: no operation creeps in unseen."""
+"""A decode step launches what the documentation says: no operation creeps in unseen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is resolved after a model was described is what is built: outputs equal those of transformers."""
+"""A model is built as resolved after its description: outputs equal those of transformers."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from headrace.weights.load import load_weights
 
 FIRST = {model_class: name for name, (model_class, _, _) in reversed(CASES.items())}
 ONE_EACH = list(FIRST.values())
-"""Of every family its first case."""
+"""First case of every family."""
 
 
 def load(folder: Path) -> Decoder:
@@ -93,7 +93,7 @@ def test_experts_of_mxfp4(tmp_path: Path) -> None:
 
 
 def test_other_names_of_mimo(tmp_path: Path) -> None:
-    """As it is published: sinks under another name, experts apart, layers that predict further tokens beside."""
+    """The published files differ: sinks under another name, experts apart, layers that predict further tokens beside."""
     theirs, ours = pair("mimo")
     theirs.save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"

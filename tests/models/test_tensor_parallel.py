@@ -130,7 +130,7 @@ def test_experts_are_sliced_or_dealt_out(architecture: str, changes: dict) -> No
 
 @pytest.mark.parametrize("whole_experts", [False, True])
 def test_experts_of_pictures_are_sliced_or_dealt_out(whole_experts: bool) -> None:
-    """In widths of their own, in steps of text and in those with tokens of pictures."""
+    """The experts have other widths, in steps of text and in those with tokens of pictures."""
     text = MoeSpec(**MOE, correction_bias=True)
     pictures = dataclasses.replace(text, intermediate_size=256)
     mixture = dataclasses.replace(text, shared=DenseSpec(24), vision=pictures)

@@ -24,7 +24,7 @@ ALLOWED = [b"0123456789"] * 3 + [b"-"] + [b"abcdef"] * 2
 
 @of(["qwen2_5_vl", "gemma3"])
 def test_a_constraint_masks_what_pictures_say(kind: str) -> None:
-    """In chunks, beside prompts without one; the best tokens that the constraint allows are transformers'."""
+    """Prompts come in chunks, beside prompts without one; the best tokens that the constraint allows are transformers'."""
     own = served(kind)
     cases = prompts(kind)
     bound = {"structured_outputs": StructuredOutputsParams(regex=SHAPE), "allowed_token_ids": None}

@@ -22,7 +22,7 @@ LIMITS = DecodeLimits(image_pixels=1_000_000, video_pixels=2_000_000, video_seco
 
 
 def decoded(data: bytes, limits: DecodeLimits = LIMITS, decode: Callable[..., Any] = decode_image) -> np.ndarray[Any, Any]:
-    """In this process: the functions that the decoder's processes run."""
+    """Decodes in this process, with the functions that the decoder's processes run."""
     result = decode(memoryview(data), limits)
     return np.frombuffer(result.pixels, np.uint8).reshape(result.frames, result.height, result.width, 3)
 

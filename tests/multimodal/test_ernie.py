@@ -34,7 +34,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> MultiModalProcessor:
 
 @pytest.fixture
 def rules(tmp_path: Path) -> ErnieRules:
-    """With a font, which draws times on frames."""
+    """Rules with a font, which draws times on frames."""
     processor(tmp_path, KIND)
     (tmp_path / "Roboto-Regular.ttf").write_bytes(ImageFont.load_default(12).font_bytes)  # type: ignore[union-attr]
     (tmp_path / "video_preprocessor_config.json").write_text('{"draw_on_frames": true, "font": "Roboto-Regular.ttf"}')
@@ -42,7 +42,7 @@ def rules(tmp_path: Path) -> ErnieRules:
 
 
 def test_times_are_drawn_as_transformers_draws_them(rules: ErnieRules) -> None:
-    """On the frames of a film of hours, in two sizes."""
+    """The frames are those of a film of hours, in two sizes."""
     convert = theirs(MODULE, "_convert_timestamp")
     used = {"torch": torch, "to_pil_image": Image.fromarray, "pil_to_tensor": np.asarray}
     render = theirs(MODULE, "_render_image_with_timestamp", used | {"ImageDraw": ImageDraw, "ImageFont": ImageFont})
@@ -106,7 +106,7 @@ def test_frames_come_in_pairs(tmp_path: Path) -> None:
 
 
 def test_an_item_has_the_markers_around_it(made: MultiModalProcessor) -> None:
-    """Where a prompt has them; elsewhere they are text. Two frames make one row of tokens."""
+    """The markers belong to an item where a prompt has them; elsewhere they are text. Two frames make one row of tokens."""
     clip = video(3, 56, 56, do_sample_frames=False)
     prompt = f"<|IMAGE_START|>a{PICTURE}{PICTURE}b<|IMAGE_PLACEHOLDER|>c{CLIP}<|IMAGE_END|>"
     found = prepare(made, prompt, {"image": [picture(56, 56)] * 3, "video": [clip]})

@@ -1,4 +1,4 @@
-"""What a server fetches for its clients, and that no spelling, name or redirect leads it to an address that is not public."""
+"""Fetching for clients, and that no spelling, name or redirect leads the server to an address that is not public."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def site() -> Iterator[Site]:
 
 
 def get(url: str, **options: Any) -> bytes:
-    """By default with the check that servers have; a test that connects says what it admits."""
+    """Fetches, by default with the check that servers have; a test that connects says what it admits."""
     given: dict[str, Any] = {"timeout": 5.0, "max_bytes": 1000} | options
 
     async def run() -> bytes:

@@ -310,7 +310,7 @@ def test_feature_urls_of_prompts(loader: MediaLoader, fetcher: Responder) -> Non
 
 
 def test_features_at_private_addresses_are_refused(folder: Path) -> None:
-    """As pictures are: by the same fetcher."""
+    """The same fetcher refuses them as it refuses pictures."""
     loader = MediaLoader(EngineArgs(media_workers=1))
     try:
         for host in ("127.0.0.1", "169.254.169.254", "[::1]", "0x7f000001"):

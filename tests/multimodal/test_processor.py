@@ -1,4 +1,4 @@
-"""From prompts and media to tokens and items: what is refused, and what a user's text cannot do."""
+"""Turning prompts and media into tokens and items: refusals, and what a user's text cannot do."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def processor(folder: Path, kind: str, **changes: Any) -> MultiModalProcessor:
 
 
 def processor_of(folder: Path, kind: str, **changes: Any) -> MultiModalProcessor:
-    """Of the files that ``processor`` wrote."""
+    """Makes a processor of the files that ``processor`` wrote."""
     config = AutoConfig.from_pretrained(folder)
     facts = {
         "model_type": config.model_type,
@@ -317,7 +317,7 @@ def test_a_grid_that_no_context_holds_is_not_laid_out(
 @pytest.mark.parametrize("given", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_numbers_are_finite_where_they_are_used(given: str, dtype: str) -> None:
-    """As torch rounds them to the model's dtype."""
+    """The numbers are rounded to the model's dtype as torch does."""
     most = torch.finfo(torch.float16).max
     values = [0.0, most, -most, 65280.0, 65536.0, 7e4, -1e30, 3.3e38, 3.4e38, -3.4e38, torch.inf, -torch.inf, torch.nan]
     for value in values:

@@ -58,7 +58,7 @@ def test_what_a_caller_has_stays_as_it_is(tmp_path: Path, kind: str) -> None:
 
 
 def test_times_stand_between_the_marks_of_the_template(tmp_path: Path) -> None:
-    """As of transformers 5: a mark around each temporal patch, and the template's around all of them."""
+    """The marks are those of transformers 5: one around each temporal patch, and the template's around all of them."""
     whole = processor(tmp_path, "qwen3_vl", max_model_len=4096)
     clip = video(6, fps=2.0, do_sample_frames=False)
     found = prepare(whole, f"see {VIDEO}", {"video": clip}).token_ids

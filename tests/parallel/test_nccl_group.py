@@ -1,4 +1,4 @@
-"""What an NcclGroup leaves to PeerMemory, without GPUs: the collectives of two ranks that hold the same."""
+"""Collectives that an NcclGroup leaves to PeerMemory, without GPUs: two ranks hold the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DONE = SimpleNamespace(wait=lambda: None)
 
 
 class Collectives:
-    """In place of NCCL."""
+    """Stands for NCCL."""
 
     def allreduce(self, tensors: list[torch.Tensor]) -> Any:
         tensors[0].mul_(2)
@@ -28,7 +28,7 @@ class Collectives:
 
 
 class Peers:
-    """In place of PeerMemory, for up to 4096 elements in order and 8192 in any."""
+    """Stands for PeerMemory, for up to 4096 elements in order and 8192 in any."""
 
     factor = 2
 

@@ -17,7 +17,7 @@ ONE_SHOT = ONE_SHOT_BYTES[2]
 
 
 class Operations:
-    """Of two ranks that hold the same: PyTorch's operation, and the module of kernels."""
+    """Operations of two ranks that hold the same: PyTorch's operation, and the module of kernels."""
 
     ROWS, ROW_BYTES, EMPTY_BYTE = 256, 16 << 10, 255
 

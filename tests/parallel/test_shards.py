@@ -1,4 +1,4 @@
-"""What 1, 2, 4 and 8 ranks hold makes up the whole, each matrix cut by its own width, and computes what the whole does."""
+"""The parts of 1, 2, 4 and 8 ranks make up the whole, each matrix cut by its width, and compute what the whole does."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def args(folder: Path, **changes: Any) -> EngineArgs:
 
 
 def test_a_checkpoint_agrees_with_megatrons_modules(saved: Path) -> None:
-    """On a CPU its core attention and rotary embedding cannot run: the report says what ran instead."""
+    """Its core attention and rotary embedding cannot run on a CPU: the report says what ran instead."""
     parity = measure(args(saved, dtype="bfloat16"))
     assert_exact(parity, EAGER_NAME)
     assert any("core attention and rotary embedding ask for a CUDA device" in note for note in parity.notes)

@@ -280,7 +280,7 @@ class Client:
         self.llm, self.prompt, self.tokens = llm, prompt, tokens
         self.num_failed = 0
         self.refused = ""
-        """Why, with 400."""
+        """Reason for a refusal with 400."""
 
     async def run(self) -> None:
         while True:

@@ -319,7 +319,7 @@ def test_what_went_wrong_in_a_rank_is_told() -> None:
 
 
 def test_a_configuration_comes_back_equal(folder: Path) -> None:
-    """With specs in it that have no tags, and a selector's config, which is of a subclass."""
+    """The configuration has specs without tags, and a selector's config, which is of a subclass."""
     executor: Any = open_local(FileSource(args_of(folder, sparse_prefill="mean", max_num_batched_tokens=256))).executor
     config = executor.runner.config
     copy = from_plain(msgspec.msgpack.decode(msgspec.msgpack.encode(to_plain(config))))

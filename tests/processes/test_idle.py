@@ -1,4 +1,4 @@
-"""What waits for an idle moment is done while no request is there, one piece at a time."""
+"""Work for idle moments is done while no request is there, one piece at a time."""
 
 from __future__ import annotations
 

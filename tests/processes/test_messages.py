@@ -1,4 +1,4 @@
-"""What travels between processes was checked where it was made, and is trusted where it arrives."""
+"""Messages between processes are checked where they are made, and trusted where they arrive."""
 
 from __future__ import annotations
 

@@ -396,7 +396,7 @@ def test_a_replica_is_killed_under_load(tiny_folder: Path) -> None:
 
 
 def test_a_replica_that_runs_a_suspect_alone_is_sent_nothing_else(stubs: Any) -> None:
-    """What waits for it runs elsewhere, or waits there if there is no other."""
+    """Queued requests run elsewhere, or wait there if there is no other replica."""
     one, client, (first, second) = stubs()
     first.options["on_turn"](True)
     for number in range(4):

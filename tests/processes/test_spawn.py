@@ -27,7 +27,7 @@ def test_a_process_that_cannot_be_made_leaves_nothing(monkeypatch: pytest.Monkey
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux lists a process's files")
 def test_no_number_of_free_descriptors_ends_the_client() -> None:
-    """From none to enough: each start either works or says why not, and leaves nothing behind."""
+    """Each start, with none to enough of them, either works or says why not, and leaves nothing behind."""
     script = f"""
 import asyncio, contextlib, os, resource, sys
 sys.path[:0] = {sys.path!r}

@@ -1,4 +1,4 @@
-"""What counts as stuck: by a processor time of the test's own."""
+"""Work that counts as stuck, by a processor time of the test's own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Machine:
         return dict(self.times)
 
     def run(self, share: Callable[[int], float], watchdog: Watchdog, most: float) -> tuple[float, str | None]:
-        """Until the watchdog finds something. ``share``: of a core, by thread."""
+        """Runs until the watchdog finds something. ``share``: of a core, by thread."""
         passed = 0.0
         while passed < most:
             for process, thread in self.times:

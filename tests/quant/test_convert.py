@@ -1,4 +1,4 @@
-"""Which format a matrix gets, with native kernels and without, and that the reported error is the true one."""
+"""Formats that matrices get, with native kernels and without, and that the reported error is the true one."""
 
 from __future__ import annotations
 

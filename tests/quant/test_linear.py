@@ -19,7 +19,7 @@ from .packing import layer_of
 
 FLOATS = [torch.float32, torch.bfloat16]
 ACTIVATION_ERROR = 1e-4
-"""Of a product whose activations were rounded to 15 bits by groups of 32, against the exact one, with normal activations."""
+"""Error of a product with activations rounded to 15 bits by groups of 32, against the exact one, with normal activations."""
 
 
 def weights(bits: int, rows: int, columns: int, seed: int = 0) -> GroupCodes:

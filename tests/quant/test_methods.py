@@ -1,4 +1,4 @@
-"""What every LinearMethod and ExpertsMethod must do, whatever its number format."""
+"""Properties that every LinearMethod and ExpertsMethod must have, whatever its number format."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ METHODS: dict[str, Callable[[NativeKernels], LinearMethod]] = {
     "hybrid-native": lambda kernels: HybridMethod(NativeMethod(kernels, 4), 4),
 }
 ERROR = {"floats": 0.0, "int8": 0.02, "native-8": 0.01}
-"""Of weights that were rounded from floats."""
+"""Error of weights that were rounded from floats."""
 DTYPES = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 """Dtype of the activations -> relative error of a product."""
 
@@ -92,7 +92,7 @@ def fused(method: LinearMethod, parts: list[StoredMatrix], dtype: torch.dtype, *
 
 
 def product(layer: Linear, x: torch.Tensor) -> torch.Tensor:
-    """With the weights that the layer says it holds, in float64."""
+    """Multiplies by the weights that the layer says it holds, in float64."""
     exact = x.double() @ layer.method.dequantize(layer).double().T
     return exact if layer.bias is None else exact + layer.bias.double()
 
@@ -132,7 +132,8 @@ def test_load_tells_how_far_rounding_went(method: Callable[[], LinearMethod], na
 
 
 def test_all_memory_is_the_layers(method: Callable[[], LinearMethod], name: str) -> None:
-    """What a report counts, and what a checkpoint's name finds: ``weight`` where the weights are floats, and there alone."""
+    """The test covers what a report counts, and what a checkpoint's name finds: ``weight`` where the weights are floats, and
+    there alone."""
     layer = fused(method(), parts_of(), torch.bfloat16)
     own = layer.method
     held = sum(one.nbytes for one in [*layer.parameters(), *layer.buffers()])

@@ -1,4 +1,4 @@
-"""What is decided for a GPU, from facts alone: no device is needed."""
+"""Decisions for a GPU, from facts alone: no device is needed."""
 
 from __future__ import annotations
 

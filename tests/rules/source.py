@@ -1,4 +1,4 @@
-"""What the rules read: the package's modules, parsed."""
+"""Sources that the rules read: the package's modules, parsed."""
 
 from __future__ import annotations
 

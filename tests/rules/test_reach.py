@@ -1,4 +1,4 @@
-"""How many rooms an optional subsystem reaches into. A change that needs one more room has found no place to plug in."""
+"""Number of packages that an optional subsystem reaches. A change that needs one more has found no place to plug in."""
 
 from __future__ import annotations
 

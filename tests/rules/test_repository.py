@@ -58,7 +58,7 @@ def code_of(path: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of a page's headings, as mkdocs makes them."""
+    """Returns the anchors of a page's headings, as mkdocs makes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 

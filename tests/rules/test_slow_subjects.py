@@ -1,4 +1,4 @@
-"""Which slow tests CI runs for a change."""
+"""Slow tests that CI runs for a change."""
 
 from __future__ import annotations
 

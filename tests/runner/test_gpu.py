@@ -29,7 +29,7 @@ def test_company_pipelining_and_preemption_change_nothing(family: str) -> None:
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family.endswith(IN_FP8)])
 def test_the_kernel_meets_no_nan_in_fp8(family: str) -> None:
-    """Where blocks of several groups share bytes, what one wrote as a scale another reads as e4m3."""
+    """Blocks of several groups share bytes: a scale of one may be read as e4m3 by another."""
     world = World(family, device="cuda", backend="triton", depth=2, num_blocks=22, max_num_batched_tokens=24, caching=True)
     outcomes = [outcome for samples in serve(world, shuffled(3)).values() for outcome in samples]
     assert len(outcomes) >= len(REQUESTS) and all(outcome.error is None and outcome.token_ids for outcome in outcomes)

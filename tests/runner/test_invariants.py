@@ -51,7 +51,7 @@ def of(names: Iterable[str], quick: Collection[str] = QUICK) -> pytest.MarkDecor
 families = of(FAMILIES)
 of_the_models_dtype = of(family for family in FAMILIES if not family.endswith(IN_FP8))
 short_of_blocks = of(FAMILIES, (*QUICK, "windows between", "gemma 4 of text"))
-"""Where groups of layers take blocks from each other: also among three, and with shared KV."""
+"""Families with groups of layers that take blocks from each other: also among three, and with shared KV."""
 slow = pytest.mark.slow
 
 
@@ -131,7 +131,7 @@ def test_preemption_for_want_of_blocks_changes_nothing(family: str, depth: int) 
 @families
 @pytest.mark.parametrize(("depth", "seed"), [(1, 0), (2, 1), (3, 2)])
 def test_preemption_at_any_step_changes_nothing(family: str, depth: int, seed: int) -> None:
-    """In every other step somebody loses slot and blocks: while their prompt is computed, or while they decode."""
+    """A sequence loses slot and blocks in every other step: while its prompt is computed, or while it decodes."""
     engine = Engine(World(family, depth=depth, max_num_batched_tokens=64))
     chance = random.Random(seed)
 

@@ -44,7 +44,7 @@ def test_moves_that_cannot_be_are_refused(move: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "windows between", "uneven", "three sizes"])
 def test_the_ledger_is_what_was_allocated(family: str) -> None:
-    """To the byte: what the start-up report says of the KV cache, what the configuration says, and the tensors."""
+    """The start-up report's KV cache, the configuration and the tensors agree to the byte."""
     config = World(family, num_blocks=30).config()
     held = dict(World(family, num_blocks=30).runner().memory())
     lines = cache_lines(config)

@@ -56,7 +56,7 @@ def decoded(count: int, **sampling: Any) -> dict[int, list[int]]:
 
 
 class Verdict:
-    """In place of the sampler: draws as it does, and keeps so many tokens of each row."""
+    """Stands for the sampler: samples as it does, and keeps the given number of tokens of each row."""
 
     def __init__(self, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
         self.counts: list[int] | None = None

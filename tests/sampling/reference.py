@@ -1,4 +1,4 @@
-"""What sampling means, written as plainly as possible: one row, float64, a loop or a sort wherever that is clearest."""
+"""Plainest possible sampling: one row, float64, a loop or a sort wherever that is clearest."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def processed_logits(
 
 
 def probabilities(row: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """What is drawn from, ``[vocab]`` float64. Temperature 0: all on the best token, of equals the first."""
+    """Returns the distribution that is sampled, ``[vocab]`` float64. Temperature 0: all on the best token, of equals the
+    first."""
     if params.temperature == 0.0:
         return torch.nn.functional.one_hot(row.argmax(), len(row)).double()
     shares = (row / params.temperature).softmax(-1)

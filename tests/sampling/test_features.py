@@ -117,7 +117,7 @@ def test_a_feature_is_its_reference_step_by_step(name: str) -> None:
 
 
 def run(bench: Bench, place: int, slots: list[int], steps: int) -> list[int]:
-    """What the row of ``place`` draws; its logits are those of row 0 wherever it stands."""
+    """Returns the tokens that the row of ``place`` samples; its logits are those of row 0 wherever it stands."""
     sampled = []
     for step in range(steps):
         batch = [logits_of(step, 0 if row == place else row + 1) for row in range(len(slots))]

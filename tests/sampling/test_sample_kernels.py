@@ -55,7 +55,7 @@ def rows_of(slots: list[int], position: int, device: torch.device) -> LogitsRows
 
 @pytest.fixture
 def by_kernels(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator[torch.device]:
-    """Where the kernels draw; interpreted, they are what a CPU takes, too."""
+    """Device on which the kernels sample; interpreted, they are what a CPU takes, too."""
     if device.type == "cpu":
         monkeypatch.setattr(gpu, "takes", lambda x: True)
     yield device

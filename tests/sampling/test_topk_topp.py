@@ -32,7 +32,7 @@ filters = st.tuples(
 
 
 def final_distribution(logits: torch.Tensor, params: SamplingParams) -> tuple[dict[int, float], int]:
-    """As the sampler reports it: token -> probability; and what it drew."""
+    """Returns the sampler's distribution, token -> probability, and the token that it sampled."""
     bench = Bench(len(logits))
     bench.add(sequence(params))
     sampled = bench.step(logits.unsqueeze(0), [0])
@@ -214,7 +214,7 @@ def test_the_smallest_temperatures_are_greedy(temperature: float) -> None:
 
 @pytest.mark.parametrize("kind", [{"top_p": 0.9}, {"top_k": 300}, {"min_p": 0.005}, {"top_p": 0.97, "min_p": 0.001}], ids=str)
 def test_every_way_to_the_tokens_kept_draws_the_same(kind: dict[str, float]) -> None:
-    """From the few best, from all tokens by a histogram, and from the whole vocabulary sorted."""
+    """The tokens kept come from the few best, from all tokens by a histogram, or from the whole vocabulary sorted."""
     found = []
     for width in (64, 512, 3000):
         bench = Bench(3000)

@@ -1,4 +1,4 @@
-"""How a prompt attended: in the answer, by the id of the answer, and as a metric."""
+"""Reports of prompts' attention: in the answer, by the id of the answer, and as a metric."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request brings is read beside the event loop, in time that grows with its length alone."""
+"""Requests are read beside the event loop, in time that grows with their length alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a chat request asks of its answer reaches the engine as one grammar, from the first token on."""
+"""Constraints of a chat request on its answer reach the engine as one grammar, from the first token on."""
 
 from __future__ import annotations
 

@@ -83,7 +83,8 @@ def test_joined_events_are_bounded(size: int) -> None:
 
 
 def written(*arrived: str | Exception, room: int, prompt_logprobs: int | None = None) -> list[tuple[str, bytes]]:
-    """How each body went out, where the client takes ``room`` bodies and is slow from then on. An error is the last."""
+    """Returns the bodies as they went out, where the client takes ``room`` bodies and is slow from then on. An error is the
+    last."""
     bodies: list[tuple[str, bytes]] = []
 
     async def send(message: Any) -> None:

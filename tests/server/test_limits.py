@@ -1,4 +1,4 @@
-"""What a client may send, and how slowly: just below a limit passes, just above is refused, and the server serves on."""
+"""Limits on the size and speed of requests: just below one passes, just above is refused, and the server serves on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LIMITS = ServerSettings(
     max_header_bytes=2000, max_url_bytes=500, max_body_bytes=1000, max_bytes_in_flight=4000, max_json_values=50
 )
 HEAD = len(get("/")) - len("GET / HTTP/1.1\r\n\r\n")
-"""What ``get`` adds to its path and headers."""
+"""Bytes that ``get`` adds to its path and headers."""
 
 
 @pytest.fixture(scope="module")

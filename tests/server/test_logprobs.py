@@ -62,7 +62,8 @@ def test_offsets_go_on_over_pieces() -> None:
     ],
 )
 def test_offsets_of_an_echoed_prompt(text: str, tokens: list[int], expected: list[int]) -> None:
-    """With a first token that the tokenizer added or the text holds, and a space that the tokenizer puts before texts."""
+    """The prompt has a first token that the tokenizer added or the text holds, and a space that the tokenizer puts before
+    texts."""
     logprobs = CompletionLogprobs(TEXTS, 0, frozenset({START}), special_text=False)
     shape = decoded(logprobs.echo(tokens, [None, *(position(token) for token in tokens[1:])], text))
     assert shape["text_offset"] == expected

@@ -69,7 +69,7 @@ def api() -> Api:
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_http_passes_the_same_gate(api: Api, name: str) -> None:
-    """What the range admits may still be refused: by the context's length, or by a limit of the server. Never more."""
+    """Values within the range may still be refused: by the context's length, or by a limit of the server. Never more."""
     for value in EXTREMES:
         if isinstance(value, float) and not math.isfinite(value):
             continue

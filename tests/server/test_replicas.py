@@ -1,4 +1,4 @@
-"""What a server with several replicas says of them, and the session of a request."""
+"""A server's reports of its replicas, and the session of a request."""
 
 from __future__ import annotations
 

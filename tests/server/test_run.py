@@ -47,7 +47,7 @@ class Process:
         return self.log.read_text()
 
     def url(self) -> str:
-        """Where it says that it listens."""
+        """Address at which it says that it listens."""
         wait_for(lambda: "listening on " in self.text() or self.child.poll() is not None, 120)
         assert "listening on " in self.text(), self.text()
         return self.text().split("listening on ")[1].split()[0]

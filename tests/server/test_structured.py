@@ -162,7 +162,7 @@ def test_a_server_without_a_tokenizer_says_so() -> None:
 
 
 def test_the_openai_client_parses_into_a_class() -> None:
-    """What ``chat.completions.parse`` sends is held as it is."""
+    """The schema that ``chat.completions.parse`` sends is held as it is."""
     from openai.lib._pydantic import to_strict_json_schema
     from pydantic import BaseModel
 

@@ -31,7 +31,7 @@ def streamed(api: Api, body: dict[str, Any]) -> bytes:
 
 
 def compared(api: Api, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many events were encoded around their text."""
+    """Returns how many events were encoded around their text."""
     made: list[bytes] = []
     text_event = ChunkAnswer.text_event
 

@@ -61,7 +61,7 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 @pytest.fixture(scope="module")
 def shared(folder: Path) -> Iterator[Running]:
-    """For tests that leave the engine as they found it; starting one takes seconds."""
+    """Engine for tests that leave it as they found it; starting one takes seconds."""
     with running(engine(folder, 0.005)) as server:
         yield server
 

@@ -39,7 +39,7 @@ def steps(count: int, noise: float = 0.0, spikes: float = 0.0, seed: int = 1) ->
 
 
 def numbers(value: Any) -> int:
-    """How many numbers a model has, without its graphs."""
+    """Returns how many numbers a model has, without its graphs."""
     if isinstance(value, dict):
         return sum(numbers(part) for name, part in value.items() if name != "graphs")
     return sum(map(numbers, value)) if isinstance(value, (list, tuple)) else 1

@@ -24,7 +24,7 @@ STORED = 8 * 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Holdings:
-    """What the processes of a server hold while no request runs."""
+    """Resources that the processes of a server hold while no request runs."""
 
     server_memory: int
     engine_memory: int
@@ -38,7 +38,7 @@ class Holdings:
     temporary_files: int
 
     def grown_since(self, before: Holdings) -> list[str]:
-        """What grew, a line each; empty: nothing leaks."""
+        """Describes what grew, a line each; empty: nothing leaks."""
         more = Counter(self.threads) - Counter(before.threads)
         grown = [f"threads: {len(before.threads)} -> {len(self.threads)}, more of {dict(more)}"]
         lines = grown if len(self.threads) > len(before.threads) else []
@@ -83,7 +83,7 @@ class SoakedServer:
             time.sleep(0.1)
 
     def warm(self, workers: int = 0) -> Holdings:
-        """What it may hold: the memory that it has now, and of everything countable what it had before its first client.
+        """Returns the bounds: the memory that it has now, and of everything countable what it had before its first client.
 
         ``workers``: processes that start with the first requests that need them; the server has a descriptor of each.
         """

@@ -1,4 +1,4 @@
-"""What a model's name may mean, and one clear error for what it cannot."""
+"""Meanings of a model's name, and one clear error for what it cannot mean."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ SYNONYMS = {
     "head_count_kv": "heads",
     "key_length": "head_dim",
 }
-"""What an error may call a field that does not fit another one."""
+"""Words by which an error may call a field that does not fit another one."""
 CONFIGS = {"llama": LLAMA, "qwen3_moe": QWEN, "qwen3": WINDOWS}
 
 
@@ -139,7 +139,7 @@ def loaded(folder: Path, **args: Any) -> None:
 
 
 def refused_by_name(load: Callable[[], None], file: Path, words: set[str]) -> None:
-    """That ``load`` works, or raises a ConfigError of one line with the file's name and one of the words, soon."""
+    """Checks that ``load`` works, or raises a ConfigError of one line with the file's name and one of the words, soon."""
     start = time.perf_counter()
     try:
         load()

@@ -1,4 +1,4 @@
-"""Which CUDA devices the replicas and their ranks take."""
+"""CUDA devices that the replicas and their ranks take."""
 
 from __future__ import annotations
 

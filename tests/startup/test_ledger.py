@@ -37,7 +37,7 @@ def summed(lines: list[MemoryLine]) -> int:
 
 
 def sized(nbytes: int) -> EngineConfig:
-    """With a KV cache of so many bytes, more or less."""
+    """Makes a configuration with a KV cache of about ``nbytes`` bytes."""
     config = World().config()
     return dataclasses.replace(config, cache=dataclasses.replace(config.cache, nbytes=nbytes))
 
@@ -56,7 +56,7 @@ class Keeping:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What PyTorch would say of one, of which other processes have 3 GiB."""
+    """Answers for PyTorch as if there were one GPU, of which other processes have 3 GiB."""
     cuda = {
         "memory_allocated": HELD,
         "max_memory_allocated": PEAK,

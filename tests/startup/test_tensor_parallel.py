@@ -47,7 +47,7 @@ def args_of(folder: Path, **changes: Any) -> EngineArgs:
 
 
 def on_engines(folder: Path, size: int, run: Callable[[LocalEngine], Any], **changes: Any) -> list[Any]:
-    """What ``run`` returns of the engine of each rank."""
+    """Returns the results of ``run`` with the engine of each rank."""
     if size == 1:
         return [run(open_local(FileSource(args_of(folder, **changes))))]
 
@@ -129,7 +129,7 @@ def test_ranks_with_other_arguments_are_refused(folder: Path) -> None:
 
 def test_ranks_of_other_versions_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Version(str):
-        """Of each thread's own."""
+        """Version of each thread."""
 
         def __repr__(self) -> str:
             return threading.current_thread().name

@@ -1,4 +1,4 @@
-"""For every format: a small chat template that writes it, and machines that read it."""
+"""Small chat templates that write each format, and machines that read it."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ WRITTEN: dict[str, str] = {
     "nemotron_json": _template("<TOOLCALL>" + _ARRAY + "</TOOLCALL>"),
     "xlam": _template(_ARRAY),
 }
-"""With the formats that are not recognised by what they write."""
+"""Formats, with those that are not recognised by what they write."""
 UNMARKED = {
     "llama3_json": '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}',
     "pythonic": '[f(a=1, b="x, )", c={"k": [1, true]}), g()]',
@@ -262,7 +262,7 @@ def fold(found: Iterable[Event]) -> Message:
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """What is compared over a round trip: ids are the parser's own."""
+    """Returns the parts that are compared over a round trip: ids are the parser's own."""
     calls = [(call.name, json.loads(call.arguments), call.ended) for call in message.calls]
     return {"reasoning": message.reasoning, "content": message.content, "calls": calls}
 

@@ -113,7 +113,7 @@ class Placed(NamedTuple):
 
 
 def placed(step: StepMetadata, decodes: int, rows: int) -> Placed:
-    """In a captured step of ``rows`` rows, of which ``decodes`` are decode rows."""
+    """Places the step's rows in a captured step of ``rows`` rows, of which ``decodes`` are decode rows."""
     places = np.arange(len(step.seq_lens_host))
     places[step.num_decode_rows :] += decodes - step.num_decode_rows
     counts = np.zeros(rows, dtype=np.int64)

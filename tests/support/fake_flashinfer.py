@@ -56,7 +56,7 @@ class Device:
         self.wrappers = 0
         """Made so far."""
         self.allowed = threading.Event()
-        """To build kernels."""
+        """Set where kernels may be built."""
         self.allowed.set()
 
     def copy(self, host: torch.Tensor, act: Callable[[], None]) -> None:
@@ -72,7 +72,7 @@ class Device:
 
     @contextlib.contextmanager
     def replay(self, tape: list[Any]) -> Iterator[None]:
-        """What is launched within is what is on the tape, whatever wrapper is asked."""
+        """Launches within must be those on the tape, whatever wrapper is asked."""
         self.capturing = self.replaying = True
         self._tape, self._at = tape, 0
         self.read.clear()
@@ -141,7 +141,7 @@ def module_for(device: Device) -> dict[str, Any]:
             device.copy(host, act)
 
         def read_plan(self, launched: tuple[Any, ...]) -> dict[str, Any]:
-            """That which the workspace holds; its launch must be the one that was captured."""
+            """Returns the plan in the workspace; its launch must be the one that was captured."""
             device.drain()
             where = self._integers.data_ptr()
             plan = device.plans[where]
@@ -381,7 +381,7 @@ def module_for(device: Device) -> dict[str, Any]:
 
 @pytest.fixture
 def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    """As if the package were installed, and a GPU there for it."""
+    """Pretends that the package is installed, and a GPU is there for it."""
     device = Device()
     whole = types.ModuleType("flashinfer")
     whole.__spec__ = importlib.machinery.ModuleSpec("flashinfer", None)

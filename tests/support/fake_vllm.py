@@ -1,4 +1,4 @@
-"""As much of vLLM as the peer's script touches: it generates zeros at once."""
+"""A stub of the part of vLLM that the peer's script uses: it generates zeros at once."""
 
 from __future__ import annotations
 

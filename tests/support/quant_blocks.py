@@ -17,7 +17,7 @@ HALVES: dict[Type, tuple[int, ...]] = {
     Type.Q5_K: (0, 2),
     Type.Q6_K: (208,),
 }
-"""Where in a block its half floats stand; every other byte may have any value."""
+"""Places of the half floats in a block; every other byte may have any value."""
 
 
 def random_blocks(kind: Type, rows: int, columns: int, seed: int = 0) -> npt.NDArray[np.uint8]:

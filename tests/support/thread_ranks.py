@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def on_ranks(size: int, run: Callable[[ThreadGroup], T]) -> list[T]:
-    """What ``run`` returns on each rank. The first exception that is no consequence of another is raised."""
+    """Returns the results of ``run`` on each rank. Raises the first exception that is no consequence of another."""
 
     def guarded(group: ThreadGroup) -> T | BaseException:
         try:

@@ -1,4 +1,4 @@
-"""What transformers computes for a prompt with media, and how a token's positions are found by hand."""
+"""Transformers' results for a prompt with media, and the positions of tokens found by hand."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ DOUBLED = "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x = 
     ],
 )
 def test_no_template_takes_all_the_time_or_memory(tokenizer: Tokenizer, template: str, why: str) -> None:
-    """At a request, or while it is compiled; the next request is served."""
+    """The template is refused at a request, or while it is compiled; the next request is served."""
     parsed_template(template)
     tokenizer.hf.chat_template = template
     assert why in refused(tokenizer, "messages", HELLO)

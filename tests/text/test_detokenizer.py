@@ -43,7 +43,7 @@ def test_increments_add_up(tokenizer: Tokenizer, data: st.DataObject, skip: bool
 @quick
 @given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=12))
 def test_no_half_characters(tokenizer: Tokenizer, text: str) -> None:
-    """Of text, only characters come out, however the tokens cut it."""
+    """Only whole characters of a text come out, however the tokens cut it."""
     output = tokenizer.encode(text, add_special_tokens=False)
     stream = IncrementalDetokenizer(tokenizer, tokenizer.encode("x"))
     pieces = [stream.push([token]) for token in output]

@@ -1,4 +1,4 @@
-"""What reasoning_effort sets of a chat template's variables."""
+"""Variables of a chat template that reasoning_effort sets."""
 
 from __future__ import annotations
 

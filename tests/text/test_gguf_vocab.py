@@ -71,7 +71,7 @@ def test_word_rules(tmp_path: Path, pre: str, pattern: str) -> None:
 
 
 def words(tmp_path: Path, pre: str, text: str) -> list[str]:
-    """How the rule cuts a text."""
+    """Returns the words into which the rule cuts a text."""
     state = json.loads(vocabularies.train_byte_level().to_str())
     backend = rebuilt(tmp_path / "model.gguf", state, pre).hf.backend_tokenizer
     return [text[start:end] for _, (start, end) in backend.pre_tokenizer.pre_tokenize_str(text)]

@@ -14,7 +14,7 @@ from headrace.text.stops import StopAutomaton, StopStrings, check_stops
 
 
 def plain(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """What the definition says: the first to be complete, the longest of those."""
+    """Finds a stop string by the definition: the first to be complete, the longest of those."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:

@@ -53,7 +53,7 @@ def parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def expected_parameters(hf_config: PretrainedConfig, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What the model must hold, put together by hand."""
+    """Returns the parameters that the model must hold, put together by hand."""
     table = registry.name_table(spec(hf_config))
     return {parameter: torch.cat([weights[name] for name in table.names(parameter)]) for parameter in table.parameters()}
 
@@ -84,7 +84,7 @@ def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def gguf_name(name: str) -> str:
-    """By a table of its own, not the loader's."""
+    """Maps a name by a table of the test's own, not the loader's."""
     if name == "model.embed_tokens.weight":
         return "token_embd.weight"
     if name == "model.norm.weight":

@@ -95,7 +95,7 @@ def test_block_types(tmp_path: Path, kind: Type, arch: str) -> None:
 
 
 def test_mixed_types_in_a_fused_matrix(tmp_path: Path) -> None:
-    """As in files of the M kind, whose v is finer than q and k."""
+    """Files of the M kind have a v that is finer than q and k."""
     hf_config = config(Qwen2Config)
     expected: dict[str, torch.Tensor] = {}
 

@@ -62,7 +62,7 @@ def test_dtypes(tmp_path: Path, stored: torch.dtype, dtype: str) -> None:
 
 
 def test_round_trip(tmp_path: Path) -> None:
-    """What is exported can be loaded, here and by transformers."""
+    """Exported weights can be loaded, here and by transformers."""
     hf_config = config(Qwen2Config, tie_word_embeddings=True)
     weights = tensors(hf_config)
     model, _ = load(hf_config, "safetensors", write_safetensors(tmp_path, weights))

@@ -140,7 +140,7 @@ def test_dummy_weights_are_parts_of_the_same_ones() -> None:
 
 @pytest.mark.parametrize("tile", [(32, 64), (48, 40)], ids=str)
 def test_tiles_of_fp8_are_cut_with_their_scales(tile: tuple[int, int], tmp_path: Path) -> None:
-    """On the border of two tiles or in the middle of one."""
+    """The cut is on the border of two tiles or in the middle of one."""
     hf_config = config(
         quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(tile)}
     )
@@ -302,7 +302,7 @@ def test_packed_matrices_are_cut_before_they_are_packed(quantization: str, tmp_p
 @pytest.mark.parametrize("quantization", ["none", "int4"])
 @pytest.mark.parametrize("kind", [Type.Q4_1, Type.Q6_K, Type.BF16], ids=lambda kind: kind.name)
 def test_matrices_of_gguf_are_cut(kind: Type, quantization: str, tmp_path: Path) -> None:
-    """Whose rows of q and k are in another order than the model's, and codes in blocks."""
+    """The rows of q and k are in another order than the model's, and codes in blocks."""
     hf_config = config(tie_word_embeddings=True)
 
     def encode(name: str, rows: np.ndarray) -> tuple[np.ndarray, Type]:

@@ -118,7 +118,7 @@ def test_a_fused_tensor_of_another_width_is_refused(uneven: PretrainedConfig, tm
 def shards(
     model: ModelSpec, weights: Mapping[str, torch.Tensor], size: int, *, fuse: str, padding: int = 0
 ) -> list[dict[str, torch.Tensor]]:
-    """What each rank of an engine would save."""
+    """Returns the tensors that each rank of an engine would save."""
     vocabulary = model.vocab_size + padding
     ranks: list[dict[str, torch.Tensor]] = []
     for rank in range(size):
@@ -184,7 +184,8 @@ def test_parts_that_ranks_saved(uneven: PretrainedConfig, size: int, fuse: str, 
 @pytest.mark.parametrize("fuse", ["", "plain", "query_key_value"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_gates_are_cut_as_the_queries_are(uneven: PretrainedConfig, size: int, fuse: str, tmp_path: Path) -> None:
-    """By their own width, which is that of values; also where KV heads beside them in one matrix have replicas."""
+    """Gates are cut by their own width, which is that of values; also where KV heads beside them in one matrix have
+    replicas."""
     uneven = type(uneven)(**uneven.to_dict())
     uneven.num_key_value_heads_list = [4, 2, 1]
     made = spec(uneven)
@@ -218,7 +219,8 @@ def test_parts_that_are_wrong_are_refused(uneven: PretrainedConfig, tmp_path: Pa
 
 
 def test_interleaved_parts_without_replicas_are_slices_of_the_whole(uneven: PretrainedConfig) -> None:
-    """Of the layer whose KV heads all ranks have their own of: what an engine that cuts the fused matrix itself would save."""
+    """All ranks have KV heads of their own in this layer: the parts are what an engine that cuts the fused matrix itself would
+    save."""
     weights = tensors(uneven)
     ranks = shards(spec(uneven), weights, 2, fuse="query_key_value")
     name = "model.layers.0.self_attn.query_key_value.weight"

@@ -124,7 +124,7 @@ def test_long_prompts_on_hopper_are_gathered(flashinfer: Device, monkeypatch: py
 
 @pytest.mark.parametrize("there", [True, False])
 def test_long_prompts_of_wider_keys_are_gathered_too(there: bool, flashinfer: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where fa3 has been built: else they are fa2's, paged."""
+    """They are gathered if fa3 has been built: else they are fa2's, paged."""
     monkeypatch.setattr(support, "compute_capability", lambda device: 90)
     monkeypatch.setattr("headrace.attention.paged_rows._COPY_QUERIES", 5)
     spec = layer_spec(head_dim=192, v_head_dim=128, num_heads=2)
@@ -388,7 +388,7 @@ def test_it_is_part_of_a_backend_for_compressed_kv(flashinfer: Device, monkeypat
     [("flashinfer", layer_spec(), 512 << 20), ("flashinfer", mla_spec(), 0), ("flashinfer+triton", layer_spec(), 0)],
 )
 def test_workspaces_are_there_before_any_kernel_is(name: str, spec: AttentionSpec, captured: int, flashinfer: Device) -> None:
-    """So that a profile sees them: those of steps that are captured apart where they are larger."""
+    """A profile sees the workspaces: those of captured steps apart where they are larger."""
     backend = create(name, spec)
     assert workspace_bytes([backend]) == 0
     backend.plan(mixed(spec).step)

@@ -55,7 +55,7 @@ def test_prefixes_are_found_where_they_are() -> None:
 
 
 def test_a_prefix_is_computed_again_only_where_that_saves_much() -> None:
-    """What it displaces elsewhere counts: the holder may have twice as much to do."""
+    """Work that it displaces elsewhere counts: the holder may have twice as much to do."""
     policy, asked = make_policy("prefix", 2), RoutedRequest(4296, 1, [(0, 4096)])
     for waiting, chosen in ((0, 0), (3900, 0), (4500, 1)):
         loads = Loads(2)

@@ -219,7 +219,7 @@ def test_the_index_of_a_silent_replica_is_bounded_and_loses_ends_first() -> None
 
 
 class Model:
-    """What the router must know at any time, kept in the simplest way."""
+    """State that the router must know at any time, kept in the simplest way."""
 
     def __init__(self, router: Router, replicas: int) -> None:
         self.router = router

@@ -130,7 +130,7 @@ def test_a_missing_key_or_value_is_refused(argument: str) -> None:
 
 @pytest.mark.parametrize("argument", ["q", "k", "v"])
 def test_heads_and_widths_that_are_not_the_specs(argument: str) -> None:
-    """As a library would that counts the heads of all its processes."""
+    """A library would give them that counts the heads of all its processes."""
     for dim in (1, 2):
         given = dict(zip("qkv", qkv(), strict=True))
         given[argument] = torch.cat([given[argument]] * 2, dim=dim)

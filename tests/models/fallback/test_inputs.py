@@ -1,4 +1,4 @@
-"""What models of other libraries take besides ids and positions, and what they refuse."""
+"""Inputs that models of other libraries take besides ids and positions, and those that they refuse."""
 
 from __future__ import annotations
 

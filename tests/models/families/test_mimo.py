@@ -175,7 +175,7 @@ def test_a_rope_that_is_not_said_is_the_usual(nothing: dict[str, Any], tmp_path:
 
 
 def logprobs(folder: Path, impl: str) -> tuple[list[int], list[float]]:
-    """Of tokens that are drawn, those of a prompt first."""
+    """Returns sampled tokens and their logprobs, those of a prompt first."""
     with LLM(str(folder), model_impl=impl, dtype="float32", skip_tokenizer_init=True, num_threads=1, num_kv_blocks=20) as llm:
         sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, prompt_logprobs=0, logprobs=0)
         (result,) = llm.generate([{"prompt_token_ids": [3 + 5 * place % 83 for place in range(40)]}], sampling)

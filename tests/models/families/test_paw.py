@@ -229,7 +229,7 @@ def test_what_is_decided() -> None:
 
 
 def test_layers_that_stay_dense_are_named() -> None:
-    """With the reason, by the start-up report and doctor; a model's own router takes all of its layers."""
+    """The start-up report and doctor name them with the reason; a model's own router takes all of its layers."""
     plain = spec_of(num_layers=6)
     changes: dict[int, dict[str, Any]] = {0: {"window": 128}, 1: {"window": 128}, 2: {"window": 128}, 5: {"soft_cap": 30.0}}
     layers = tuple(dataclasses.replace(layer, **changes.get(layer.layer, {})) for layer in plain.layers)

@@ -65,7 +65,7 @@ class Watched(Engine):
         self._collect()
 
     def until_layers(self, count: int) -> None:
-        """Until so many layers of a piece are planned, and the piece is paused."""
+        """Runs until ``count`` layers of a piece are planned, and the piece is paused."""
         while not (self.plans[-1].layers is not None and self.plans[-1].layers.end >= count):
             self.step()
 
@@ -189,7 +189,7 @@ def test_preemption_between_layers_changes_nothing(depth: int) -> None:
 
 
 def test_preemption_for_want_of_blocks_changes_nothing() -> None:
-    """Of the piece itself, by sequences that decode."""
+    """Sequences that decode preempt the piece itself."""
     others = [msgspec.structs.replace(DECODING, request_id=f"decoding{n}", prompt_token_ids=prompt(n, 12)) for n in range(4)]
     engine = Watched(dataclasses.replace(WORLD, beside_decode=25, num_blocks=39, depth=2))
     engine.add(*others)
@@ -202,7 +202,7 @@ def test_preemption_for_want_of_blocks_changes_nothing() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_abort_between_layers_frees_what_is_paused(depth: int) -> None:
-    """With the slot: by the next plan. The harness checks that no block is left."""
+    """The next plan frees it with the slot. The harness checks that no block is left."""
     for at in (1, LAYERS - 1):
         engine = Watched(dataclasses.replace(WORLD, beside_decode=100, depth=depth))
         engine.begin(long(0), long(1, 500))
@@ -256,7 +256,7 @@ def test_a_replay_is_the_run(tmp_path: Path) -> None:
 
 
 def test_decoding_rows_are_replayed_beside_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With padding rows, which change nothing of the piece."""
+    """The padding rows change nothing of the piece."""
     world = dataclasses.replace(WORLD, beside_decode=210)
     engine = Watched(world, captured_runner(world, (2, 4), monkeypatch))
     engine.begin(long())

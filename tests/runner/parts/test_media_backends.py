@@ -77,7 +77,8 @@ def flashinfer_engine(world: World) -> tuple[Engine, list[Any]]:
 
 @pytest.mark.parametrize("family", WITH_MEDIA)
 def test_flashinfer_runs_prompts_with_pictures(family: str, flashinfer: Device) -> None:
-    """In chunks and preempted; steps in which tokens see later ones are another backend's, all others its own."""
+    """Prompts come in chunks and are preempted; steps in which tokens see later ones are another backend's, all others its
+    own."""
     world = World(family, max_num_batched_tokens=25, num_blocks=30, depth=2, caching=True)
     engine, backends = flashinfer_engine(world)
     few = [msgspec.structs.replace(each, max_tokens=4) for each in shuffled(family, 1)]

@@ -125,7 +125,7 @@ def test_a_replay_records_nothing(tmp_path: Path) -> None:
 
 
 class Graphs:
-    """Of which two may be captured."""
+    """Graphs of which two may be captured."""
 
     def __init__(self) -> None:
         self.captured = 0

@@ -309,7 +309,7 @@ def test_nothing_left_out_is_dense_attention(world: SparseWorld) -> None:
 
 @pytest.mark.parametrize("length", [700, 383, 384])
 def test_long_prompts_are_routed_in_segments(length: int) -> None:
-    """Of 192 tokens here; the last one may be longer by less than a block."""
+    """Segments have 192 tokens here; the last one may be longer by less than a block."""
     world = SparseWorld(elastic=elastic("xattn", "streaming"), max_exact_tokens=256)
     tokens, borders = prompt(50, length), {700: [192, 384, 576], 383: [192], 384: [192]}[length]
     reference = Reference(world)

@@ -18,7 +18,7 @@ __all__ = ["flashinfer"]
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """As on a GPU that loads tiles; the keys of each copy."""
+    """Pretends to be a GPU that loads tiles, and returns the keys of each copy."""
     made: list[int] = []
     real = sparse.PagedRows.copies
 

@@ -60,7 +60,7 @@ def test_steps_with_sparse_rows_are_no_graphs(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(("mode", "most", "lengths"), [("elastic", 400, [400]), ("xattn", 0, [1024])])
 def test_memory_is_measured_with_the_largest_step(mode: str, most: int, lengths: list[int]) -> None:
-    """Of a router, the longest prompt that it sees as a whole, which has such a step to itself."""
+    """The longest prompt that a router sees as a whole has such a step to itself."""
     world = dataclasses.replace(MODES[mode], max_exact_tokens=most, max_num_batched_tokens=300 if most else 1024)
     config = world.config()
     step, positions = largest_step(config)

@@ -45,7 +45,7 @@ class History:
         self._chain = [hash((salt, weights))]
 
     def up_to(self, position: int) -> int:
-        """Of the tokens ``[0, position]``, with the items that begin there."""
+        """Returns the hash of the tokens ``[0, position]``, with the items that begin there."""
         for p in range(len(self._chain) - 1, position + 1):
             self._chain.append(hash((self._chain[-1], self.tokens[p], self._contents.get(p))))
         return self._chain[position + 1]
@@ -55,7 +55,7 @@ class History:
         del self.tokens[length:], self._chain[length + 1 :]
 
     def kv(self, position: int) -> tuple[int, int]:
-        """What the KV of one position depends on."""
+        """Returns everything on which the KV of one position depends."""
         return position, self.up_to(max(position, self._seen_to.get(position, 0) - 1))
 
 
@@ -70,7 +70,7 @@ def prompt_logprob(history: int, token: int) -> TokenLogprobs:
 
 @dataclasses.dataclass
 class Slot:
-    """What a real runner keeps in a slot."""
+    """State that a real runner keeps in a slot."""
 
     new: NewSequence
     history: History
@@ -291,7 +291,7 @@ class OracleRunner:
 
 
 def expected_outputs(request: Request, index: int, max_model_len: int, weights: int = 0) -> tuple[list[int], str]:
-    """What a sample must generate, and why it ends: one token after the other, nothing else in the world."""
+    """Returns the tokens that a sample must generate, and why it ends, computed one after the other and alone."""
     history = History(request, list(request.prompt_token_ids), weights)
     outputs: list[int] = []
     params = request.sampling

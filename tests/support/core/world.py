@@ -28,7 +28,7 @@ def make_cache(
     caching: bool = True,
     widths: tuple[int, ...] | None = None,
 ) -> CacheConfig:
-    """As much memory as so many blocks of each group take, null block included; ``widths`` are bytes a token."""
+    """Takes as much memory as the given blocks of each group, null block included; ``widths`` are bytes a token."""
     counts = (num_blocks,) * len(windows) if isinstance(num_blocks, int) else num_blocks
     widths = (1,) * len(windows) if widths is None else widths
     groups = tuple(CacheGroup(i, window, (i,), width) for i, (window, width) in enumerate(zip(windows, widths, strict=True)))
@@ -65,7 +65,7 @@ def make_request(name: str, prompt: list[int], max_tokens: int = 4, **fields: ob
 
 @dataclasses.dataclass
 class Outcome:
-    """What a client got of one sequence."""
+    """Output of one sequence as a client got it."""
 
     request: Request
     index: int
@@ -96,7 +96,7 @@ class World:
         self.num_drafts = 0
         self._expected: dict[int, list[int]] = {}
         self.seconds: Callable[[StepPlan], float] = lambda plan: 0.0
-        """That a step takes, by its result."""
+        """Returns the seconds that a step takes, for its result."""
 
     def add(self, request: Request) -> list[Sequence]:
         sequences = self.add_unchecked(request)
@@ -167,7 +167,7 @@ class World:
         return self.collect() if self.launched else []
 
     def run(self, max_steps: int = 2000) -> None:
-        """Until nothing is left to do; more than ``max_steps`` steps count as starvation."""
+        """Runs until nothing is left to do; more than ``max_steps`` steps count as starvation."""
         for _ in range(max_steps):
             if not self.scheduler.has_work():
                 return

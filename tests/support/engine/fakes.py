@@ -21,7 +21,7 @@ from support.engine.clock import RealTime
 
 VOCAB, CONTEXT, BLOCK = 272, 256, 8
 SCRIPT = "The mill wheel turns: wörld € 🙂 and so on. ".encode()
-"""What every sequence says, over and over; sample i begins at its i-th byte."""
+"""Text of every sequence, over and over; sample i begins at its i-th byte."""
 
 
 def said(index: int, count: int) -> bytes:

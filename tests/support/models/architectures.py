@@ -1,4 +1,4 @@
-"""Which architectures of transformers run on headrace's attention, and whether they say what transformers says.
+"""Runs the architectures of transformers on headrace's attention, and compares them with transformers.
 
 Each is built tiny and random, saved, loaded by the engine through ``model_impl="transformers"``, and asked to continue
 prompts in chunks, in mixed batches, after preemptions and from cached prefixes. Tokens must be transformers' own, and
@@ -47,13 +47,13 @@ _BLOCKS = 11
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What came of one architecture."""
+    """Outcome of one architecture."""
 
     kind: str
     architecture: str
     runs: bool
     reason: str = ""
-    """Why it was refused."""
+    """Reason for the refusal."""
     error: float = 0.0
     """Largest difference of a logprob."""
     fault: str = ""
@@ -151,7 +151,7 @@ def _greedy(model: PreTrainedModel, prompt: Sequence[int]) -> tuple[list[int], l
 
 @torch.inference_mode()
 def _following(model: PreTrainedModel, prompt: Sequence[int], ours: Sequence[int]) -> tuple[list[int], list[float]]:
-    """What transformers draws after the prompt and each of our tokens: if it is ours every time, it is its own continuation."""
+    """Returns transformers' tokens after the prompt and each of our tokens: if they are ours, it continues the same way."""
     logits = model(input_ids=torch.tensor([[*prompt, *ours[:-1]]]), use_cache=False).logits[0, len(prompt) - 1 :].float()
     tokens = (_PADDING + 1 + logits[:, _PADDING + 1 :].argmax(-1)).tolist()
     logprobs = logits.log_softmax(-1)

@@ -209,7 +209,7 @@ CASES |= {
     ),
     "ernie-vl": (Ernie4_5_VLMoeForConditionalGeneration, with_pictures(Ernie4_5_VLMoeConfig, **ERNIE_VISION), ERNIE_VL),
 }
-"""Of text alone: ``test_pictures`` has the others."""
+"""Cases of text alone: ``test_pictures`` has the others."""
 CASES |= mixtures.CASES
 
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 BOS, EOS = 256, 257
 VOCAB = 272
-"""Of the model: more than the tokenizer has."""
+"""Size of the model's vocabulary: more than the tokenizer has."""
 CONTEXT = 256
 
 CONFIG = {
@@ -68,7 +68,7 @@ def write_config(folder: Path, **changes: object) -> Path:
 
 
 def write_model(folder: Path, **changes: object) -> Path:
-    """With random weights that give peaked distributions."""
+    """Writes a model with random weights that give peaked distributions."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

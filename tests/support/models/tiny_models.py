@@ -124,7 +124,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba"], "mamba_headdim": 16, "n_mamba_heads": 4},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What a family wants besides, or instead: often so that every kind of its layers is there."""
+"""Fields that a family wants besides, or instead: often so that every kind of its layers is there."""
 
 
 def families() -> dict[str, str]:
@@ -175,7 +175,8 @@ def _every_kind(factory: type[PretrainedConfig], fields: set[str]) -> dict[str, 
 
 
 def model(kind: str) -> PreTrainedModel:
-    """With random values everywhere, norms and biases too, so that nothing is left out of a comparison. Float32."""
+    """Makes a model with random values everywhere, norms and biases too, so that nothing is left out of a comparison.
+    Float32."""
     torch.manual_seed(sum(map(ord, kind)))
     factory = getattr(transformers, families()[kind])
     with torch.device("meta"):
@@ -191,7 +192,8 @@ def model(kind: str) -> PreTrainedModel:
 
 
 def save(made: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """As a checkpoint that has no tokenizer. Returns the model that transformers makes of it again, with what it ties tied."""
+    """Saves a checkpoint that has no tokenizer. Returns the model that transformers makes of it again, with what it ties
+    tied."""
     made.save_pretrained(folder)
     file = folder / "config.json"
     values = json.loads(file.read_text())

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 
 def replace_projections(model: PreTrainedModel) -> None:
-    """As the config's ``num_key_value_heads_list`` and ``v_head_dim`` say. Its attention is the eager one then."""
+    """Replaces projections as the config's ``num_key_value_heads_list`` and ``v_head_dim`` say. Its attention is the eager one
+    then."""
     config: Any = model.config
     heads = config.num_attention_heads
     model.set_attn_implementation("eager")

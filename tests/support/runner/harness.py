@@ -97,7 +97,7 @@ FAMILIES: dict[str, ModelSpec] = {
         [_layer(0, kv_heads=1), _layer(1, window=6, kv_heads=4), _layer(2, window=6), _layer(3, window=17, dim=12, v_dim=20)]
     ),
 }
-"""What a layer's geometry may be: heterogeneous models stand in the same list as the plain ones."""
+"""Geometries of a layer: heterogeneous models stand in the same list as the plain ones."""
 IN_FP8 = ", KV in FP8"
 FAMILIES |= {
     "one layer" + IN_FP8: _spec([_layer(0, heads=3, kv_heads=1, v_dim=12)], qk_norm=True),
@@ -194,7 +194,7 @@ def _model(family: str, device: str) -> Decoder:
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """How much room there is. The defaults are ample: nothing is chunked, preempted or shared."""
+    """Size of an engine. The defaults are ample: nothing is chunked, preempted or shared."""
 
     family: str = "llama"
     max_num_seqs: int = 16
@@ -269,7 +269,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 @dataclasses.dataclass
 class Outcome:
-    """What one sample came to."""
+    """Result of one sample."""
 
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
@@ -307,7 +307,7 @@ class Engine:
             self.outcomes[each.request_id] = [Outcome() for _ in range(each.sampling.n)]
 
     def run(self, before_step: Callable[[int], None] = lambda step: None, arrivals: Sequence[Request] = ()) -> Outcomes:
-        """Until nothing is left to do. One of ``arrivals`` is added before every step."""
+        """Runs until nothing is left to do. One of ``arrivals`` is added before every step."""
         waiting = deque(arrivals)
         for step in itertools.count():
             if step > 5000:

@@ -88,7 +88,7 @@ def model(spec: ModelSpec, device: str = "cpu") -> Decoder:
 
 @dataclasses.dataclass(frozen=True)
 class SparseWorld:
-    """How prompts attend, and how much room there is. Stands for a ``World``."""
+    """Attention of prompts, and size of an engine. Stands for a ``World``."""
 
     elastic: ElasticSpec | None = None
     """None: a training-free selector, or dense attention."""
@@ -183,7 +183,7 @@ class SparseWorld:
 
 @dataclasses.dataclass
 class Trace:
-    """What the reference comes to."""
+    """Result of the reference."""
 
     logits: torch.Tensor
     """``[T, vocab]``"""

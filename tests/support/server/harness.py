@@ -71,7 +71,7 @@ class Running:
     loop: asyncio.AbstractEventLoop
 
     def stop(self) -> None:
-        """What the server does at the end of its drain timeout."""
+        """Stops like the server at the end of its drain timeout."""
         self.loop.call_soon_threadsafe(self.app.state.serving.stop)
 
     def openai(self, **kwargs) -> openai.OpenAI:

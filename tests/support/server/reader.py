@@ -18,14 +18,14 @@ import httpx
 from headrace.bench.transport import StreamTransport
 
 _EVENT = b"\ndata: {"
-"""Where an event begins: a line feed is none of the JSON text's characters."""
+"""Beginning of an event: a line feed is none of the JSON text's characters."""
 _PROCESSES = 4
 """They share the clients, so that each is far from busy: an event takes about 40 microseconds of a slow core."""
 
 
 class Arrivals(NamedTuple):
     times: list[array[float]]
-    """Of each client's events, by ``time.monotonic()``; NaN before the first of a stream."""
+    """Times of each client's events, by ``time.monotonic()``; NaN before the first of a stream."""
     busy: float
     """Processor time of a process by the time that it read: the largest."""
 

@@ -110,7 +110,7 @@ def readable(name: str, wanted: Message) -> bool:
 @pytest.mark.parametrize("tokens", [False, True], ids=["spelled", "tokens"])
 @pytest.mark.parametrize("name", NAMES)
 def test_round_trip_and_any_cutting(name: str, tokens: bool) -> None:
-    """What a template writes is read back, and every cutting of it gives the same answer."""
+    """A message that a template writes is read back, and every cutting of it gives the same answer."""
     reader = machine(name, tokens)
 
     @settings(max_examples=25, deadline=None, derandomize=True, database=None)
@@ -129,7 +129,7 @@ def test_round_trip_and_any_cutting(name: str, tokens: bool) -> None:
 @pytest.mark.parametrize("calls", [0, 2])
 @pytest.mark.parametrize("name", NAMES)
 def test_an_answer_sent_back_is_a_prefix_of_the_next_prompt(name: str, calls: int) -> None:
-    """What the model wrote, read, sent back by a client and rendered again: the prefix cache finds all of it."""
+    """A client sends back the answer that was read, and it is rendered again: the prefix cache finds all of it."""
     arguments = ['{"city": "Köln", "count": 3, "tags": ["a", "b"]}', '{"flag": true}']
     made = [Call(f"call_{place}", TOOLS[0]["function"]["name"], arguments[place], True) for place in range(calls)]
     content = "" if name == "pythonic" and calls else "Let me see."

@@ -1,4 +1,4 @@
-"""What is refused of Megatron-core models: by the name of the argument, the layer or the weight, and with the reason."""
+"""Refusals of Megatron-core models: by the name of the argument, the layer or the weight, and with the reason."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ same_version = pytest.mark.skipif(made_with() != transformers.__version__, reaso
 
 
 def test_enough_run() -> None:
-    """Of which the more have a native implementation, the more families are ported."""
+    """The more of them have a native implementation, the more families are ported."""
     ran = {architecture for architecture, runs in page().values() if runs}
     assert len(ran) >= 115
 

@@ -19,7 +19,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
     "kind", ["cohere2", "deepseek_v3", "gemma2", "gpt2", "granite", "llama", "mimo_v2_flash", "qwen3", "smollm3"]
 )
 def test_tokens_are_transformers_own(kind: str) -> None:
-    """In float32, with chunks, mixed batches, preemptions and prefix hits; logprobs as near as the kernels' sums allow."""
+    """The run is in float32, with chunks, mixed batches, preemptions and prefix hits; logprobs are as near as the kernels' sums
+    allow."""
     verdict = survey_one(kind, "cuda")
     assert verdict.runs, verdict.reason
     assert not verdict.fault or verdict.fault.startswith("logprobs differ")

@@ -64,7 +64,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("kind", RUN)
 def test_tokens_and_logprobs_are_transformers_own(kind: str) -> None:
-    """With chunks, mixed batches, preemptions and prefix hits."""
+    """The run has chunks, mixed batches, preemptions and prefix hits."""
     verdict = survey_one(kind)
     assert verdict.runs, verdict.reason
     assert not verdict.fault

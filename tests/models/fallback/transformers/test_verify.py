@@ -51,7 +51,7 @@ class Hashed(LlamaForCausalLM):  # type: ignore[no-untyped-call]
         return type(self.model).forward(self.model, inputs_embeds=embedded, position_ids=position_ids, **arguments)
 
     def added(self, embedded: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor) -> Any:
-        """Of the token's own id."""
+        """Adds an embedding of the token's own id."""
         return embedded + self.model.table(ids * 31 % 97)
 
 
@@ -128,7 +128,7 @@ def sloping(*args: Any, **arguments: Any) -> tuple[torch.Tensor, None]:
 
 
 def sloping_later(module: nn.Module, *args: Any, **arguments: Any) -> tuple[torch.Tensor, None]:
-    """In the last layer alone."""
+    """Attends with a slope in the last layer alone."""
     return softmax(module, *args, **arguments | {"slope": 0.5 * float(module.layer_idx == 1)})
 
 
@@ -144,7 +144,8 @@ def failing(*_: Any, **__: Any) -> tuple[torch.Tensor, None]:
 
 
 def llama(function: Callable[..., Any] | None, **given: Any) -> type[LlamaForCausalLM]:
-    """With attention that gives the interface more than others do. None: it says of no function that it is its own."""
+    """Makes a model with attention that gives the interface more than others do. None: it says of no function that it is its
+    own."""
 
     class Attention(modeling_llama.LlamaAttention):
         def forward(self, hidden_states: Any, position_embeddings: Any, attention_mask: Any = None, **_: Any) -> Any:  # type: ignore[override]

@@ -46,7 +46,7 @@ from headrace.bench.workloads import PICTURE_WORKLOADS, RANDOM_WORKLOADS  # noqa
 
 OURS, THEIRS = "headrace", "vllm"
 FOREIGN = "-transformers"
-"""What follows an engine's name where transformers' implementation of the model runs in it."""
+"""Suffix of an engine's name where transformers' implementation of the model runs in it."""
 ENGINES = (OURS, OURS + FOREIGN, THEIRS, THEIRS + FOREIGN)
 PEER = Path(__file__).with_name("vllm_peer.py")
 IMPLEMENTATION = "--model-impl"
@@ -72,11 +72,11 @@ class Run:
     environment: dict[str, str]
     log: Path
     read: Callable[[], Iterable[Json]]
-    """What it has printed so far: rows, and its start-up."""
+    """Returns the rows that it has printed so far, and its start-up."""
 
 
 def side(engine: str) -> str:
-    """Whose engine it is."""
+    """Returns whose engine it is."""
     return engine.removesuffix(FOREIGN)
 
 
@@ -156,7 +156,7 @@ LOGGED = {
 
 
 def logged_cache(lines: Iterable[str]) -> Json:
-    """What vLLM's log says of its KV cache."""
+    """Reads what vLLM's log says of its KV cache."""
     found: Json = {}
     for line in lines:
         for name, pattern in LOGGED.items():
@@ -182,7 +182,7 @@ def beside(output: Path, engine: str, model: Path, ending: str) -> Path:
 
 
 LISTS = ("starts", "kv", "rows", "errors")
-"""Of a raw file, beside its sittings."""
+"""Lists of a raw file, beside its sittings."""
 
 
 class Book:
@@ -528,7 +528,7 @@ def arguments() -> argparse.Namespace:
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """What could only measure nothing, or something else, is refused."""
+    """Refuses options that could only measure nothing, or something else."""
     if options.only is not None:
         options.engines = [engine for engine in options.engines if side(engine) == (OURS if options.only == "ours" else THEIRS)]
         if not options.engines:

@@ -54,7 +54,7 @@ Call = Callable[[], object]
 
 
 def seconds(calls: list[Call]) -> float:
-    """Of one call, from the median of several replays of a graph that has each of them."""
+    """Measures the time of one call, from the median of several replays of a graph that has each of them."""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -292,7 +292,7 @@ UNIFORM = [
     *(Shape(rows, length) for length in (4096, 16384) for rows in (1, 8, 64)),
     *(Shape(rows, length, head_dim=192) for length in (4096, 16384) for rows in (1, 8, 64)),
 ]
-"""What FlashInfer is made for; and, after the decode shapes, those with wider keys, which are held against them."""
+"""Shapes that FlashInfer is made for; and, after the decode shapes, those with wider keys, which are held against them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -508,7 +508,7 @@ def linear_tilings(rows: int) -> list[LinearTiling]:
 
 
 PARTS = ("decode", "prefill", "small", "linear")
-"""What is timed where nothing is asked for."""
+"""Parts that are timed where none is asked for."""
 
 
 def main() -> None:

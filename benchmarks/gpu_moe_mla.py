@@ -57,7 +57,7 @@ BLOCK = 16
 def library(
     x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, spec: MoeSpec
 ) -> torch.Tensor:
-    """As ``kernels.moe.moe_mlp``, by PyTorch's own grouped product."""
+    """Computes ``kernels.moe.moe_mlp`` by PyTorch's own grouped product."""
     flat = experts.flatten().long()
     order = flat.argsort(stable=True)
     counts = torch.zeros(spec.num_experts, dtype=torch.int32, device=x.device)

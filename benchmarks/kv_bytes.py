@@ -44,7 +44,7 @@ PREDICTED, MEASURED = "predicted", "measured"
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """What a layer keeps of a token, and for how long."""
+    """KV that a layer keeps of a token, and for how long."""
 
     window: int | None
     nbytes: int
@@ -91,7 +91,7 @@ class PeerGroup:
     window: int | None
     block_size: int
     page_bytes: int
-    """Of a block in one layer."""
+    """Bytes of a block in one layer."""
 
     def pages(self, length: int) -> int:
         """Blocks in its table that are not given back yet."""
@@ -139,8 +139,8 @@ def _counted(items: Sequence[Any]) -> list[tuple[Any, int]]:
 
 
 def predicted(layers: Sequence[Layer]) -> PeerCache:
-    """What vLLM 0.26 makes of such layers by the rules of its ``kv_cache_utils``, with a backend that has the block as its
-    cache's outermost dimension, as FlashAttention has.
+    """Predicts the cache that vLLM 0.26 makes of such layers by the rules of its ``kv_cache_utils``, with a backend that has
+    the block as its cache's outermost dimension, as FlashAttention has.
 
     Pages of all layers are to be equally large: where a page is smaller, more tokens go into it if that comes out even,
     else it is padded. Layers of a kind are then cut into groups of as many layers as the rarest kind has (or the most common
@@ -164,7 +164,7 @@ def predicted(layers: Sequence[Layer]) -> PeerCache:
 
 
 def measured(facts: Json) -> PeerCache:
-    """From what ``vllm_peer.py`` printed."""
+    """Reads the cache that ``vllm_peer.py`` printed."""
     groups = [
         PeerGroup(group["layers"], group["window"], group["block_size"], group["page_bytes"]) for group in facts["groups"]
     ]
@@ -175,7 +175,7 @@ def measured(facts: Json) -> PeerCache:
 
 
 def report(folder: Path, lengths: Sequence[int], facts: Json | None, ours: Json | None) -> Json:
-    """Of one model.
+    """Reports on one model.
 
     Args:
         facts: what vLLM said of its cache.
@@ -247,7 +247,7 @@ def markdown(reports: Sequence[Json]) -> str:
 
 
 def _capacities(each: Json) -> list[str]:
-    """How many requests of each length the caches hold that the engines made on the GPU."""
+    """Describes how many requests of each length the caches hold that the engines made on the GPU."""
     lines = []
     for engine, capacity in each["capacity"].items():
         if capacity is None:
@@ -262,7 +262,7 @@ def _mib(nbytes: int) -> str:
 
 
 def told(files: Sequence[Path]) -> tuple[dict[str, Json], dict[str, Json]]:
-    """By model, the latest of what vLLM and our engine said of their caches."""
+    """Returns the latest reports of vLLM and of our engine on their caches, by model."""
     theirs: dict[str, Json] = {}
     ours: dict[str, Json] = {}
     read = [json.loads(file.read_text(encoding="utf-8")) for file in files]

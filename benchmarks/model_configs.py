@@ -86,7 +86,7 @@ def uneven(tiny: bool) -> Json:
 
 
 def mimo_of_the_peer(config: Json) -> Json:
-    """In the keys of the published checkpoint, which vLLM's ``mimo_v2`` reads by name."""
+    """Returns the config in the keys of the published checkpoint, which vLLM's ``mimo_v2`` reads by name."""
     rope = config["rope_parameters"]
     windows = [int(kind == "sliding_attention") for kind in config["layer_types"]]
     renamed = {"layer_types", "mlp_layer_types", "rope_parameters", "rms_norm_eps"}

@@ -45,7 +45,7 @@ from headrace.metrics.exchanges import distribution  # noqa: E402
 
 BLOCK = 16
 OWN_TOKENS = 64
-"""Of a prompt behind its prefix."""
+"""Tokens of a prompt behind its prefix."""
 POLICIES = ("round-robin", "prefix")
 START_SECONDS = 240.0
 Json = dict[str, Any]
@@ -53,7 +53,7 @@ Json = dict[str, Any]
 
 @dataclasses.dataclass
 class Answer:
-    """What became of one request, in seconds since the load began."""
+    """Outcome of one request, in seconds since the load began."""
 
     sent: float
     first: float | None = None
@@ -77,7 +77,7 @@ class Server:
         self.url, self.process = started.url, started.process
 
     def wait(self) -> None:
-        """Until all replicas take requests and have captured their graphs."""
+        """Waits until all replicas take requests and have captured their graphs."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             if self.process.poll() is not None:

@@ -54,7 +54,7 @@ Json = dict[str, Any]
 
 
 def run(settings: SimConfig, traffic: Traffic) -> tuple[dict[str, float], dict[str, str]]:
-    """Of each request: the seconds to its first token, and why its prefix was computed, or ``HIT``."""
+    """Returns, for each request, the seconds to its first token, and why its prefix was computed, or ``HIT``."""
     simulation, prefixes = Simulation(settings), traffic.prefixes
     simulation.router.decisions = deque()
     requests = list(generate(traffic, settings.seed, settings.measured.engine.max_model_len))

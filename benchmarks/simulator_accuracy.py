@@ -257,7 +257,7 @@ class Served:
 
 
 def served(tiny: bool) -> list[Served]:
-    """For a GPU, or a tenth of it for the tiny model on a CPU."""
+    """Returns the cases for a GPU, or a tenth of them for the tiny model on a CPU."""
     scale = 10 if tiny else 1
 
     def lengths(median: float, sigma: float, most: int) -> Lengths:

@@ -146,7 +146,7 @@ class Prompt:
 
     @property
     def flops(self) -> float:
-        """Of dense causal attention."""
+        """Floating-point operations of dense causal attention."""
         return self.length**2 * self.heads * (self.head_dim + self.v_head_dim)
 
     @property
@@ -160,7 +160,7 @@ class Prompt:
         return torch.full((1, self.heads), kind, dtype=torch.int8, device=CUDA)
 
     def mask(self, density: float) -> torch.Tensor:
-        """Of this density of the causal triangle."""
+        """Returns a mask of this density of the causal triangle."""
         shape = (self.query_blocks, self.heads, self.width)
         causal = torch.ones(self.query_blocks, self.width, dtype=torch.bool, device=CUDA).tril().unsqueeze(1)
         forced = torch.zeros_like(causal)
@@ -410,7 +410,7 @@ def sweep(made: Prompt, repeats: int, results: Results) -> None:
 
 
 def sweep_copies(made: Prompt, repeats: int, results: Results) -> None:
-    """As ``sweep``, over copies; and streaming heads by FlashInfer, whose kernel is compiled meanwhile."""
+    """Measures like ``sweep``, over copies; and streaming heads by FlashInfer, whose kernel is compiled meanwhile."""
     if importlib.util.find_spec("flashinfer") is not None:
         kernels.compile_ahead([kernels.for_prompts(layer(made), made.q.dtype, CUDA)])
     copies = made.copy()

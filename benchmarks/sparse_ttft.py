@@ -53,7 +53,7 @@ from headrace.sampling_params import SamplingParams  # noqa: E402
 ARCHITECTURES = {"Qwen3ForCausalLM": QWEN3, "LlamaForCausalLM": LLAMA}
 LENGTHS = (131072, 65536, 32768, 16384)
 KERNELS = 12
-"""Of a profile."""
+"""Kernels that a profile lists."""
 RESERVE = 25.0
 """Seconds that each engine still to come keeps for itself before lengths other than the first are measured."""
 
@@ -66,7 +66,7 @@ class Mode:
     heads: tuple[str, str] | None = None
     """retrieval_mode and toggle_type; None: no router."""
     density: float | None = None
-    """Of heads that select blocks."""
+    """Density of heads that select blocks."""
 
 
 MODES = {

@@ -77,7 +77,7 @@ class Bench:
             self._core.add(self._llm.inputs.request({"prompt_token_ids": prompt}, params, request_id=name))
 
     def decode(self) -> None:
-        """Until every sequence of the batch has its first token, and a few steps more."""
+        """Runs until every sequence of the batch has its first token, and a few steps more."""
         before = self._llm.stats
         batch = self._options.batch
         while self._llm.stats.since(before).computed_prompt_tokens < batch * self._options.context:
@@ -155,7 +155,7 @@ def synchronize() -> None:
 
 
 def watched(work: Callable[[], None], trace: Path | None) -> list[Span]:
-    """What ran on the GPU; without one, PyTorch's operations."""
+    """Returns the spans of the GPU's work; without one, of PyTorch's operations."""
     cuda = torch.cuda.is_available()
     activities = [ProfilerActivity.CUDA] if cuda and trace is None else [ProfilerActivity.CPU]
     if cuda and trace is not None:

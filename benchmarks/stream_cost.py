@@ -28,7 +28,7 @@ from headrace.server.run import uvicorn_config
 from headrace.server.settings import ServerSettings
 
 _TURNS = 6
-"""Of the event loop, in which every client is sent what a step brought."""
+"""Turns of the event loop, in which every client is sent what a step brought."""
 
 
 class Sink(asyncio.Transport):

@@ -47,7 +47,7 @@ PARTS = ("sums", "tokens", "throughput")
 CASES = ("tp", "one", "dp", "nccl")
 WORKLOADS = "single,batch8,batch64,mixed256,prefill8k"
 CASE_SECONDS = 200.0
-"""Of one model's throughput in one case, the start and the compilers of a bare machine within."""
+"""Limit of one model's throughput in one case, the start and the compilers of a bare machine within."""
 
 QWEN3_8B: Json = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -128,7 +128,7 @@ class Runner:
 
 
 def run(commands: Sequence[tuple[Sequence[str], Json]], limit: float, look: Callable[[], None]) -> str:
-    """Why the commands, which run at the same time, failed; empty: they did not. The first failure ends the others.
+    """Returns why the commands, which run at the same time, failed; empty: they did not. The first failure ends the others.
 
     ``look`` is called again and again meanwhile.
     """
@@ -203,7 +203,8 @@ def sums(rank: int, size: int, store: str, output: str, device: str, own_first: 
 
 
 def sum_and_norm(group: Any, device: str) -> Callable[[Any], Any]:
-    """What follows a sum is in its kernel or in its own. Returns the new residual: the sum, since the old one is zero."""
+    """The operation behind a sum is in its kernel or in its own. Returns the new residual: the sum, since the old one is
+    zero."""
     import torch
 
     from headrace.kernels.norm import ResidualNorm

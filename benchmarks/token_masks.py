@@ -56,7 +56,7 @@ def document(kind: int, rng: random.Random) -> Any:
 
 
 class Row:
-    """What Constraints reads of a sequence."""
+    """Attributes of a sequence that Constraints reads."""
 
     def __init__(self, seq_id: int, matcher: Any, tokenizer: Tokenizer, rng: random.Random) -> None:
         self.seq_id, self.matcher, self.finished = seq_id, matcher, False

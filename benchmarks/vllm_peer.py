@@ -49,7 +49,7 @@ ENVIRONMENT = {
 
 
 def cache_facts(worker: Any) -> str:
-    """What vLLM's worker has for a KV cache, as JSON. Runs in the worker's process and needs nothing of this file."""
+    """Returns the facts of a vLLM worker's KV cache, as JSON. Runs in the worker's process and needs nothing of this file."""
     import json
 
     def described(names: list[str], spec: Any) -> dict[str, Any]:

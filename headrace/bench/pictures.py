@@ -75,22 +75,10 @@ def features_of(args: EngineArgs, pictures: Pictures, option: str) -> PictureFea
     Raises:
         ConfigError: the model has no processor of pictures, or sees one as several items; names ``option``.
     """
-    from headrace.frontend.features import picture_rules
-    from headrace.models.implementation import choose
-    from headrace.multimodal.items import Picture
-    from headrace.sources.files import find_model
+    from headrace.frontend.features import feature_shape
 
-    files = find_model(args)
-    rules, spec = picture_rules(args, files), choose(args, files).spec
-    if rules is None or spec.vision is None:
-        raise ConfigError("the model has no processor of pictures", option)
     (image,) = dataclasses.replace(pictures, encoded=False).media(0)["image"]
-    processed = rules.process(Picture(image), {}, option)
-    if len(processed) != 1:
-        raise ConfigError(f"the model sees {len(processed)} crops of a picture, which have no features of one", option)
-    (one,) = processed
-    hidden = files.config.get_text_config().hidden_size
-    return PictureFeatures(one.expansion.num_rows, hidden, one.grid, spec.dtype, spec.vision.deepstack_layers)
+    return PictureFeatures(*feature_shape(args, image, option))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,8 +17,6 @@ from headrace.host.user_files import read_input
 
 if TYPE_CHECKING:
     import torch
-
-    from headrace.multimodal.items import Picture
 
 OPTIONS = ENGINE_OPTIONS.changed("model", positional=False).only(
     "model",
@@ -45,8 +41,8 @@ def encode(args: EngineArgs, options: EncodeOptions) -> None:
     from headrace.frontend.features import FeatureEncoder
 
     encoder = FeatureEncoder(args)
-    loaded = zip(map(str, pictures), _loaded(args, pictures), strict=True)
-    for path, target, tensors in zip(pictures, targets, encoder.encode(list(loaded)), strict=True):
+    read = ((str(path), _read(path, args.max_media_bytes)) for path in pictures)
+    for path, target, tensors in zip(pictures, targets, encoder.encode(read), strict=True):
         _write(tensors, target)
         rows, hidden = tensors["features"].shape
         typer.echo(f"{target}: {rows} tokens of {hidden} numbers, {path}")
@@ -70,18 +66,3 @@ def _write(tensors: dict[str, torch.Tensor], target: Path) -> None:
 def _read(path: Path, most: int) -> bytes:
     """Raises: ConfigError: the file cannot be read, or is too large."""
     return read_input(path, "FILE", most, " (--max-media-bytes)")
-
-
-def _loaded(args: EngineArgs, paths: Sequence[Path]) -> list[Picture]:
-    """The pictures, decoded within the limits of the arguments."""
-    from headrace.multimodal.media import MediaLoader
-
-    loader = MediaLoader(args)
-
-    async def load() -> list[Picture]:
-        return [await loader.decoder.image(_read(path, args.max_media_bytes), str(path)) for path in paths]
-
-    try:
-        return asyncio.run(load())
-    finally:
-        loader.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,6 +14,7 @@ from headrace.errors import ConfigError, RequestError
 from headrace.models.implementation import choose
 from headrace.multimodal.families import media_rules
 from headrace.multimodal.items import Picture
+from headrace.multimodal.media import MediaLoader
 from headrace.multimodal.rules import MediaRules
 from headrace.resolve.facts import DecisionLog
 from headrace.resolve.model import compute_dtype, gguf_types
@@ -29,11 +32,40 @@ def picture_rules(args: EngineArgs, files: ModelFiles) -> MediaRules | None:
         return None
 
 
+class FeatureShape(NamedTuple):
+    """Shape of a picture's features in a model."""
+
+    rows: int
+    hidden_size: int
+    grid: tuple[int, int, int]
+    dtype: str
+    deepstack_layers: int
+
+
+def feature_shape(args: EngineArgs, image: Any, option: str) -> FeatureShape:
+    """Returns the shape of the features of a picture, of PIL, in the model of ``args``; reads no weights.
+
+    Raises:
+        ConfigError: the model has no processor of pictures, or sees one as several items; names ``option``.
+    """
+    files = find_model(args)
+    rules, spec = picture_rules(args, files), choose(args, files).spec
+    if rules is None or spec.vision is None:
+        raise ConfigError("the model has no processor of pictures", option)
+    processed = rules.process(Picture(image), {}, option)
+    if len(processed) != 1:
+        raise ConfigError(f"the model sees {len(processed)} crops of a picture, which have no features of one", option)
+    (one,) = processed
+    hidden = files.config.get_text_config().hidden_size
+    return FeatureShape(one.expansion.num_rows, hidden, one.grid, spec.dtype, spec.vision.deepstack_layers)
+
+
 class FeatureEncoder:
     """Encodes pictures, one after the other."""
 
     def __init__(self, args: EngineArgs) -> None:
         """Raises: ConfigError: the model has no vision part, or it cannot be loaded."""
+        self._args = args
         files = find_model(args)
         spec = choose(args, files).spec
         if spec.vision is None:
@@ -46,13 +78,16 @@ class FeatureEncoder:
             raise ConfigError("the checkpoint has no weights of a vision encoder", "model")
         self._encoder = encoder
 
-    def encode(self, pictures: Sequence[tuple[str, Picture]]) -> Iterator[dict[str, torch.Tensor]]:
-        """The tensors of each of some named pictures, as ``read_features`` reads them.
+    def encode(self, pictures: Iterable[tuple[str, bytes]]) -> Iterator[dict[str, torch.Tensor]]:
+        """Yields the tensors of each picture, in the form that ``read_features`` reads.
+
+        Args:
+            pictures: names and files. All are decoded, within the limits of the arguments, before the first is encoded.
 
         Raises:
-            RequestError: the processor refuses a picture; names it.
+            RequestError: a picture cannot be decoded, or the processor refuses it; names it.
         """
-        for name, picture in pictures:
+        for name, picture in self._decoded(pictures):
             processed = self._rules.process(picture, {}, name)
             if len(processed) != 1:
                 raise RequestError(f"{name}: the model sees {len(processed)} crops of it, which are no features of one", name)
@@ -64,3 +99,14 @@ class FeatureEncoder:
             if found.deepstack is not None:
                 tensors["deepstack"] = found.deepstack.cpu().contiguous()
             yield tensors
+
+    def _decoded(self, pictures: Iterable[tuple[str, bytes]]) -> list[tuple[str, Picture]]:
+        loader = MediaLoader(self._args)
+
+        async def load() -> list[tuple[str, Picture]]:
+            return [(name, await loader.decoder.image(data, name)) for name, data in pictures]
+
+        try:
+            return asyncio.run(load())
+        finally:
+            loader.close()

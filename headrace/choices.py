@@ -86,3 +86,5 @@ GrammarBackend = Annotated[
     OptionSpec(hints=MappingProxyType(dict.fromkeys(("xgrammar", "outlines", "lm-format-enforcer"), _LIBRARY))),
 ]
 """Names of one backend: vLLM's, and the library's, which is SGLang's too."""
+Modality = Literal["image", "video"]
+"""Kinds of media, as ``limit_mm_per_prompt`` and the parts of prompts name them."""

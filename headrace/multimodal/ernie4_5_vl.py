@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from headrace.core.media import Modality
+from headrace.choices import Modality
 from headrace.errors import ConfigError, RequestError
 from headrace.multimodal.items import Features, Pixels, misfit, refused
 from headrace.multimodal.qwen_vl import QwenRules

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.core.media import Modality
+from headrace.choices import Modality
 from headrace.errors import ConfigError
 from headrace.multimodal.rules import Expansion, FixedRules, Grid
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from headrace.core.media import Modality
+from headrace.choices import Modality
 from headrace.multimodal.backend import video_fields
 from headrace.multimodal.items import Features, Video, array_of, misfit, view_data, wrong
 from headrace.multimodal.rules import Expansion, Grid, PictureRules, Processed

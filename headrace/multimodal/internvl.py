@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from headrace.core.media import Modality, TensorData
+from headrace.choices import Modality
+from headrace.core.media import TensorData
 from headrace.multimodal.backend import video_fields
 from headrace.multimodal.items import Features, Video, array_of, view_data
 from headrace.multimodal.rules import Expansion, Grid, PictureRules, Processed

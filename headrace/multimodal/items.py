@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from headrace.core.media import DTYPE_SIZES, Modality, TensorData
+from headrace.choices import Modality
+from headrace.core.media import DTYPE_SIZES, TensorData
 from headrace.errors import RequestError
 from headrace.multimodal.decode import rgb
 from headrace.options import shown

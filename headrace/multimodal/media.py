@@ -22,8 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from headrace.choices import Modality
 from headrace.config import EngineArgs
-from headrace.core.media import Modality
 from headrace.errors import ConfigError, QueueFullError, RequestError
 from headrace.host.jobs import ProcessLimits
 from headrace.multimodal.decode import DecodeLimits

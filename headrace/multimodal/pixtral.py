@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.core.media import Modality, TensorData
+from headrace.choices import Modality
+from headrace.core.media import TensorData
 from headrace.multimodal.items import refused
 from headrace.multimodal.rules import Expansion, Grid, PictureRules
 

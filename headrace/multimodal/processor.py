@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.core.media import ItemInputs, MediaFacts, Modality, RopePositions
+from headrace.choices import Modality
+from headrace.core.media import ItemInputs, MediaFacts, RopePositions
 from headrace.errors import ConfigError, RequestError
 from headrace.host.bounded_cache import BoundedCache
 from headrace.kv import Item

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from headrace.core.media import Modality, PatchLayout
+from headrace.choices import Modality
+from headrace.core.media import PatchLayout
 from headrace.errors import ConfigError
 from headrace.multimodal.backend import ImageProcessor, video_fields
 from headrace.multimodal.items import Features, Picture, Pixels, Video, misfit, refused, view_data, wrong

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from headrace.core.media import Modality, PatchLayout, TensorData
+from headrace.choices import Modality
+from headrace.core.media import PatchLayout, TensorData
 from headrace.errors import ConfigError, RequestError
 from headrace.multimodal.backend import ImageProcessor
 from headrace.multimodal.items import Features, Picture, Video, misfit, refused, wrong

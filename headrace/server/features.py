@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headrace.core.media import Modality
+from headrace.choices import Modality
 from headrace.errors import RequestError
 from headrace.server.errors import ApiError, shown
 from headrace.server.settings import ServerSettings

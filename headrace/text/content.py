@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from headrace.core.media import Modality
+from headrace.choices import Modality
 from headrace.errors import RequestError, did_you_mean, missing, unknown, unsupported, wrong_type
 from headrace.options import shown
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from headrace.core.media import Modality
+from headrace.choices import Modality
 from headrace.errors import RequestError, missing, unknown, unsupported, wrong_type
 from headrace.server.body import check_content_encoding, json_object
 from headrace.server.errors import JSON, ApiError, shown

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from headrace.choices import Modality
 from headrace.config import EngineArgs
-from headrace.core.media import ItemInputs, Modality
+from headrace.core.media import ItemInputs
 from headrace.errors import RequestError
 from headrace.kv import Item
 from headrace.multimodal.items import Features, MultiModalData, Picture, Video, is_finite

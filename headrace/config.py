@@ -413,7 +413,7 @@ class EngineArgs(Checked):
     record of the crash. A recording replays a run without its clients. A full disk ends the recording, not the engine."""
 
     def for_whole_outputs(self) -> EngineArgs:
-        """The same for callers that wait for whole outputs: what keeps streams even must not cost them throughput."""
+        """Returns the arguments for callers that wait for whole outputs: keeping streams even must not cost them throughput."""
         limit, seconds = self.max_prefill_tokens_beside_decode or INT32_MAX, self.max_step_seconds or 0.0
         interval = max(self.stream_interval, _WHOLE_OUTPUTS_INTERVAL)
         return dataclasses.replace(

@@ -153,9 +153,10 @@ class OutputDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     logprobs: list[TokenLogprobs] | None = None
     """An entry for each token of ``token_ids``."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """Sent once, with the first delta of index 0. Its first entry is None: nothing precedes the first token."""
+    """Logprobs of the prompt, sent once, with the first delta of index 0. The first entry is None: nothing precedes the first
+    token."""
     num_cached_tokens: int | None = None
-    """Of the prompt. With the first delta of index 0, and with its last: a preemption may lose some of them."""
+    """Cached tokens of the prompt, sent with the first delta of index 0 and with its last: a preemption may lose some."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The token id or string that stopped the sequence; None for end of sequence and for length."""

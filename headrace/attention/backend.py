@@ -73,7 +73,7 @@ class StepMetadata:
         return bool((self.query_counts == 1).all())
 
     def densely(self) -> StepMetadata:
-        """The same with all rows attending densely."""
+        """Returns the same step with all rows attending densely."""
         return dataclasses.replace(self, sparse=None)
 
     def rows(self, first: int, end: int) -> StepMetadata:

@@ -129,7 +129,7 @@ class WithVisibleEnds(WithUsual):
 
 
 class StepPart(NamedTuple):
-    """Some rows of a step as a step of their own, whose tokens begin at 0."""
+    """A part of a step's rows as a step: its tokens begin at 0."""
 
     step: StepMetadata
     tokens: slice | torch.Tensor

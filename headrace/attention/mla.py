@@ -78,7 +78,7 @@ class MLAAttention(nn.Module):
         ctx: ForwardContext,
         cos_sin: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Like ``forward``, for a latent before its norm. On a GPU norm, rotation and cache write are one kernel.
+        """Computes ``forward`` for a latent before its norm. On a GPU norm, rotation and cache write are one kernel.
 
         Args:
             q: as for ``forward``; it may be changed.
@@ -170,7 +170,7 @@ class MLABackend(Composition):
         return q.new_empty(len(q), self._spec.num_heads, self._spec.head_dim)
 
     def attend(self, q: torch.Tensor, cache: LayerCache, up: torch.Tensor, wide: torch.Tensor | None = None) -> torch.Tensor:
-        """Like ``MLAAttention.forward``, with the step's KV in the cache and q rotated.
+        """Attends like ``MLAAttention.forward``, with the step's KV in the cache and q rotated.
 
         Args:
             wide: from ``absorbed_queries``, holding the rotated channels of q; those of ``q`` itself are then ignored.

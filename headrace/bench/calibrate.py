@@ -34,7 +34,7 @@ _ROUND_SHARE = 0.02
 times as much."""
 _LONGEST = 5.0
 _MOST_SHARE = 0.2
-"""The same of a round in which a step full of prompt tokens takes longer."""
+"""Largest share of a round in which a step full of prompt tokens takes longer."""
 _LEAST_ROUND = 0.5
 """Seconds of a round."""
 _EXTRA_SECONDS = 600.0

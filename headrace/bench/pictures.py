@@ -93,7 +93,7 @@ class SentPictures:
     pictures: Pictures
     form: ImageForm
     seed: int = dataclasses.field(default_factory=lambda: secrets.randbits(48))
-    """Another one each time, since the server may still have what an earlier load sent."""
+    """Seed of the first; another one each time, since the server may still have pictures of an earlier load."""
     max_bytes: int = MAX_BYTES
 
     def shares(self, counts: Sequence[int]) -> list[SentPictures]:

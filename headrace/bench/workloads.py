@@ -57,12 +57,13 @@ class Workload:
         return max(len(prompt) + length for prompt, length in zip(self.prompts, self.output_lens, strict=True))
 
     def folded(self, vocab_size: int) -> Workload:
-        """The same lengths with every id inside a smaller vocabulary."""
+        """Returns prompts of the same lengths with every id inside a smaller vocabulary."""
         prompts = [[token % vocab_size for token in prompt] for prompt in self.prompts]
         return dataclasses.replace(self, prompts=prompts)
 
     def marked(self, tokens: Sequence[int]) -> Workload:
-        """The same with a model's placeholder of a picture before each prompt, whose other ids are below the placeholder's."""
+        """Returns the workload with a model's placeholder of a picture before each prompt, and other ids below the
+        placeholder's."""
         folded = self.folded(min(tokens))
         return dataclasses.replace(folded, prompts=[[*tokens, *prompt] for prompt in folded.prompts])
 
@@ -75,7 +76,7 @@ class Workload:
         )
 
     def repetition(self, number: int) -> Workload:
-        """The same with pictures of its own, where prompts bring any: equal ones would measure caches."""
+        """Returns the workload with other pictures, where prompts bring any: equal ones would measure caches."""
         if self.pictures is None:
             return self
         count = len(self.prompts)
@@ -142,7 +143,7 @@ PICTURE_WORKLOADS: dict[str, Callable[[], Workload]] = {
         "images64_text": None,
     }.items()
 }
-"""The same prompts with pictures, with features that were encoded before, and without either."""
+"""Workloads of the same prompts with pictures, with features that were encoded before, and without either."""
 
 
 def placeholder(config: Mapping[str, Any]) -> list[int]:
@@ -167,7 +168,7 @@ def chat(encoder: Encoder) -> Workload:
 
 
 def chat_shared(encoder: Encoder) -> Workload:
-    """The same questions behind one long system message: what prefix caching is for."""
+    """Makes a workload of the same questions behind one long system message: the case for prefix caching."""
     system = {"role": "system", "content": SYSTEM_PROMPT}
     prompts = [encoder.encode_chat([system, {"role": "user", "content": text}]) for text in CHAT_PROMPTS]
     return Workload("chat_shared", prompts, [64] * len(prompts))

@@ -66,18 +66,18 @@ class Group(Generic[T]):
         return cls(declared, tuple(sorted(options(declared).values(), key=lambda option: PANELS.index(option.panel))))
 
     def without(self, *fields: str) -> Self:
-        """The same group for a command in which these fields have no meaning."""
+        """Returns the group for a command in which these fields have no meaning."""
         unknown = set(fields) - {option.name for option in self.options}
         if unknown:
             raise ValueError(f"no such options: {sorted(unknown)}")
         return dataclasses.replace(self, options=tuple(o for o in self.options if o.name not in fields))
 
     def only(self, *fields: str) -> Self:
-        """The same group for a command in which these fields alone have a meaning."""
+        """Returns the group for a command in which these fields alone have a meaning."""
         return self.without(*(option.name for option in self.options if option.name not in fields))
 
     def changed(self, field: str, **spec: Any) -> Self:
-        """The same group with another declaration of one field."""
+        """Returns the group with another declaration of one field."""
         return dataclasses.replace(
             self,
             options=tuple(
@@ -338,7 +338,7 @@ class SamplingGroup(Group[SamplingParams]):
 
 
 def checked_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """Some sampling parameters, as JSON has them, in the types that SamplingParams keeps.
+    """Returns sampling parameters, as JSON has them, in the types that SamplingParams keeps.
 
     Raises:
         RequestError: a name is not a sampling parameter, or a value is of the wrong type or out of range.

@@ -33,7 +33,7 @@ class Alternative(NamedTuple):
     pointer: str
     types: set[str]
     values: Values
-    """Those that it allows, where it names them."""
+    """Allowed values, where the schema names them."""
     constants: dict[str, Values]
     """Property -> the values that it may have, where they are named."""
     required: set[str]

@@ -51,7 +51,7 @@ _COMPACT = StructuredOutputsParams(json_object=True, disable_any_whitespace=True
 _SEARCH_SECONDS = 0.5
 """Time for which schemas are compiled one by one to find the one that cannot be held."""
 _GBNF_RULES = 1000
-"""Its converter takes time with the square of their number."""
+"""Most rules of a GBNF grammar: its converter takes time with the square of their number."""
 _WRITING = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern", "strict")
 """Fields of StructuredOutputsParams that say how JSON is written."""
 _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)

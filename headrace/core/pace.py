@@ -5,7 +5,7 @@ from __future__ import annotations
 FIRST_TOKENS = 64
 """Tokens of the first step that is to take a certain time: nothing is known of the machine yet."""
 LEAST_TOKENS = 16
-"""Fewer hardly make a step shorter: it reads all weights in any case."""
+"""Least tokens of a step: fewer hardly make it shorter, since it reads all weights in any case."""
 GROWTH = 4
 """Largest ratio of a step's tokens to those of a step that was measured: what has not been tried may be slower."""
 

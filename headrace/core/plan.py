@@ -42,7 +42,7 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     constrained: bool = False
     """Each of its logits rows needs a mask."""
     items: tuple[Item, ...] = ()
-    """Those that end behind its cached prefix, with features to be computed or added."""
+    """Items that end behind the cached prefix, with features to be computed or added."""
     media: tuple[ItemInputs, ...] = ()
     """The content of each of ``items``."""
     rope: RopePositions | None = None
@@ -71,7 +71,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class LayerRange(msgspec.Struct, frozen=True, array_like=True):
-    """Some layers of the model, ``[first, end)`` of ``total``: a step's share of a piece (``SparsePrompt.whole``)."""
+    """A range of the model's layers, ``[first, end)`` of ``total``: a step's share of a piece (``SparsePrompt.whole``)."""
 
     first: int
     end: int
@@ -83,7 +83,7 @@ class LayerRange(msgspec.Struct, frozen=True, array_like=True):
         return self.end == self.total
 
     def share(self, num_tokens: int) -> int:
-        """Their part of the piece's tokens, such that the shares of all its steps add up to ``num_tokens``."""
+        """Returns the layers' part of the piece's tokens, such that the shares of all its steps add up to ``num_tokens``."""
         return num_tokens * self.end // self.total - num_tokens * self.first // self.total
 
 

@@ -14,7 +14,7 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
     phase: str
     """Name of the phase in the timeline that the finished start-up reports."""
     fraction: float | None = None
-    """Done of this phase, 0 to 1; None: not known."""
+    """Part of this phase that is done, 0 to 1; None: not known."""
     detail: str = ""
 
 

@@ -124,7 +124,7 @@ class LLM:
         self._external = external
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        """Held by whoever uses the core."""
+        """Lock that a caller holds while it uses the core."""
         self._ids = itertools.count()
         self._templated: dict[str, Tokenizer] = {}
         self._unusable: str | None = None

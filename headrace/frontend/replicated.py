@@ -87,7 +87,7 @@ class ReplicatedCore:
         self._arrived.put(ready)
 
     def abort(self, request_id: str) -> None:
-        """Its deltas that are under way are dropped."""
+        """Aborts a request; its deltas that are under way are dropped."""
         if self._open.pop(request_id, None) is not None:
             self.call(self._llm.abort(request_id))
 

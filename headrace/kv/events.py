@@ -58,7 +58,7 @@ class EventBatch(msgspec.Struct, array_like=True):
 
 
 def events_of(changes: Sequence[Change], block_size: int, groups: Sequence[CacheGroup]) -> list[Event]:
-    """The same changes as events: neighbours in a group are joined, and the groups are cleared together."""
+    """Converts changes to events: neighbours in a group are joined, and the groups are cleared together."""
     events: list[Event] = []
     latest: dict[int, BlockStored | BlockRemoved] = {}
     """Latest event since the last clear, by group."""

@@ -18,7 +18,7 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
     atomic: bool
     """Chunks and prefix hits never end inside it."""
     bidirectional: bool
-    """Its tokens attend to each other both ways. Such an item must be atomic."""
+    """The item's tokens attend to each other both ways. Such an item must be atomic."""
     content_hash: str
     """Hash of everything that the item's features depend on: content, shape, frame sampling and processor options."""
     encoder_tokens: int = 0

@@ -30,7 +30,7 @@ class SequenceBlocks:
     token_ids: list[int]
     """The sequence's list of known tokens, shared with the scheduler, which appends to it."""
     identity: CacheIdentity
-    """Its weight version is that of ``generation``."""
+    """Identity of the sequence's KV; its weight version is that of ``generation``."""
     groups: dataclasses.InitVar[int]
     tables: tuple[list[int], ...] = dataclasses.field(init=False)
     capacity: int = 0

@@ -17,7 +17,7 @@ class RMSNorm(nn.Module):
     plain = True
     """False in a class that computes anything else: kernels must then leave the norm to it."""
     offset = False
-    """It multiplies by ``1 + weight``, which kernels support too."""
+    """The norm multiplies by ``1 + weight``, which kernels support too."""
     group: Group = ALONE
     """The ranks that ``add`` and ``add_normed`` sum over."""
 

@@ -18,7 +18,7 @@ class MetricSpec(NamedTuple):
     gauge: bool = False
     """A current value; else a counter."""
     labels: str = ""
-    """Their names, a blank between them, as a key of the field holds their values."""
+    """Names of labels, a blank between them, as a key of the field holds their values."""
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
@@ -82,7 +82,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
         return self.kv_blocks_used / self.kv_blocks_total if self.kv_blocks_total else 0.0
 
     def since(self, before: EngineStats) -> EngineStats:
-        """The same gauges, and counters relative to ``before``."""
+        """Returns the gauges, and the counters relative to ``before``."""
         counters: dict[str, Any] = {name: getattr(self, name) - getattr(before, name) for name in COUNTERS}
         for name in LABELLED_COUNTERS:
             old = getattr(before, name)
@@ -91,7 +91,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
         return msgspec.structs.replace(self, **counters)
 
     def counters(self) -> EngineStats:
-        """The same counters, and gauges of 0."""
+        """Returns the counters, and gauges of 0."""
         return msgspec.structs.replace(self, **dict.fromkeys(GAUGES, 0))
 
     def plus(self, other: EngineStats) -> EngineStats:

@@ -87,7 +87,7 @@ class AttentionSpec:
 
     @property
     def uncompressed(self) -> AttentionSpec:
-        """The same attention with the keys and values of every head: what is computed, whatever is kept.
+        """Returns the attention with the keys and values of every head, as it is computed, whatever is kept.
 
         Raises:
             ValueError: the layer keeps no compressed KV.

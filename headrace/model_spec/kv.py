@@ -53,7 +53,7 @@ class CacheGroup:
     window: int | None
     """None: every position is kept. W: only positions that a later token can still see."""
     layers: tuple[int, ...]
-    """Those that keep KV of their own."""
+    """Layers of the group, which keep KV of their own."""
     bytes_per_token: int
     layer_bytes: tuple[int, ...] = ()
     """``bytes_per_token`` of each of ``layers``; none given: it is one run of bytes."""

@@ -193,7 +193,7 @@ def _space(layers: Sequence[DecoderLayer]) -> tuple[int, int]:
 
 
 def _describe(layer: DecoderLayer) -> NativeLayer:
-    """All but the cache, which the runner owns."""
+    """Describes all of a layer but the cache, which the runner owns."""
     attention, mlp = cast(DecoderAttention, layer.self_attn), cast(GatedMLP, layer.mlp)
     spec, sinks = attention.spec, attention.attention.sinks
     described = NativeLayer(

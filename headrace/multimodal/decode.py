@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 PICTURES = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Pillow's names."""
 _MAX_RATIO = 200
-"""Between the sides of a picture or frame; the processors of several families refuse more."""
+"""Largest ratio of the sides of a picture or frame; the processors of several families refuse more."""
 _MAX_FPS = 1000.0
 _MAX_STREAMS = 64
 

@@ -15,7 +15,7 @@ ONE_SHOT_BYTES = {2: 2 << 20, 4: 512 << 10, 8: 256 << 10}
 """Largest one-shot sum, by the number of ranks: up to it every rank sends all of its part to all others, in one kernel with the
 operation that follows the sum; beyond, each sums a share and reads the others' sums."""
 MOST_BYTES = 8 << 20
-"""Larger tensors are NCCL's."""
+"""Largest tensor that is summed through memory of the peers; larger ones are NCCL's."""
 SIZES = tuple(ONE_SHOT_BYTES)
 """Numbers of ranks that the kernels are compiled for."""
 _ALIGNMENT = 16
@@ -24,7 +24,7 @@ _TRIES = 1 << 29
 """Looks at memory that a kernel takes before it gives up its peers, several minutes in all: whoever started the ranks has then
 long noticed that one is gone, or is gone as well."""
 _FEW_TRIES = 1 << 25
-"""Some ten seconds."""
+"""Looks that take some ten seconds."""
 
 
 class PeerMemory:

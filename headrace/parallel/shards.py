@@ -89,7 +89,7 @@ def attention_cuts(spec: AttentionSpec, rank: int, size: int) -> dict[str, Cut]:
 
 
 def _heads(whole: Matrix, first: int, count: int) -> Cut:
-    """Some heads of a projection; those of o_proj are its inputs."""
+    """Cuts ``count`` heads out of a projection; those of o_proj are its inputs."""
     along: Literal["outputs", "inputs"] = "inputs" if whole.name == "o" else "outputs"
     return Cut(along, first * whole.width, (first + count) * whole.width, whole.size)
 

@@ -187,7 +187,8 @@ class MultiprocessExecutor(Executor[int]):
             rank.end(max(0.0, deadline - time.monotonic()))
 
     def send(self, *messages: ToRank) -> None:
-        """The same message to every rank, or one each. What a rank does not read is sent while its answer is awaited."""
+        """Sends the same message to every rank, or one each. Messages that a rank does not read are sent while its answer is
+        awaited."""
         encoded = [encode(message) for message in messages]
         for number, rank in enumerate(self.ranks):
             rank.send(encoded[number] if len(encoded) > 1 else encoded[0])

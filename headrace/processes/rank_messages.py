@@ -35,7 +35,7 @@ class RankStart(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Not answered."""
+    """A plan to execute. Not answered."""
 
     plan: bytes
     """The plan in the form of ``encode_plan``."""

@@ -12,7 +12,8 @@ that merely poll stay below."""
 CPU_TIMEOUTS = 10.0
 """Timeouts for which one thread of an engine on a CPU may compute in a step: one that loops for ever computes, too."""
 GPU_TIMEOUTS = 1.0
-"""The same with a GPU, whose host spins while it waits for a kernel, also for one that never ends."""
+"""Timeouts for which one thread of an engine on a GPU may compute: the host spins while it waits for a kernel, also for one
+that never ends."""
 _READS = 8
 """Times that the processor time is read within a timeout."""
 

@@ -23,7 +23,7 @@ INT4_ROWS = 16
 """Most rows for which PyTorch's packed int4 product is faster than a bfloat16 one (two Zen 4 cores, milliseconds of the
 products of a step of the embedded model: 14 and 26 at 8 rows, 27 and 31 at 16, 53 and 41 at 32)."""
 INT8_ROWS = 6
-"""Likewise for its packed int8 product (12 and 23 at 4 rows, 28 and 26 at 8)."""
+"""Most rows for its packed int8 product (12 and 23 at 4 rows, 28 and 26 at 8)."""
 AMX_ROWS = 32
 """Rows above which a CPU with AMX multiplies bfloat16 faster than any CPU multiplies bytes: by its peak rate, which is
 eight times that of the vector units; to be measured on such a machine."""

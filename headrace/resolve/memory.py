@@ -198,15 +198,15 @@ class KVPlan:
         return min(whole, (group.window - 1 + chunk + size - 2) // size + 1)
 
     def _fewest(self, group: CacheGroup, length: int) -> int:
-        """Without which one sequence of ``length`` cannot run at all, its prompt token by token."""
+        """Returns the fewest blocks with which one sequence of ``length`` can run at all, its prompt token by token."""
         return self._blocks(group, length, 1)
 
     def _useful(self, group: CacheGroup, length: int) -> int:
-        """More than these could only serve the prefix cache."""
+        """Returns the most blocks of a group that sequences can use: more could only serve the prefix cache."""
         return self._num_seqs * self._blocks(group, length, min(self._num_batched, length))
 
     def _least_blocks(self, length: int) -> int:
-        """``num_kv_blocks`` that holds one sequence of ``length``."""
+        """Returns the ``num_kv_blocks`` that hold one sequence of ``length``."""
         least = sum(self._fewest(group, length) * size for group, size in zip(self._groups, self._sizes, strict=True))
         return -(-least // sum(self._sizes))
 

@@ -29,7 +29,7 @@ class Stopwatch:
             last.synchronize()
 
     def seconds(self) -> list[float]:
-        """Between each mark and the next."""
+        """Returns the seconds between each mark and the next."""
         return [_between(first, second) for first, second in zip(self._marks, self._marks[1:], strict=False)]
 
 

@@ -358,7 +358,7 @@ class StepGraphs:
 
 
 def _from(sizes: tuple[int, ...], least: int) -> tuple[int, ...]:
-    """Those of the ascending sizes that are large enough."""
+    """Returns the ascending sizes that are large enough."""
     return sizes[bisect.bisect_left(sizes, least) :]
 
 

@@ -32,7 +32,7 @@ class StepHandle:
     step: int
     stopwatch: Stopwatch
     rows: RowArrays | None = None
-    """Those that are complete after the step; None: the plan has no rows."""
+    """Rows that are complete after the step; None: the plan has no rows."""
     seq_ids: Indices = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
     """``[R]``: of all rows of the plan."""
     places: Indices = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))

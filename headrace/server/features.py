@@ -52,7 +52,7 @@ class FeatureStore:
         return len(self._uploads)
 
     def put(self, tenant: str, modality: Modality, features: Features) -> str:
-        """Its id.
+        """Stores features, and returns their id.
 
         Raises:
             ApiError: 413: it could never be kept; 429: there is no room for it now.

@@ -41,7 +41,8 @@ MAX_JSON_VALUES = 400_000
 _REPORTS = 256
 """Requests of which the server can say how they attended."""
 _YOUNG_OBJECTS = 50_000
-"""More than what hundreds of streams make in one step: nearly all of it has died by the next one, without a collection."""
+"""Objects that are allocated between two collections: more than hundreds of streams make in one step, nearly all of which die
+by the next one."""
 
 
 class Serving:

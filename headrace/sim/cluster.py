@@ -18,7 +18,7 @@ from headrace.sim.config import ReplicaFailure, SimConfig
 from headrace.sim.replica import SimReplica, SimStep
 
 _STATS_SECONDS = 0.5
-"""Between two reports of an engine's statistics."""
+"""Time between two reports of an engine's statistics."""
 
 
 class Simulation:
@@ -47,7 +47,7 @@ class Simulation:
         self._last: dict[str, float] = {}
         """Request -> when its last tokens arrived."""
         self._requests: dict[str, Request] = {}
-        """Those that have not ended."""
+        """Requests that have not ended."""
         self._times = self._calibration.step_times.limited(engine.max_num_seqs, engine.max_num_batched_tokens)
         self.replicas = [self._make(number) for number in range(config.replicas)]
         for number in range(config.replicas):
@@ -191,7 +191,7 @@ class Simulation:
     # The outcome
 
     def report(self) -> dict[str, Any]:
-        """The same numbers as a measured server's, and what each replica did."""
+        """Returns a measured server's numbers, and the work of each replica."""
         return summary(list(self.exchanges.values()), self.now, "between tokens") | {
             "benchmark": "simulate",
             "replicas": self.config.replicas,

@@ -50,7 +50,7 @@ class MeasuredStep(NamedTuple):
     prompt_tokens: int = 0
     """Prompt tokens of the steps that the host launched in this turn."""
     eager: int = 0
-    """Those of them that were launched kernel by kernel, where others are replayed."""
+    """Prompt tokens that were launched kernel by kernel, where other steps are replayed."""
 
 
 class KindError(msgspec.Struct, frozen=True):
@@ -164,7 +164,7 @@ def _error_of(knots: Sequence[int], tokens: Array, slopes: Array, seconds: Array
 
 
 def _columns(knots: Sequence[int], tokens: Array, slopes: Array) -> Array:
-    """Those of ``KindTimes.mean``: the weight of each knot, and what the slopes multiply."""
+    """Returns the columns of ``KindTimes.mean``: the weight of each knot, and the factors of the slopes."""
     if len(knots) == 1:
         return np.column_stack([np.ones(len(tokens)), slopes])
     hats = [np.interp(tokens, knots, np.eye(len(knots))[place]) for place in range(len(knots))]

@@ -42,7 +42,7 @@ class GraphSizes(msgspec.Struct, frozen=True, omit_defaults=True):
             _check_rising(sizes)
 
     def limited(self, max_num_seqs: int, max_num_batched_tokens: int) -> GraphSizes:
-        """Those of the same engine with limits that are at most as high."""
+        """Returns the sizes of the same engine with limits that are at most as high."""
         tokens = tuple(size for size in self.prompt_tokens if size <= max_num_batched_tokens)
         return GraphSizes(_limited(self.rows, max_num_seqs), _limited(self.rows_beside, max_num_seqs), tokens, self.max_prompts)
 
@@ -71,7 +71,7 @@ class StepFeatures(NamedTuple):
     prefill_context: int
     """Sum over prompt tokens of the tokens whose KV each reads."""
     eager: bool = False
-    """Other steps are replayed, and this one is launched kernel by kernel."""
+    """The step is launched kernel by kernel, while other steps are replayed."""
 
     @property
     def kind(self) -> StepKind:
@@ -168,7 +168,7 @@ class StepTimeModel(msgspec.Struct, frozen=True):
     host_step: Duration = 0.0
     """Seconds of a step on the host, before its launch and after its result together."""
     host_row: Duration = 0.0
-    """The same for each row."""
+    """Seconds of each row on the host."""
     host_start: Duration = 0.0
     """Host time for each sequence that a step starts, from its request's arrival in the engine on."""
     host_end: Duration = 0.0
@@ -180,7 +180,7 @@ class StepTimeModel(msgspec.Struct, frozen=True):
     graphs: GraphSizes = NO_GRAPHS
 
     def limited(self, max_num_seqs: int, max_num_batched_tokens: int) -> StepTimeModel:
-        """The same engine with limits that are at most as high."""
+        """Returns the times of the same engine with limits that are at most as high."""
         return msgspec.structs.replace(self, graphs=self.graphs.limited(max_num_seqs, max_num_batched_tokens))
 
     def times(self, kind: StepKind) -> KindTimes:

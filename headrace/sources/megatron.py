@@ -26,7 +26,7 @@ _INDEX = ".metadata"
 _FORMAT = "metadata.json"
 _LATEST = "latest_checkpointed_iteration.txt"
 _NAME_BYTES = 20
-"""More than the number of an iteration has."""
+"""Most bytes of the file: more than the number of an iteration has."""
 _DCP = "torch.distributed.checkpoint"
 _CLASSES = frozenset(
     {

@@ -72,7 +72,7 @@ class PlainConfig:
         return self
 
     def in_transformers(self) -> PreTrainedConfig:
-        """The same configuration as transformers' class for it."""
+        """Returns the configuration as transformers' class for it."""
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
         config: PreTrainedConfig = CONFIG_MAPPING[self.model_type].from_dict(copy.deepcopy(dict(self._raw)))

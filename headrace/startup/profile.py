@@ -34,7 +34,7 @@ class Profile:
     vision: int = 0
     """The most that the vision encoder takes at once, beside the step that it overlaps with, and the features that are kept."""
     slack: int = CUDA_SLACK
-    """Held back for what comes once the cache is there: the slots' tables, CUDA graphs, fragments."""
+    """Bytes held back for what comes once the cache is there: the slots' tables, CUDA graphs, fragments."""
 
     @property
     def room(self) -> int:

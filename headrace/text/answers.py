@@ -185,7 +185,7 @@ def referred(schema: Mapping[str, Any], root: Any) -> Any:
 
 
 def _types(schema: Mapping[str, Any]) -> Iterator[str]:
-    """Those that a schema names itself."""
+    """Yields the types that a schema names itself."""
     declared = schema.get("type")
     if isinstance(declared, str):
         yield declared

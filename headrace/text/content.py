@@ -31,7 +31,7 @@ class MediaPart:
     param: str
     """Place in the conversation."""
     encoded: bool = False
-    """It is features that were encoded elsewhere."""
+    """The part holds features that were encoded elsewhere."""
 
 
 class PlacedPart(dict[str, Any]):

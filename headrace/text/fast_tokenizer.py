@@ -20,7 +20,7 @@ _FILES = ("*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*.
 _VOCABULARIES = ("*token*", "*vocab*", "*.model", "*.tiktoken", "tekken.json")
 """Names of the files that hold vocabularies, of which a tokenizer has one at least."""
 _MAX_BYTES = 64 * 2**20
-"""Larger files are not hashed: no tokenizer file is as large."""
+"""Largest file that is hashed: no tokenizer file is as large."""
 
 
 @dataclasses.dataclass

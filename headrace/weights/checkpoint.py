@@ -25,7 +25,7 @@ class StoredTensor:
     nbytes: int
     """Bytes that the tensor takes in the file."""
     origin: str
-    """Its name in the file, and the file, for errors."""
+    """Name of the tensor in the file, and the file, for errors."""
 
 
 class Checkpoint:

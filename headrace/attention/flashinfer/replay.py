@@ -182,7 +182,7 @@ class MLAReplay:
         self.plan(*self._place.fullest())
 
     def plan(self, query_start: np.ndarray, seq_lens: np.ndarray) -> None:
-        """Like ``PagedReplay.plan``, for rows of one query each."""
+        """Plans like ``PagedReplay.plan``, for rows of one query each."""
         if not np.array_equal(query_start, self._starts.numpy()):
             raise ValueError("the decode rows of a captured step must have one query each")
         self._read.wait()
@@ -192,11 +192,11 @@ class MLAReplay:
         self._read.set()
 
     def fill(self, table: torch.Tensor) -> None:
-        """Like ``PagedReplay.fill``."""
+        """Copies the table like ``PagedReplay.fill``."""
         self.pages.copy_(table)
 
     def run(self, q: torch.Tensor, cache: LayerCache, out: torch.Tensor) -> None:
-        """Like ``PagedReplay.run``; rotated channels come first in q."""
+        """Attends like ``PagedReplay.run``; rotated channels come first in q."""
         self._wrapper.run(*split_mla(q, cache), out=out)
 
 

@@ -76,7 +76,7 @@ class RoutedPrefixes:
         self._pending: list[dict[bytes, int]] = [{} for _ in range(num_replicas)]
         """Per replica, key -> number of requests that were added and not computed."""
         self._computing: list[dict[bytes, int]] = [{} for _ in range(num_replicas)]
-        """The same of those that were sent to the replica."""
+        """Counts like ``_pending``, of the requests that were sent to the replica."""
         self._limits: list[int | None] = [None] * num_replicas
 
     def start(self, replica: int, kv_tokens: int | None = None) -> None:

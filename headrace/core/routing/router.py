@@ -39,7 +39,7 @@ class RoutingDecision:
     expected_hit: int
     """Prompt tokens that the replica was expected to have cached."""
     true_hit: int | None = None
-    """Those that it had; None: not known yet."""
+    """Prompt tokens that the replica had cached; None: not known yet."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -74,7 +74,7 @@ class _Entry:
     open: dict[int, int] = dataclasses.field(default_factory=dict)
     """Sample -> its output tokens, for those that have not ended. Empty until the request is sent."""
     started: bool = False
-    """Its first token is there."""
+    """The first token has arrived."""
     decision: RoutingDecision | None = None
     """None until the request is sent."""
 

@@ -23,7 +23,7 @@ class Unfit(Exception):
 
 
 class BrokenModel(Unfit):
-    """Its code failed in a trace: the fault may lie in the way it was called."""
+    """The model's code failed in a trace: the fault may lie in the way it was called."""
 
 
 @contextlib.contextmanager

@@ -51,7 +51,7 @@ class Pieces(RunnerPart):
         self._device = buffers.device
         self._paused: PausedPiece | None = None
         self._logits: LogitsInputs | None = None
-        """Those of a piece alone, on their way to their place behind the other rows'."""
+        """Logits inputs of a piece alone, on their way to their place behind the other rows'."""
 
     @property
     def nbytes(self) -> int:
@@ -112,7 +112,7 @@ class Pieces(RunnerPart):
         return hidden
 
     def _sparse_rows(self, row: Row, rows: RowArrays, layers: LayerRange) -> SparseRows:
-        """Those of the paused piece, which the layers must continue, or of a new one."""
+        """Returns the sparse rows of the paused piece, which the layers must continue, or of a new one."""
         paused = self._paused
         if paused is None:
             sparse, done = self._tables.rows(rows), 0

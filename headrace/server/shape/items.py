@@ -98,7 +98,7 @@ class _Tool(_Tagged, kw_only=True):
     name: str
     description: str | None = None
     defer_loading: bool | None = None
-    """Meant for a tool search, which there is none of: the model is shown all tools."""
+    """Accepted for a tool search, which this server does not have: the model is shown all tools."""
     allowed_callers: list[str] | None = None
 
 

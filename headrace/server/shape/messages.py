@@ -136,7 +136,7 @@ class Tool(Strict, kw_only=True):
     eager_input_streaming: bool | None = None
     input_examples: list[dict[str, Any]] | None = None
     defer_loading: bool | None = None
-    """Meant for a tool search, which there is none of: the model is shown all tools."""
+    """Accepted for a tool search, which this server does not have: the model is shown all tools."""
     allowed_callers: list[str] | None = None
 
 

@@ -44,7 +44,7 @@ class Host(Protocol):
         """The name of the call that is read now."""
 
     def arguments(self, text: str) -> None:
-        """More of the arguments' JSON. Kept until the call is named."""
+        """Adds to the arguments' JSON, which is kept until the call is named."""
 
     def end(self) -> None:
         """The call is complete. Raises Broken if it has no name."""

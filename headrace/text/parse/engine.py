@@ -320,7 +320,7 @@ class Parser:
             self._keep(text)
 
     def _forget(self) -> None:
-        """There is no call that is read."""
+        """Forgets the call that is read."""
         self._started = False
         self._name = self._id = ""
         self._pending.clear()

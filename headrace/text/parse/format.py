@@ -31,7 +31,7 @@ class Mark:
     keep: bool = False
     """The marker is left for the next state to read."""
     ends: bool = False
-    """It ends the call."""
+    """The marker ends the call."""
     trim: int = 0
     """Line breaks before the marker that go with it, at most."""
     token_only: bool = False

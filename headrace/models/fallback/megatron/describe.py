@@ -46,7 +46,7 @@ class MegatronLayer:
 
     spec: AttentionSpec
     attention: Any
-    """Its ``SelfAttention`` or ``MLASelfAttention``."""
+    """The layer's ``SelfAttention`` or ``MLASelfAttention``."""
     rotary: Rotary | None
     """The rotary module of a layer that computes angles itself."""
 

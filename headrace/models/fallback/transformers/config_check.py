@@ -35,7 +35,7 @@ _UNCHECKED = (_GATE, "pretraining_tp")
 """Fields of ``NEUTRAL`` that need not be read: the first is checked by the model's projections, and the second, into how many
 products a matrix is split, changes no result."""
 _RECORDING = threading.RLock()
-"""Held while a class of configs records: models may be described side by side."""
+"""Lock that is held while a class of configs records: models may be described side by side."""
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ that no dimension of a layer is likely to have. The second is for a first pass o
 KNOWN = frozenset({"dropout", "is_causal", "position_ids", "s_aux", "scaling", "sliding_window", "softcap"})
 """Arguments of the interface that are understood."""
 _TENSORS = frozenset({"position_ids", "s_aux"})
-"""Those of them that may be tensors. Other tensor arguments change which tokens are attended to."""
+"""Arguments that may be tensors. Other tensor arguments change which tokens are attended to."""
 _CARRIES = "it carries a state from token to token (a convolution, a state space or a recurrence)"
 _BIASES = frozenset({"alibi", "position_bias"})
 """Arguments that bring biases on the logits to a module that computes attention by itself."""

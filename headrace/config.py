@@ -366,7 +366,7 @@ class EngineArgs(Checked):
     media_decode_seconds: Annotated[float, OptionSpec(above=0.0, max=_MAX_SECONDS, metavar="SECONDS")] = 20.0
     """Processor time that decoding one picture or video may take. Raise it for long videos: all of their frames are decoded."""
     media_decode_memory: Annotated[int, OptionSpec(min=1, size=True, default="2GiB")] = 2**31
-    """Memory that decoding one picture or video may take, in a process of its own."""
+    """Memory that decoding one picture or video may take, in a separate process."""
     media_workers: Annotated[int | None, OptionSpec(min=1, max=256, default="half of the cores, at most 4")] = None
     """Processes that decode pictures and videos, and threads that resize and normalise them. They start with the first ones."""
     max_logprobs: Annotated[int, OptionSpec(min=-1)] = 20

@@ -120,7 +120,7 @@ def usual_of(backend: AttentionBackend) -> AttentionBackend:
 
 
 class WithVisibleEnds(WithUsual):
-    """Runs steps in which tokens see later ones by a backend of their own, and all others by the layer's usual one."""
+    """Runs steps in which tokens see later ones by a separate backend, and all others by the layer's usual one."""
 
     def plan(self, step: StepMetadata) -> None:
         super().plan(step)

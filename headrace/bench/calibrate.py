@@ -74,7 +74,7 @@ class Watched:
 
 
 def run(args: EngineArgs, seconds: float, *, seed: int = 0, tell: Callable[[str], None]) -> Calibration:
-    """Measures for ``seconds``, or longer until a fit has the steps that it needs, in a process of its own.
+    """Measures for ``seconds``, or longer until a fit has the steps that it needs, in a separate process.
 
     Raises:
         ConfigError: the arguments cannot work, or too few steps were measured.

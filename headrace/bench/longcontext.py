@@ -92,7 +92,7 @@ def run(
     tell: Callable[[str], None],
     save: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Runs every prompt in every mode, one at a time, each mode in an engine of its own.
+    """Runs every prompt in every mode, one at a time, each mode in a separate engine.
 
     Args:
         dump: a line for each prompt and mode, with the density of each layer and the types of its heads.

@@ -20,7 +20,7 @@ from headrace.model_spec.kv import DTYPE_BYTES, FP8_KV
 def allocate(config: CacheConfig, model: ModelFacts, device: str | torch.device, dtype: str | torch.dtype) -> list[LayerCache]:
     """Zeroed: ``config.nbytes`` in all. A layer that reads another's KV has that one's tensor.
 
-    With one cache group each layer has a tensor of its own. Several groups share one run of bytes, in which a block has
+    With one cache group each layer has a separate tensor. Several groups share one run of bytes, in which a block has
     the KV of all layers of its group, one layer after the other: the layers' tensors are views of it, block by block at a
     stride of the group's, and those of different groups overlap.
 

@@ -1,7 +1,7 @@
 """by_character: rewrites the Lark grammar of a text that stands within another, as it is or inside a JSON string.
 
 The lexer takes the longest match and does not go back: what ends the text could as well go on with it, and in JSON a backslash
-could begin an escape or end the text's last line. So each character becomes a terminal of its own, and terminals of several
+could begin an escape or end the text's last line. So each character becomes a separate terminal, and terminals of several
 characters become rules.
 """
 

@@ -34,7 +34,7 @@ _STATS_SECONDS = 1.0
 
 
 class EngineReplica:
-    """One engine in a process of its own, with the application of a server, without its socket."""
+    """One engine in a separate process, with the application of a server, without its socket."""
 
     async def __init__(self, args: EngineArgs, settings: ServerSettings) -> None:  # type: ignore[misc]
         self._llm = AsyncLLM(args)

@@ -412,7 +412,7 @@ class LLM:
 
     @contextlib.contextmanager
     def _exclusive_local(self) -> Iterator[LocalEngine]:
-        """Enters ``_exclusive``. Raises ConfigError if replicas run in processes of their own."""
+        """Enters ``_exclusive``. Raises ConfigError if replicas run in separate processes."""
         with self._exclusive() as engine:
             if isinstance(engine, ReplicatedEngine):
                 raise ConfigError(

@@ -1,4 +1,4 @@
-"""ReplicatedEngine: replicas in processes of their own, for the blocking ``LLM``."""
+"""ReplicatedEngine: replicas in separate processes, for the blocking ``LLM``."""
 
 from __future__ import annotations
 

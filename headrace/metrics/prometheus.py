@@ -71,7 +71,7 @@ class ReplicaReport(NamedTuple):
 
 
 class ReplicaCollector(Collector):
-    """Exports the EngineStats of each replica with the label ``replica``, under names of their own: the names without it are
+    """Exports the EngineStats of each replica with the label ``replica``, under separate names: the names without it are
     the sums. Counters restart at 0 with the replica, those of routing with the server."""
 
     def __init__(self, reports: Callable[[], Sequence[ReplicaReport]]) -> None:

@@ -10,8 +10,8 @@ class VisionSpec:
     model_type: str
     """Type of the whole model in its configuration, by which its processor and its encoder are found."""
     deepstack_layers: int = 0
-    """The first layers whose outputs get features of their own added."""
+    """The first layers whose outputs get separate features added."""
     bidirectional: bool = False
     """Tokens of one picture see each other both ways."""
     own_experts: bool = False
-    """Mixtures have experts of their own for tokens of items."""
+    """Mixtures have separate experts for tokens of items."""

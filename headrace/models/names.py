@@ -78,7 +78,7 @@ def _apart_or_stacked(table: NameTable, theirs: str, ours: str, module: Experts)
 
 
 def experts_apart(table: NameTable, theirs: str, ours: str, module: Experts, first: int = 0) -> None:
-    """Adds each expert's matrices by names of their own, which count from ``first``."""
+    """Adds each expert's matrices by separate names, which count from ``first``."""
     for expert in range(module.spec.num_experts):
         one = f"{theirs}.{first + expert}"
         names = {f"{one}.{part}_proj.weight": module.spec.intermediate_size for part in ("gate", "up")}

@@ -68,7 +68,7 @@ def supported() -> list[str]:
 
 
 def _own_text(hf_config: HFConfig) -> HFConfig:
-    """The configuration that says the family: that of the text part where it is a model of its own, or the whole."""
+    """The configuration that says the family: that of the text part where it is a separate model, or the whole."""
     return text_part(hf_config) if vision.is_around_text(hf_config) else hf_config
 
 

@@ -66,7 +66,7 @@ class TensorFacts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class UpdateWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The bytes of the tensors follow, each in messages of its own (``tensor_pieces``). Answered with how many were written."""
+    """The bytes of the tensors follow, each in separate messages (``tensor_pieces``). Answered with how many were written."""
 
     tensors: list[TensorFacts]
 

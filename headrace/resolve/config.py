@@ -42,7 +42,7 @@ def resolve(
     log = DecisionLog(files.decisions)
     ranks = args.tensor_parallel_size
     if not device.cuda:
-        # Ranks on GPUs have memory of their own.
+        # Ranks on GPUs have separate memory.
         device = dataclasses.replace(device, available_memory=device.available_memory // ranks)
     if not device.cuda:
         note_gpu_arguments(args, log)

@@ -88,7 +88,7 @@ def supervised() -> Supervised:
 
 
 def _become_server(parent: int, mask: Iterable[int]) -> None:
-    """Makes the forked process a server: a process group of its own gets the terminal's signals once, through the parent."""
+    """Makes the forked process a server: a separate process group gets the terminal's signals once, through the parent."""
     os.setpgid(0, 0)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before it was watched

@@ -21,7 +21,7 @@ def ledger(
     """The lines of an engine that has started.
 
     Args:
-        held: (what, bytes) of what the runner holds; the KV cache, which has lines of its own, is left out.
+        held: (what, bytes) of what the runner holds; the KV cache, which has separate lines, is left out.
         profile: of the GPU; None: on a CPU, where nothing is reserved beyond what is held.
     """
     beside = [MemoryLine(name, nbytes) for name, nbytes in held if name != "KV cache"]

@@ -140,7 +140,7 @@ class DenseHeads(HeadsByFlashInfer):
 class StreamingHeads(HeadsByFlashInfer):
     """Heads that attend to the first and the nearest blocks.
 
-    To FlashInfer each block of queries is a sequence of its own, whose page table lists the blocks that it sees. The queries
+    To FlashInfer each block of queries is a separate sequence, whose page table lists the blocks that it sees. The queries
     are the sequence's last tokens, so its causal mask is the prompt's.
     """
 

@@ -38,7 +38,7 @@ class TransformersEncoder:
 
     Args:
         parts: transformers' module with ``get_image_features``.
-        one_by_one: each item has a call of its own, so that its features do not depend on the items beside it: matrix products
+        one_by_one: each item has a separate call, so that its features do not depend on the items beside it: matrix products
             may round a row differently with the number of rows. A CPU gains nothing by larger calls.
     """
 

@@ -53,7 +53,7 @@ def vision_spec(config: HFConfig) -> VisionSpec | None:
 
 
 def is_around_text(config: HFConfig) -> bool:
-    """Whether the text part of a model is a model of its own, whose inputs get features of pictures."""
+    """Whether the text part of a model is a separate model, whose inputs get features of pictures."""
     architecture = _AROUND_TEXT.get(config.model_type)
     return architecture is not None and architecture in (getattr(config, "architectures", None) or [architecture])
 

@@ -123,7 +123,7 @@ def _falcon(
 def _gpt_neo(
     config: Any, module: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **rest: Any
 ) -> Result:
-    """Unscaled; every other layer has a window, which is in a buffer of its own."""
+    """Attends unscaled; every other layer has a window, and its mask is in a buffer of the module."""
     window = config.window_size if module.attention_type == "local" else None
     q, k, v = _qkv(module, hidden_states)
     return module.out_proj(_attend(config, module, q, k, v, attention_mask, scale=1.0, window=window)), None
@@ -132,7 +132,7 @@ def _gpt_neo(
 def _openai_gpt(
     config: Any, module: Any, x: torch.Tensor, attention_mask: torch.Tensor | None = None, output_attentions: bool = False
 ) -> Result:
-    """Causal by a buffer of its own."""
+    """Attends causally, by a mask in a buffer of the module."""
     width = module.split_size // module.n_head
     q, k, v = _heads(width, *module.c_attn(x).split(module.split_size, dim=-1))
     return [module.c_proj(_attend(config, module, q, k, v, attention_mask, scale=None if module.scale else 1.0))]

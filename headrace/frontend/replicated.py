@@ -30,7 +30,7 @@ _STEP_SECONDS = 0.1
 
 
 class ReplicatedCore:
-    """Stands for ``EngineCore`` before several replicas: ``step`` returns their messages.
+    """Stands in for ``EngineCore`` in front of several replicas: ``step`` returns their messages.
 
     The client of the replicas runs in an event loop in a thread.
     """

@@ -353,7 +353,7 @@ class Router:
         return late
 
     def oldest(self) -> float | None:
-        """Returns when the request was queued that has waited longest."""
+        """Returns the time at which the longest-waiting request was queued."""
         return min((entry.queued_at for queue in self._queues for entry in queue), default=None)
 
     def _end(self, request_id: str) -> None:

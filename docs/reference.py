@@ -59,7 +59,7 @@ class Row(NamedTuple):
 
 
 Groups = dict[str, list[Row]]
-"""By panel, the options that several commands take."""
+"""Options that several commands take, by panel."""
 
 
 def cli_page() -> str:

@@ -82,7 +82,7 @@ class Launches(TorchDispatchMode):
 
     @contextmanager
     def of_kernels(self) -> Iterator[None]:
-        """While it lasts, interpreted kernels are noted, and not what the interpreter does."""
+        """Notes interpreted kernels while it lasts, and not what the interpreter does."""
         run = GridExecutor.__call__
 
         def launch(executor: Any, *args: Any, **kwargs: Any) -> Any:

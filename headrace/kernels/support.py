@@ -1,4 +1,4 @@
-"""Where the Triton kernels can run. Importing this needs no Triton."""
+"""Devices on which the Triton kernels run. Importing this needs no Triton."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class SideStream:
 
     @contextlib.contextmanager
     def launching(self) -> Iterator[None]:
-        """What the block launches runs as soon as the side stream gets to it, without waiting for the current stream.
+        """Launches the block's work on the side stream, which runs it without waiting for the current stream.
 
         It must read nothing that the current stream has yet to write.
         """

@@ -55,9 +55,10 @@ from headrace.model_spec.kv import FP8_KV
 
 BF16 = torch.bfloat16
 SPARSE = (((128, 128), BF16, False), ((128, 128), torch.uint8, True), ((192, 128), BF16, False))
-"""Of sparse prefill: widths of keys and values, the stored type, whether blocks that are left out count with their means."""
+"""Cases of sparse prefill: widths of keys and values, the stored type, whether blocks that are left out count with their
+means."""
 SHAPES = ((128, 128, 1), (128, 128, 512), (192, 128, 1), (192, 128, 512), (80, 40, 5), (256, 256, 512))
-"""Of attention: widths of keys and values, queries of a row."""
+"""Cases of attention: widths of keys and values, queries of a row."""
 UNALIGNED = (32, 20)
 PROJECTIONS = (
     *((128, BF16, False, False), (128, torch.uint8, True, True), (64, BF16, True, False), (64, torch.uint8, False, True)),
@@ -83,7 +84,7 @@ class Target:
 
 
 def compile_only(capability: int) -> None:
-    """From now on a launch compiles the kernel, and no more."""
+    """Makes later launches compile the kernel, and no more."""
     triton.runtime.driver.set_active(Target(capability))
     run: Callable[..., Any] = JITFunction.run
 
@@ -103,8 +104,8 @@ def compile_only(capability: int) -> None:
 
 
 def before_waiting(ptx: str, early: bool) -> dict[str, Any]:
-    """How often the code waits for the kernel before, and the sorts of instructions ahead of that, in order, that matter to
-    others: jumps (what they skip, may wait or not), and whatever reads or writes the device's memory."""
+    """Counts how often the code waits for the kernel before, and lists the sorts of instructions ahead of that, in order, that
+    matter to others: jumps (what they skip, may wait or not), and whatever reads or writes the device's memory."""
     code = [line.split("//")[0].strip() for line in ptx.splitlines()]
     waits = [place for place, line in enumerate(code) if line.startswith("griddepcontrol.wait")]
     ahead = code[: waits[0] if waits else 0]
@@ -113,7 +114,7 @@ def before_waiting(ptx: str, early: bool) -> dict[str, Any]:
 
 
 def fp8_cache(spec: AttentionSpec) -> Fp8LayerCache:
-    """Of 8 blocks of 16 tokens."""
+    """Makes a cache of 8 blocks of 16 tokens."""
     size = 16 * layer_kv(spec, FP8_KV).bytes_per_token
     return Fp8LayerCache(spec, 0, torch.zeros(8, size, dtype=torch.uint8), tokens=16)
 

@@ -30,7 +30,7 @@ CAPABILITY = 90
 _NAMES = re.compile(r"^(#\w+) = (.*)$", re.MULTILINE)
 _REDUCTION = re.compile(r'"tt\.(reduce|scan)"\(.*?\n(.*?)\n\s*\}\) : \((.*?)\) ->', re.DOTALL)
 _PRODUCT = re.compile(r"(tt\.dot|ttng\.warp_group_dot) .*-> (tensor<\S+(?: = \S+)?.*?>)(?: loc.*)?$", re.MULTILINE)
-"""With what comes out: it shows the instruction, while factors may be in one memory or another."""
+"""A product with its result: that shows the instruction, while factors may be in one memory or another."""
 
 
 def sums_of(ttgir: str) -> list[str]:
@@ -57,7 +57,7 @@ def no_further(*asked: Any) -> tuple[str, str]:
 
 
 def nothing(module: Any, metadata: dict[str, Any]) -> bytes:
-    """In place of the code, with what Triton wants to know of it."""
+    """Returns no code, and the metadata that Triton needs of it."""
     metadata |= {"name": "none", "shared": 0}
     return b""
 

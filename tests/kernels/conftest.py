@@ -27,7 +27,7 @@ def kernels(request: pytest.FixtureRequest) -> NativeKernels:
 
 @pytest.fixture
 def without_native(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As on a machine without a compiler."""
+    """Pretends that the machine has no compiler."""
     monkeypatch.setenv("HEADRACE_NATIVE", "0")
     load.cache_clear()
     yield

@@ -18,7 +18,7 @@ class OutOfBoundsError(AssertionError):
 
 
 class Checker:
-    """While it is on, a launch knows the memory of its tensors, whole storages: views may lie anywhere in them."""
+    """Makes launches, while it is on, know the memory of their tensors, whole storages: views may lie anywhere in them."""
 
     def __init__(self) -> None:
         self.accesses = 0

@@ -32,9 +32,9 @@ _MIXTURE = MoeSpec(num_experts=12, top_k=3, intermediate_size=40, scoring="sigmo
 @dataclasses.dataclass(frozen=True)
 class Operation:
     rows: Tensors
-    """What each row of the pool brings: ``[POOL, ...]`` each."""
+    """Inputs of each row of the pool: ``[POOL, ...]`` each."""
     run: Callable[..., Tensors]
-    """Of ``[n, ...]`` each: what the n rows come to, ``[n, ...]`` each."""
+    """Computes the results of n rows: ``[n, ...]`` each, of inputs ``[n, ...]`` each."""
 
 
 class Maker:

@@ -26,7 +26,7 @@ PARTS = {"rest": 31, "sparse": 9}
 
 
 def compiled(part: str, cache: Path) -> list[dict[str, Any]]:
-    """What the script prints."""
+    """Returns the records that the script prints."""
     script = Path(__file__).with_name("compile_kernels.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache)

@@ -27,11 +27,11 @@ DTYPES = ["float32", "bfloat16"]
 SIZES = (1, 2, 3, 5, 17, 33, 64)
 NAMES = [name for name, _ in operations(Maker(torch.float32, torch.device("cpu")))]
 SLOW = ("full width", "2048", "biases", "draws", "attention, decode", "attention, prompt", "3 of 80")
-"""In the interpreter; and they are cut up as others are."""
+"""Cases that are slow in the interpreter; they are cut up as others are."""
 
 
 QUICK = ("norm of 100", "gate, silu", "product of odd sizes")
-"""In bfloat16 too, which has kernels of its own nowhere."""
+"""Cases that run in bfloat16 too, which has no separate kernels anywhere."""
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -77,7 +77,7 @@ def test_rows_do_not_depend_on_the_batch(name: str, dtype: torch.dtype, device: 
 
 
 def test_a_difference_is_found(device: torch.device) -> None:
-    """Of one bit, in one row, where the row is alone."""
+    """The difference is one bit, in one row, where the row is alone."""
     make = Maker(torch.float32, device)
 
     def run(x: torch.Tensor) -> Tensors:
@@ -120,7 +120,7 @@ def test_what_pytorch_does_with_one_number_at_a_time(dtype: torch.dtype) -> None
 
 @pytest.fixture(scope="module")
 def variants(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What ``compile_variants`` prints of both types: kernels that do not depend on it are compiled once."""
+    """Returns what ``compile_variants`` prints of both types: kernels that do not depend on it are compiled once."""
     script = Path(__file__).with_name("compile_variants.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("variants"))

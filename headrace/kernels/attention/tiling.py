@@ -68,7 +68,7 @@ class Tiling:
 
     block_q: int
     heads: int
-    """At most the group size; where it is less, several programs share a KV head."""
+    """Query heads that a program serves, at most the group size; where it is less, several programs share a KV head."""
     block_n: int
     """Keys at a time."""
     splits: int
@@ -79,11 +79,11 @@ class Tiling:
     num_warps: int
     num_stages: int
     max_registers: int | None = None
-    """Of a thread, where fewer let another program run beside; None: as many as the compiler takes."""
+    """Registers of a thread, where fewer let another program run beside; None: as many as the compiler takes."""
 
     @property
     def keys_first(self) -> bool:
-        """Which axis of a tile the keys have."""
+        """Axis of a tile that the keys have."""
         return self.block_q * self.heads <= KEYS_FIRST
 
     @property
@@ -98,7 +98,7 @@ class Tiling:
 
 
 def graph_size(num_rows: int) -> int:
-    """The smallest batch size of CUDA graphs that has room for so many decode rows."""
+    """Returns the smallest batch size of CUDA graphs that holds the decode rows."""
     if num_rows <= 4:
         return num_rows if num_rows <= 2 else 4
     step = 8 if num_rows <= 64 else 16 if num_rows <= 256 else 32
@@ -168,8 +168,8 @@ def partial_size(tiling: Tiling, num_tokens: int, num_heads: int, v_head_dim: in
 
 
 def workspace_bound(geometry: Geometry) -> int:
-    """At least ``partial_size`` of every tiling that ``choose_tiling`` gives, whatever the batch: it splits only while the
-    programs do not fill the device, and a program leaves one partial output for each of its queries and heads."""
+    """Returns at least ``partial_size`` of every tiling that ``choose_tiling`` gives, whatever the batch: it splits only while
+    the programs do not fill the device, and a program leaves one partial output for each of its queries and heads."""
     most = max(_side_by_side(geometry, m) * m for m in (KEYS_FIRST, geometry.max_block_m))
     return geometry.device.multiprocessors * most * (geometry.v_head_dim + 1)
 
@@ -203,8 +203,8 @@ def block_tiling(geometry: Geometry, block: int) -> Tiling:
 
 
 def copies_tiling(geometry: Geometry, block: int) -> Tiling:
-    """As ``block_tiling``, for keys and values that the tensor memory unit loads. Of a tile of 128 queries, two groups of warps
-    take turns in the matrix units and in the softmax."""
+    """Returns ``block_tiling`` for keys and values that the tensor memory unit loads. Two groups of warps take turns in the
+    matrix units and in the softmax of a tile of 128 queries."""
     block_m = min(block, 128)
     block_n = min(block, 128 if geometry.widest <= 128 else 64 if geometry.widest <= 192 else 32)
     room = geometry.device.shared_memory - _ALIGNMENT - block_m * geometry.head_dim * geometry.q_bytes

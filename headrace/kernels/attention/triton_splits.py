@@ -14,7 +14,7 @@ from headrace.kernels.triton_pdl import begin as begin_launch
 from headrace.kernels.triton_pdl import options
 
 _MERGED_CHANNELS, _MERGED_SPLITS = 128, 128
-"""Of one program of the merge: channels, and splits at a time."""
+"""Channels of one program of the merge, and splits that it reads at a time."""
 _MERGED_AT_ONCE = 4096
 """Numbers that a program has in registers."""
 
@@ -64,7 +64,8 @@ def _merge(
 def partials(
     tiling: Tiling, num_tokens: int, out: torch.Tensor, workspace: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the splits' outputs and masses go: ``[tokens, H, splits, dv]`` and ``[tokens, H, splits]``, laid flat."""
+    """Returns the buffers of the splits' outputs and masses: ``[tokens, H, splits, dv]`` and ``[tokens, H, splits]``, laid
+    flat."""
     size = partial_size(tiling, num_tokens, *out.shape[1:])
     if workspace is None:
         workspace = torch.empty(size, dtype=torch.float32, device=out.device)

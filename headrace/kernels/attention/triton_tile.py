@@ -73,7 +73,7 @@ def load_part(
 
 @triton.jit
 def operand(stored, DTYPE: tl.constexpr, FP8: tl.constexpr):
-    """What came from the cache as a factor of a matrix product."""
+    """Converts numbers from the cache to a factor of a matrix product."""
     if FP8 > 0:
         return to_half(stored, FP8)
     else:
@@ -134,7 +134,7 @@ def places(table, start, last_block, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.const
 def _seen(
     key, present, position, last_seen, window, WINDOW: tl.constexpr, SINGLE: tl.constexpr, KEYS_FIRST: tl.constexpr
 ):  # fmt: skip
-    """Which queries of a tile see which keys; a row's only query sees what is present."""
+    """Returns the mask of the keys that each query of a tile sees; a row's only query sees the keys that are present."""
     seen = per_key(present, KEYS_FIRST)
     if not SINGLE:
         seen = seen & (per_key(key, KEYS_FIRST) <= per_query(last_seen, KEYS_FIRST))

@@ -18,7 +18,7 @@ from headrace.kernels.triton_pdl import begin, options
 _TOKENS = 32
 """Keys at a time."""
 _NUMBERS = 4096
-"""Of a weight at a time."""
+"""Numbers of a weight that are read at a time."""
 
 
 @triton.jit(do_not_specialize_on_alignment=["key_start"])

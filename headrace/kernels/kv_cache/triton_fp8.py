@@ -31,7 +31,7 @@ def as_bytes(cache: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def gain(MODE: tl.constexpr):
-    """What numbers from ``to_half`` must be multiplied with."""
+    """Returns the factor by which numbers from ``to_half`` must be multiplied."""
     return 256.0 if MODE == 2 else 1.0
 
 

@@ -52,8 +52,8 @@ _SEVERAL: tuple[tuple[int, float, float, LinearTiling], ...] = (
     (MAX_ROWS, math.inf, 2048, LinearTiling(16, 512, 8, 4)),
     (MAX_ROWS, math.inf, math.inf, LinearTiling(16, 256, 4, 4)),
 )
-"""Rows, channels and outputs, and what is chosen for up to so many of each: the first line counts in which all three fit. As
-measured on an H200 with the products of Qwen3 0.6B and 8B, one after the other as in a step."""
+"""Largest numbers of rows, channels and outputs, and their tiling: the first line counts in which all three fit. As measured on
+an H200 with the products of Qwen3 0.6B and 8B, one after the other as in a step."""
 
 
 def choose_tiling(rows: int, in_features: int, out_features: int) -> LinearTiling:
@@ -114,10 +114,10 @@ def _single(
 
 @triton.jit
 def _places(TILE: tl.constexpr, CHANNELS: tl.constexpr, WARPS: tl.constexpr):
-    """Of ``TILE`` lines (rows of x, or of the weight) and ``CHANNELS`` channels in runs of ``_RUN``: line and first channel of
-    each run, ``[TILE * CHANNELS / _RUN]``. Eight lines and a run are what a warp loads at once, 16 bytes a thread, and what
-    a matrix instruction takes of a factor; a warp has channels of its own, in which all of its runs follow each other.
-    """
+    """Returns the line and the first channel of each run, ``[TILE * CHANNELS / _RUN]``, of ``TILE`` lines (rows of x, or of the
+    weight) and ``CHANNELS`` channels in runs of ``_RUN``. Eight lines and a run are loaded by a warp at once, 16 bytes a
+    thread, and taken of a factor by a matrix instruction; a warp has separate channels, in which all of its runs follow each
+    other."""
     RUNS: tl.constexpr = CHANNELS // (WARPS * _RUN)
     place = tl.arange(0, TILE * CHANNELS // _RUN)
     warp, run = place // 8 % WARPS, place // (8 * WARPS) % RUNS

@@ -14,7 +14,8 @@ import triton.language as tl
 from headrace.kernels.triton_pdl import begin, options
 
 _ROWS, _OUTPUTS, _CHANNELS = 64, 64, 64
-"""Of a tile. One shape for all launches: it settles the instruction, and with it the order within a step of the sum."""
+"""Rows, outputs and channels of a tile. One shape for all launches: it settles the instruction, and with it the order within a
+step of the sum."""
 _BAND = 8
 """Tiles of rows that go through the outputs together, so that both factors stay in the cache."""
 

@@ -41,7 +41,7 @@ class MoeTiling:
 
 
 def choose_tiling(choices: int, num_experts: int, in_features: int, out_features: int, itemsize: int) -> MoeTiling:
-    """By the rows that an expert gets on average: few make the product a matter of reading weights.
+    """Chooses the tiling by the rows that an expert gets on average: few make the product a matter of reading weights.
 
     Args:
         choices: tokens times experts of a token.
@@ -409,7 +409,7 @@ def _sum_choices(
 
 
 def most_tiles(choices: int, num_experts: int, tokens: int) -> int:
-    """Tiles of ``tokens`` choices of one expert each: the most that any routing makes of so many choices."""
+    """Returns the most tiles of ``tokens`` choices of one expert each that any routing makes of ``choices`` choices."""
     busy = min(choices, num_experts)
     return busy + (choices - busy) // tokens
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from headrace.kernels.triton_pdl import announce, options, wait
 
 _ROWS = 4
-"""Of a program, which reads the weight once for them."""
+"""Rows of a program, which reads the weight once for them."""
 
 
 @triton.jit(do_not_specialize=["rows"])

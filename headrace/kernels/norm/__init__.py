@@ -84,7 +84,7 @@ def norm_add_rms_norm(
 
 
 class ResidualNorm(NamedTuple):
-    """What a layer does with its parts' outputs: it adds them to the residual stream and norms the sum."""
+    """Weights of the sum behind a layer's part: its output is added to the residual stream, and the sum is normed."""
 
     weight: torch.Tensor
     """``[n]``"""

@@ -41,7 +41,7 @@ class PeerBuffers:
 
     rank: int
     ranks: Sequence[torch.Tensor]
-    """Of each rank ``nbytes(size)`` bytes, uint8, each ``EMPTY_BYTE`` before any rank's first sum."""
+    """Memory of each rank, ``nbytes(size)`` bytes, uint8, each ``EMPTY_BYTE`` before any rank's first sum."""
     turns: torch.Tensor
     """``[ROWS]`` int32, zeros at first: which place of a row is next."""
     failed: torch.Tensor
@@ -51,7 +51,7 @@ class PeerBuffers:
 
 
 def nbytes(size: int) -> int:
-    """Bytes that each of so many ranks shares with the others."""
+    """Returns the bytes that each of ``size`` ranks shares with the others."""
     return TURNS * size * ROWS * ROW_BYTES
 
 

@@ -1,4 +1,4 @@
-"""From a layer's fused projection to attention: QK-norm, rotary embedding and KV cache write in one."""
+"""QK-norm, rotary embedding and KV cache write in one, between a layer's fused projection and attention."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from headrace.kernels.qkv.reference import head_sizes
 from headrace.kernels.triton_pdl import begin, options
 
 _ELEMENTS = 1024
-"""Of one program: 16 bytes for each thread of four warps."""
+"""Elements of one program: 16 bytes for each thread of four warps."""
 
 
 @triton.jit

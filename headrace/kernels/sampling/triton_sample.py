@@ -76,7 +76,7 @@ def _peaks(
     logits, peaks, places, masses, maxima, row_stride: tl.int64, VOCAB: tl.constexpr, CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr, BLOCK: tl.constexpr, FILTERS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Of one row's chunk: the largest logit, NaN if there is one, the first place it is at, the sum of exp relative to it.
+    """Reduces one row's chunk to the largest logit, NaN if there is one, its first place, and the sum of exp relative to it.
 
     For filters the largest logit of each block, too.
     """
@@ -176,7 +176,8 @@ def _choose(
 
 
 class SlotTokens(NamedTuple):
-    """What sampling updates: one row per slot. Where no logit is finite, token 0 stands in. Padding rows change nothing."""
+    """Tensors that sampling updates: one row per slot. Where no logit is finite, token 0 stands in. Padding rows change
+    nothing."""
 
     token_ids: torch.Tensor
     """``[S, L]`` int32: the token goes to the row's position."""

@@ -55,7 +55,7 @@ class PromptRows(NamedTuple):
     types: torch.Tensor
     """``[R, num_heads]`` int8"""
     max_seq_len: int
-    """At least the largest of ``seq_lens``."""
+    """Upper bound of ``seq_lens``."""
     block: int = BLOCK
 
     @property
@@ -205,7 +205,7 @@ def upstream_chunk(length: int) -> int:
 
 
 def _integers(sums: torch.Tensor) -> torch.Tensor:
-    """In units of ``2 ** -27``."""
+    """Rounds to units of ``2 ** -27``."""
     return (sums * 2.0**27 + 0.5).floor().long()
 
 
@@ -393,6 +393,6 @@ def _gather(
 
 
 def _padded(x: torch.Tensor, stride: int) -> torch.Tensor:
-    """With zeros up to a multiple of ``stride`` along the first axis."""
+    """Pads with zeros to a multiple of ``stride`` along the first axis."""
     missing = -len(x) % stride
     return torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) if missing else x

@@ -84,7 +84,7 @@ def walk_copies(
 
 
 def describe(rows: torch.Tensor, head_dim: int, v_head_dim: int, block_n: int) -> tuple[TensorDescriptor, ...]:
-    """How the parts of keys and of values are loaded, ``block_n`` tokens at a time.
+    """Returns descriptors that load the parts of keys and of values, ``block_n`` tokens at a time.
 
     Args:
         rows: ``[tokens, kv_heads, head_dim + v_head_dim]``, contiguous.

@@ -37,7 +37,7 @@ class EstimateTiling:
 
 
 _WIDE = EstimateTiling(rows=16, columns=64, num_stages=2)
-"""For float32, whose products go without matrix units and have all operands in registers."""
+"""Tiling for float32: its products go without matrix units and have all operands in registers."""
 _VARYING = ["num_rows", "num_items", "width", "scratch_width", "table_row"]
 _UNALIGNED = ["tables", "query_start", "seq_lens", "types"]
 

@@ -29,7 +29,8 @@ def _upstream_chunk(length):
 
 @triton.jit
 def _chosen(weights, threshold, own, lagging, BLOCKS_P: tl.constexpr, QUIRK: tl.constexpr):
-    """Which blocks to keep, ``own`` the query block's. ``lagging``: as the published code does in a prompt's first chunk."""
+    """Returns which blocks to keep, ``own`` the query block's. ``lagging``: keep those of the published code in a prompt's
+    first chunk."""
     block = tl.arange(0, BLOCKS_P)
     total = tl.sum(weights, 0)
     need = tl.ceil(threshold.to(tl.float64) * total.to(tl.float64)).to(tl.int64)

@@ -277,7 +277,7 @@ def test_more_splits_than_keys(splits: int, device: torch.device) -> None:
 
 
 def test_more_splits_than_are_merged_at_once(device: torch.device) -> None:
-    """Of 260 splits the long row fills 130, the short one 2; 128 are merged at once."""
+    """The long row fills 130 of 260 splits, the short one 2; 128 are merged at once."""
     made = problem([(1, 2080), (1, 30)], group=1, head_dim=16, block_size=16, sinks=True)
     made.check(device, dataclasses.replace(FEW, block_q=1, heads=1, splits=260), single=True)
 
@@ -470,7 +470,7 @@ def test_decode_rows_need_no_kernels_but_those_of_graphs(most: int) -> None:
 
 
 def test_the_measured_choices() -> None:
-    """What the H200's fastest tiles were, for 32 query heads and 8 KV heads, or close to it."""
+    """The choices equal the H200's fastest tiles for 32 query heads and 8 KV heads, or come close."""
 
     def tiles(rows: int, queries: int, longest: int, width: int = 128, kv_bytes: int = 2) -> tuple[int, ...]:
         shape = Geometry(8, 4, width, 128, 2, kv_bytes, Resources(132, 227 << 10))

@@ -1,4 +1,4 @@
-"""Which products are for the kernel for few rows."""
+"""Products that the kernel for few rows computes."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_a_result_in_float32(device: torch.device) -> None:
 
 
 def test_parts_of_wider_tensors(device: torch.device) -> None:
-    """What is beside x or the weight is not read."""
+    """Numbers beside x or the weight are not read."""
     x, weight, _ = operands(6, 40, 12)
     wide = [torch.full((len(t), t.shape[1] + 10), torch.nan).to(device) for t in (x, weight)]
     for target, source in zip(wide, (x, weight), strict=True):

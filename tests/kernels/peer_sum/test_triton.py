@@ -42,7 +42,8 @@ def ranks(size: int, device: torch.device) -> list[PeerBuffers]:
 
 
 def on_all(group: list[PeerBuffers], xs: list[torch.Tensor], turn: int, run: Callable[..., T]) -> list[T]:
-    """What each rank's kernel gives, which finds the others' parts in its memory and writes its own to copies of theirs."""
+    """Returns the result of each rank's kernel, which finds the others' parts in its memory and writes its own to copies of
+    theirs."""
     rows, width = xs[0].shape
     sizes = {"WIDTH": width, "WIDTH_P": triton.next_power_of_2(width), "ROOM": ROW_BYTES // xs[0].itemsize, "SIZE": len(xs)}
     results = []

@@ -140,7 +140,7 @@ def test_widths(head_dim: int, v_head_dim: int, rotary_dim: int, norm: bool, fp8
 
 
 FLOAT32_FIRST = [dtype if dtype == torch.float32 else pytest.param(dtype, marks=pytest.mark.slow) for dtype in STEP]
-"""For what has nothing to do with the type: ``test_values`` has all types."""
+"""Types for tests that have nothing to do with the type: ``test_values`` has all of them."""
 
 
 @pytest.mark.parametrize("dtype", FLOAT32_FIRST, ids=str)

@@ -82,7 +82,7 @@ def check(logits: torch.Tensor, filters: torch.Tensor, device: torch.device) -> 
 
 
 def some(case: int, device: torch.device) -> list[int]:
-    """Which filters a case tries: all, or every so many where a row takes the interpreter its time."""
+    """Returns the filters that a case tries: all, or every n-th where a row takes the interpreter its time."""
     every = list(range(len(FILTERS)))
     return every if device.type == "cuda" else every[case % 6 :: 6]
 

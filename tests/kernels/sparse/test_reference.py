@@ -183,7 +183,7 @@ def test_select_mean() -> None:
 
 
 def naive_attention(made: Problem, mask: torch.Tensor | None, block: int, means: BlockMeans | None = None) -> torch.Tensor:
-    """With one block of sinks and two of neighbours."""
+    """Attends with one block of sinks and two of neighbours."""
     out = torch.zeros(len(made.q), made.q.shape[1], made.values.shape[3], dtype=F64)
     firsts = first_query_blocks(made.query_start, block).tolist()
     for row in range(len(made.seq_lens)):
@@ -234,7 +234,8 @@ def test_threshold_one_is_dense_attention() -> None:
 
 
 def test_a_query_that_sees_no_key_comes_out_as_zero() -> None:
-    """With no sinks, what begins within a block looks for its neighbours behind itself: positions 3 to 18 in block 1."""
+    """Without sinks, a prompt that begins within a block looks for its neighbours behind itself: positions 3 to 18 in block
+    1."""
     made = problem([(20, 23)], heads=1, types=(-1,))
     options = {"scale": 1.0, "sink_blocks": 0, "local_blocks": 1}
     out = torch.full((20, 1, 16), 7.0)
@@ -282,7 +283,7 @@ def test_fp8() -> None:
 
 
 def everything(made: Problem) -> dict[str, torch.Tensor]:
-    """What each query block comes to, and each query."""
+    """Returns the results of each query block, and of each query."""
     sums, means = estimated(made), averages(made)
     mask = selected(made, sums, 0.9)
     by_mean = select_mean(made.q, means.keys, made.rows(), scale=made.scale, alpha=0.8)

@@ -80,7 +80,7 @@ def run(
 
 
 def on(device: torch.device, outcome: Outcome, dtype: torch.dtype) -> Outcome:
-    """What the kernels take of it, elsewhere."""
+    """Returns the part of the outcome that the kernels read, on another device."""
     means = BlockMeans(*(part.to(dtype).to(device) for part in outcome.means))
     parts = {name: getattr(outcome, name).to(device) for name in ("mask", "by_mean", "attended", "corrected")}
     return Outcome(sums=outcome.sums.float().to(device), means=means, **parts)
@@ -148,7 +148,7 @@ def test_cache_blocks(block_size: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize("block", [32, pytest.param(64, marks=SLOW)])
 def test_several_tiles_a_block(block: int, device: torch.device) -> None:
-    """Of queries, of keys, and of key blocks whose means are taken."""
+    """Blocks have several tiles of queries, of keys, and of key blocks whose means are taken."""
     made = small([(40, block + 40)], heads=1)
     check(made, device, block=block, stride=8, tiling=Tiling(16, 1, 16, 1, 0, 4, 2))
 

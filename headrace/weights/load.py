@@ -25,7 +25,6 @@ from headrace.model_spec import ModelSpec
 from headrace.parallel.shards import Cut
 from headrace.quant.convert import Conversion, Converter
 from headrace.quant.formats.find import find_scheme
-from headrace.quant.packed import PackedMethod
 from headrace.sources.files import ModelFiles
 from headrace.weights.checkpoint import Checkpoint, DummyCheckpoint
 from headrace.weights.names import NameTable, Slice

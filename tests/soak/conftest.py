@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import tempfile
 import time
 from collections import Counter
@@ -20,6 +21,8 @@ MEMORY_GROWTH = 96 * 2**20
 """Bytes that a process may hold more at the end than at the start: allocators keep what they once had."""
 STORED = 8 * 2**20
 """Bytes of stored responses."""
+ENGINE = re.compile(r"headrace\.processes\.(process|rank)\b")
+"""In the command of an engine's process, or a rank's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +62,7 @@ class SoakedServer:
         self._process = server.serving_process()
         self.idle()
         self._engines = len(self.engines())
+        assert self._engines, "no process of an engine is found"
         self._first = self.holdings()
 
     def engines(self) -> list[psutil.Process]:
@@ -66,7 +70,7 @@ class SoakedServer:
         found = []
         for child in self._process.children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if child.status() != psutil.STATUS_ZOMBIE and "headrace.engine" in " ".join(child.cmdline()):
+                if child.status() != psutil.STATUS_ZOMBIE and ENGINE.search(" ".join(child.cmdline())):
                     found.append(child)
         return found
 

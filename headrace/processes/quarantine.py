@@ -85,8 +85,12 @@ class Quarantine:
 
 
 def fingerprint(request: Request) -> bytes:
-    """Returns the hash of the prompt and the parameters. The seed is left out: whatever kills an engine does not depend on
-    it."""
+    """Returns the hash of the prompt, the parameters and the constraint.
+
+    The seed is left out: whatever kills an engine does not depend on it.
+    """
     sampling = msgspec.structs.replace(request.sampling, seed=None)
     items = [item.content_hash for item in request.items]
-    return hashlib.blake2b(_encode((request.prompt_token_ids, sampling, request.max_tokens, items)), digest_size=16).digest()
+    grammar = None if request.constraint is None else request.constraint.grammar
+    facts = request.prompt_token_ids, sampling, request.max_tokens, items, grammar
+    return hashlib.blake2b(_encode(facts), digest_size=16).digest()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from support.engine.clock import VirtualTime
 
-from headrace.core.request import Request
+from headrace.core.request import Constraint, Request
 from headrace.engine.endings import failed
 from headrace.processes import quarantine
 from headrace.processes.isolation import ALONE_SECONDS, Isolation
@@ -59,6 +60,17 @@ def test_no_request_is_refused_for_crashes_beside_others(clock: VirtualTime) -> 
     assert one.crashes(named("a")) == 5 and not refused(one, named("a"))
     one.crashed([named("a")])
     assert refused(one, named("a")) and not refused(one, named("b"))
+
+
+def test_requests_with_other_constraints_are_others(clock: VirtualTime) -> None:
+    """A prompt as common as "Hi" must not be refused because a grammar crashes the engine with it."""
+    one = Quarantine(60.0, clock.now)
+    poison = msgspec.structs.replace(request(), constraint=Constraint("regex", "poison"))
+    for _ in range(2):
+        one.crashed([poison])
+    one.served(request())
+    assert refused(one, poison) and not refused(one, request())
+    assert not refused(one, msgspec.structs.replace(poison, constraint=Constraint("regex", "sound")))
 
 
 def test_a_request_beside_its_equals_is_alone_and_one_crash_is_no_proof(clock: VirtualTime) -> None:

@@ -28,6 +28,7 @@ from headrace.constrain.references import subschemas
 from headrace.constrain.schema import Schema, SchemaError, SchemaOptions, names_open_keys, narrow, refusal
 from headrace.constrain.structural import structural_grammar
 from headrace.constrain.vocabulary import GrammarVocabulary, VocabularyTable
+from headrace.core.matcher import TOO_COMPLEX
 from headrace.core.request import Constraint
 from headrace.errors import RequestError
 from headrace.host.bounded_cache import BoundedCache
@@ -128,12 +129,22 @@ class ConstraintChecker:
         answer = None if params is None else self._checked(params, part=True)
         kind = "tools" if plan.rules is not None else answer.kind if answer is not None else "thinking_token_budget"
         grammar = compose(plan, None if answer is None else answer.grammar, self._held)
-        before = native_bytes()
-        problem = compiled(grammar, self._vocabulary, self.config)
-        if isinstance(problem, str):
+        nbytes = self._nbytes(grammar, self._vocabulary)
+        if isinstance(nbytes, str):
             param = plan.rules.param if plan.rules is not None else "structured_outputs" if answer is not None else kind
-            raise RequestError(f"{param}: the grammar of the answer cannot be held: {problem}", param)
-        return Constraint(kind, grammar, nbytes=native_bytes() - before)
+            raise RequestError(f"{param}: the grammar of the answer cannot be held: {nbytes}", param)
+        return Constraint(kind, grammar, nbytes=nbytes)
+
+    def _nbytes(self, grammar: str, vocabulary: GrammarVocabulary) -> int | str:
+        """What the matcher of a grammar takes, or why it cannot be held."""
+        before = native_bytes()
+        matcher = compiled(grammar, vocabulary, self.config)
+        if isinstance(matcher, str):
+            return matcher
+        nbytes = native_bytes() - before
+        # What passes a limit at once would be compiled in the engine in vain, and stay in its cache.
+        problem = matcher.first_step()
+        return problem if problem is not None and problem.startswith(TOO_COMPLEX) else nbytes
 
     def _checked(self, params: StructuredOutputsParams, *, part: bool = False) -> Constraint:
         """``part``: of an answer, whose grammar is compiled as a whole."""
@@ -160,13 +171,12 @@ class ConstraintChecker:
         grammar = makers[kind](params)
         # Grammars and tags may name tokens of the vocabulary.
         quick = part and kind not in ("grammar", "structural_tag")
-        before = native_bytes()
-        problem = compiled(grammar, self._bytes if quick else self._vocabulary, self.config)
-        if not isinstance(problem, str):
-            return Constraint(kind, grammar, guarded=kind in _GUARDED, nbytes=native_bytes() - before)
+        nbytes = self._nbytes(grammar, self._bytes if quick else self._vocabulary)
+        if not isinstance(nbytes, str):
+            return Constraint(kind, grammar, guarded=kind in _GUARDED, nbytes=nbytes)
         if kind == "json":
-            raise refusal(self._culprit(params, problem), "json")
-        raise RequestError(f"{kind} cannot be held: {problem}", kind)
+            raise refusal(self._culprit(params, nbytes), "json")
+        raise RequestError(f"{kind} cannot be held: {nbytes}", kind)
 
     def _held(self, **content: Any) -> str:
         """The grammar of a part of an answer."""

@@ -45,7 +45,7 @@ class GrammarCompiler:
         """The constraint's matcher at its start, for copies, or why there is none; and whether it was there already."""
         key = constraint.grammar
         found = self._cache.get(key)
-        if found is not None:
+        if found is not None and not found.future.cancelled():
             self.pools.share(tenant, found.future)
             return found.future, True
         future = self.pools.submit(
@@ -53,6 +53,10 @@ class GrammarCompiler:
         )
         self._cache.put(key, _Entry(future, constraint.nbytes))
         return future, False
+
+    def cancel(self, compiled: Future[GrammarMatcher | str]) -> None:
+        """Nobody waits for it any more: it is not compiled, unless that has begun."""
+        self.pools.cancel(compiled)
 
     def close(self) -> None:
         self.pools.close()

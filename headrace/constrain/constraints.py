@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -29,6 +30,17 @@ _FILL_THREADS = 16
 """Threads that fill the masks of a step, at most."""
 
 
+class _Compiling(NamedTuple):
+    """What a request waits for."""
+
+    sequences: Sequence[EngineSequence]
+    """Its samples."""
+    compiled: Future[GrammarMatcher | str]
+    """The constraint's matcher at its start, which other requests may wait for."""
+    copies: Future[list[GrammarMatcher] | str]
+    """The matchers of the samples, or why there are none."""
+
+
 class Constraints:
     """The constraints of one engine. A sequence's matcher holds its state, so that this has none of any sequence.
 
@@ -48,8 +60,10 @@ class Constraints:
         self._compiler = compiler
         self._lockstep = lockstep
         self._words = -(-vocab_size // 32)
-        self._compiling: dict[Future[list[GrammarMatcher] | str], Sequence[EngineSequence]] = {}
-        """A request's samples, and their matchers or why there are none."""
+        self._compiling: dict[str, _Compiling] = {}
+        """By request."""
+        self._waiters: Counter[Future[GrammarMatcher | str]] = Counter()
+        """Requests that wait for a constraint's matcher."""
         self._executor: LLExecutor | None = None
 
     @property
@@ -87,15 +101,32 @@ class Constraints:
         digits = numbers if constraint.guarded else None
         copies: Future[list[GrammarMatcher] | str] = Future()
         compiled.add_done_callback(functools.partial(_copy, copies, ends, digits))
-        self._compiling[copies] = sequences
+        self._compiling[request.request_id] = _Compiling(sequences, compiled, copies)
+        self._waiters[compiled] += 1
         if self._lockstep:
             wait([copies])
+
+    def drop(self, request_id: str) -> None:
+        """The request was aborted: its constraint is compiled only if others wait for it."""
+        dropped = self._taken(request_id)
+        if dropped is not None and self._compiler is not None and dropped.compiled not in self._waiters:
+            self._compiler.cancel(dropped.compiled)
+
+    def _taken(self, request_id: str) -> _Compiling | None:
+        """Ends the wait of a request, if it waits."""
+        taken = self._compiling.pop(request_id, None)
+        if taken is not None:
+            self._waiters[taken.compiled] -= 1
+            if not self._waiters[taken.compiled]:
+                del self._waiters[taken.compiled]
+        return taken
 
     def collect(self) -> Failed:
         """Gives sequences whose constraint is compiled their matchers; returns those whose constraint cannot be compiled."""
         failed: Failed = []
-        for future in [future for future in self._compiling if future.done()]:
-            sequences = self._compiling.pop(future)
+        for request_id in [request_id for request_id, each in self._compiling.items() if each.copies.done()]:
+            sequences, _, future = self._compiling[request_id]
+            self._taken(request_id)
             error = future.exception()
             found = future.result() if error is None else f"{type(error).__name__}: {error}"
             if not isinstance(found, str):
@@ -110,8 +141,8 @@ class Constraints:
         return failed
 
     def wait(self, seconds: float) -> None:
-        """Waits until a constraint is compiled, at most ``seconds``."""
-        wait(self._compiling, seconds, FIRST_COMPLETED)
+        """Until a constraint is compiled, at most so long."""
+        wait([each.copies for each in self._compiling.values()], seconds, FIRST_COMPLETED)
 
     def masks(self, rows: Iterable[ConstrainedRow]) -> tuple[list[int], Mask, Failed]:
         """Computes the masks of a step's rows: of the next token of each, and of those behind its drafts.

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import functools
 import signal
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -48,7 +49,9 @@ class GrammarFactory:
         self._slow = self._processes(1, config.max_compile_seconds)
         self._cache: BoundedCache[bytes, Checked] = BoundedCache(_CACHED, _CACHED_BYTES, _size)
         self._pending: dict[tuple[bytes, bool], Future[Checked | None]] = {}
-        """Checks for which ``prepare`` waits."""
+        """What ``prepare`` waits for."""
+        self._waiters: Counter[Future[Checked | None]] = Counter()
+        """Requests that wait for it."""
         self._waiting: dict[str, int] = {}
         """Bytes of constraints that each tenant waits for."""
 
@@ -91,8 +94,7 @@ class GrammarFactory:
         self._waiting[tenant] = waiting + len(key)
         try:
             for slow in (False, True):
-                # Others may wait for it, so that it is done even if this request is dropped.
-                found = await asyncio.shield(asyncio.wrap_future(self._submitted(key, params, plan, tenant, slow)))
+                found = await self._awaited(self._submitted(key, params, plan, tenant, slow))
                 if found is not None:
                     break
             return _constraint(found)
@@ -105,6 +107,17 @@ class GrammarFactory:
         """Ends the processes; another constraint starts them again."""
         self._quick.close()
         self._slow.close()
+
+    async def _awaited(self, future: Future[Checked | None]) -> Checked | None:
+        """Drops the check, unless it has begun, with the last of the requests that wait for it."""
+        self._waiters[future] += 1
+        try:
+            return await asyncio.shield(asyncio.wrap_future(future))
+        finally:
+            self._waiters[future] -= 1
+            if not self._waiters[future]:
+                del self._waiters[future]
+                self.pools.cancel(future)
 
     def _submitted(
         self, key: bytes, params: StructuredOutputsParams | None, plan: AnswerPlan | None, tenant: str, slow: bool

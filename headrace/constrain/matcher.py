@@ -58,6 +58,20 @@ class GrammarMatcher:
         finish_masks([self], self.known[None], mask[None])
         return None
 
+    def first_step(self) -> str | None:
+        """Advances by the first token that is allowed, and computes the mask behind it.
+
+        Returns:
+            Why it cannot; None: it can, or no token is allowed.
+        """
+        mask = np.zeros(-(-self.vocab_size // 32), dtype=np.int32)
+        if (problem := self.fill(mask)) is not None:
+            return problem
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        if not len(allowed) or (problem := self.advance([int(allowed[0])])) is not None or self.ended:
+            return problem
+        return self.fill(mask)
+
     def advance(self, token_ids: Sequence[int]) -> str | None:
         self.known = None
         self._recent += token_ids

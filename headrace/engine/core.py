@@ -107,6 +107,7 @@ class EngineCore:
 
     def abort(self, request_id: str) -> list[OutputDelta]:
         """Ends a request; its blocks are free once the steps under way are done. Unknown or finished: nothing happens."""
+        self._constraints.drop(request_id)
         return self.outputs.close(self.scheduler.abort(request_id), "abort")
 
     def has_work(self) -> bool:

@@ -308,6 +308,9 @@ class Held:
     def release(self, constraint: Constraint) -> None:
         self.futures[constraint.grammar].set_result(self.real.compile(constraint)[0].result())
 
+    def cancel(self, compiled: Future[Any]) -> None:
+        self.futures = {grammar: future for grammar, future in self.futures.items() if future is not compiled}
+
     def close(self) -> None:
         self.real.close()
 
@@ -367,10 +370,28 @@ def test_a_request_may_be_aborted_while_it_is_compiled() -> None:
     engine.add(each)
     engine.take(engine.core.abort(each.request_id))
     assert not engine.core.has_work() and set(engine.finish.values()) == {"abort"}
-    assert each.constraint is not None
-    held.release(each.constraint)
-    engine.add(constrained("regex", 5))
+    assert not held.futures and not engine.constraints.compiling
+
+
+def test_what_aborted_requests_waited_for_is_not_compiled() -> None:
+    """Unless others wait for it, or come later."""
+    compiler = GrammarCompiler(grammars("letters")[1], StructuredOutputsConfig(compile_threads=1))
+    opened = threading.Event()
+    compiler.pools.submit("", opened.wait, slow=False)
+    engine = Engine(World(), compiler)
+    engine.add(constrained("regex", 1), constrained("choice", 2), constrained("regex", 3))
+    for name in ("regex 1", "choice 2"):
+        engine.take(engine.core.abort(name))
+    opened.set()
+    engine.run()
+    engine.add(constrained("choice", 4), constrained("regex", 5))
     engine.run().assert_valid()
+    assert {key[0]: reason for key, reason in engine.finish.items() if reason != "abort"}.keys() == {
+        "regex 3",
+        "choice 4",
+        "regex 5",
+    }
+    assert engine.core.stats().grammar_requests == {"regex compiled": 1, "regex cached": 2, "choice compiled": 2}
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

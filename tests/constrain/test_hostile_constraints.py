@@ -53,6 +53,13 @@ def test_a_constraint_that_takes_too_long_is_refused(factory: GrammarFactory) ->
     assert factory.constraint(StructuredOutputsParams(regex="b")).kind == "regex"
 
 
+def test_what_passes_a_limit_with_its_first_token_is_refused(factory: GrammarFactory) -> None:
+    """The engine would compile it in vain, and keep some 90 MiB of each in its cache."""
+    for count in (999_999_999, 999_999_998):
+        assert "regex cannot be held: grammar_too_complex" in refusal(factory, regex=f"a{{{count}}}")
+    assert factory.constraint(StructuredOutputsParams(regex="a{999}")).nbytes < 2**22
+
+
 def test_nobody_waits_for_a_slow_constraint_of_another() -> None:
     """The others are checked in the time of the first one, by the one process that they have."""
     factory = GrammarFactory(StructuredOutputsConfig(max_compile_seconds=2.0, compile_threads=1), None)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ import pytest
 from headrace.config import StructuredOutputsConfig
 from headrace.constrain import factory as factory_module
 from headrace.constrain.checker import Checked
-from headrace.constrain.pool import CompilePool, CompilePools
+from headrace.constrain.pool import CompilePools
 from headrace.core.request import Constraint
 from headrace.errors import QueueFullError, RequestError
 from headrace.sampling_params import StructuredOutputsParams
@@ -22,47 +20,6 @@ from headrace.sampling_params import StructuredOutputsParams
 from .test_grammars import make
 
 ONE_THREAD = StructuredOutputsConfig(compile_threads=1)
-
-
-class Gate:
-    """Holds the one thread of a pool until it is opened, and notes what is done behind it."""
-
-    def __init__(self, pool: CompilePool) -> None:
-        self.done: list[str] = []
-        self.opened = threading.Event()
-        pool.submit("first", self.opened.wait)
-
-    def work(self, name: str) -> Callable[[], str]:
-        def do() -> str:
-            self.done.append(name)
-            return name
-
-        return do
-
-
-def test_tenants_take_turns() -> None:
-    pool = CompilePool(1)
-    gate = Gate(pool)
-    many = [pool.submit("many", gate.work(f"many {index}")) for index in range(5)]
-    few = [pool.submit("few", gate.work(f"few {index}")) for index in range(2)]
-    gate.opened.set()
-    assert [future.result(10) for future in (*many, *few)] == [*(f"many {i}" for i in range(5)), "few 0", "few 1"]
-    assert gate.done == ["many 0", "few 0", "many 1", "few 1", "many 2", "many 3", "many 4"]
-    pool.close()
-
-
-def test_work_that_two_tenants_wait_for_is_done_in_the_first_turn_and_once() -> None:
-    pool = CompilePool(1)
-    gate = Gate(pool)
-    many = [pool.submit("many", gate.work(str(index))) for index in range(5)]
-    pool.share("few", many[-1])
-    pool.share("few", many[-1])
-    last = pool.submit("few", gate.work("own"))
-    gate.opened.set()
-    assert last.result(10) == "own" and many[-1].result(10) == "4" and many[-2].result(10) == "3"
-    assert gate.done == ["0", "4", "1", "own", "2", "3"]
-    pool.share("few", many[0])  # Done long ago.
-    pool.close()
 
 
 def test_slow_work_holds_up_no_other() -> None:
@@ -73,14 +30,6 @@ def test_slow_work_holds_up_no_other() -> None:
     opened.set()
     assert all(future.result(10) for future in slow)
     pools.close()
-
-
-def test_errors_reach_who_waits_for_them() -> None:
-    pool = CompilePool(1)
-    failed: Future[None] = pool.submit("", lambda: (_ for _ in ()).throw(RequestError("no", "json")))
-    assert isinstance(failed.exception(10), RequestError)
-    assert pool.submit("", lambda: 1).result(10) == 1
-    pool.close()
 
 
 @pytest.fixture
@@ -139,6 +88,29 @@ def test_requests_with_equal_constraints_wait_for_one_check_and_get_errors_of_th
     assert [(type(error), error.param) for error in errors] == [(RequestError, "structured_outputs.json")] * 2
     assert errors[0] is not errors[1]
     assert begun == [json.dumps({"type": "object", "not": {}})]
+
+
+def test_constraints_of_requests_that_are_dropped_are_not_checked(held: tuple[threading.Event, list[str]]) -> None:
+    """A client that sends and leaves would occupy the processes that check for as long as it likes."""
+    opened, begun = held
+    factory, _ = make(ONE_THREAD)
+
+    async def run() -> None:
+        tasks = [asyncio.create_task(factory.prepare(StructuredOutputsParams(regex=f"gone{index}"))) for index in range(40)]
+        shared = asyncio.create_task(factory.prepare(StructuredOutputsParams(regex="gone7")))
+        while not begun:
+            await asyncio.sleep(0.01)
+        for task in tasks:
+            task.cancel()
+        gone = await asyncio.gather(*tasks, return_exceptions=True)
+        opened.set()
+        assert all(isinstance(each, asyncio.CancelledError) for each in gone)
+        assert (await shared).kind == "regex"
+        assert (await factory.prepare(StructuredOutputsParams(regex="gone8"))).kind == "regex"
+        assert factory._pending == {} and not factory._waiters
+
+    asyncio.run(run())
+    assert begun == ["gone0", "gone7", "gone8"]
 
 
 def test_what_a_client_waits_for_is_bounded(held: tuple[threading.Event, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from headrace.constrain.compose import AnswerPlan, CallRules, plan_of
 from headrace.constrain.factory import GrammarFactory
 from headrace.core.request import BadWordsTable, Constraint, ParseOptions, Request
 from headrace.errors import ConfigError, RequestError, unsupported
-from headrace.host.worker_threads import WorkerThreads
+from headrace.host.turns import TenantThreads
 from headrace.kv import Item
 from headrace.multimodal.items import MultiModalData
 from headrace.multimodal.threads import media_workers, use_one_core
@@ -130,9 +130,9 @@ class InputProcessor:
         pieces = tokenizer.token_bytes.pieces if tokenizer is not None else ()
         self._longest_piece = max((len(piece) for piece in pieces), default=1)
         self.max_prompt_chars = args.max_prompt_chars or max(_LEAST_PROMPT_CHARS, _CHARACTERS_PER_TOKEN * max_model_len)
-        self._threads = WorkerThreads(_NUM_THREADS, "inputs")
+        self._threads = TenantThreads(_NUM_THREADS, "inputs")
         workers = media_workers(args.media_workers)
-        self._media_threads = WorkerThreads(workers, "media-inputs", initializer=use_one_core)
+        self._media_threads = TenantThreads(workers, "media-inputs", initializer=use_one_core)
         self.media_ahead = 2 * workers
         """Prompts of a list whose media may be prepared before the first of them runs."""
 
@@ -144,9 +144,12 @@ class InputProcessor:
             self._media_threads.start()
             self.media.prepare()
 
-    async def in_thread(self, work: Callable[[], T]) -> T:
-        """Runs work for one request beside the event loop, in one of few threads; cancelled before its turn, it never runs."""
-        return await self._threads.run(work)
+    async def in_thread(self, tenant: str, work: Callable[[], T]) -> T:
+        """Runs work for a tenant's request beside the event loop, in one of few threads, which tenants have in turns.
+
+        Cancelled before its turn, it never runs.
+        """
+        return await self._threads.run(tenant, work)
 
     @property
     def special_texts(self) -> Sequence[str]:
@@ -220,7 +223,7 @@ class InputProcessor:
         """Prepares the media of a prompt in a thread, for ``request``; None: it has none."""
         if not has_media(prompt):
             return None
-        return self._media_threads.submit(lambda: cast("PreparedPrompt", self._media(prompt, True)))
+        return self._media_threads.submit("", lambda: cast("PreparedPrompt", self._media(prompt, True)))
 
     def check_length(self, text: str, param: str) -> None:
         """Raises RequestError if a text is too long to be tokenised at all."""
@@ -243,8 +246,8 @@ class InputProcessor:
         text = prompt.get("prompt") if isinstance(prompt, dict) and "prompt_token_ids" not in prompt else prompt
         slow = bool(params.bad_words) or (isinstance(text, str) and len(text) > _INLINE_CHARACTERS)
         if has_media(prompt):
-            return await self._media_threads.run(make)
-        return await self.in_thread(make) if slow else make()
+            return await self._media_threads.run(tenant, make)
+        return await self.in_thread(tenant, make) if slow else make()
 
     def request(
         self,

@@ -12,6 +12,7 @@ from fastapi import Request
 
 from headrace.errors import RequestError
 from headrace.options import Endpoint
+from headrace.server.body import TENANT
 from headrace.server.fields import rules, takes
 from headrace.server.shape import items, messages
 from headrace.server.shape.seal import is_sealed
@@ -74,8 +75,8 @@ async def without_extras(request: Request, state: Serving, endpoint: Endpoint, b
         return body
     answers = state.llm.inputs.answers
     efforts = answers.efforts if answers is not None else EffortVariables()
-    extras = await state.llm.inputs.in_thread(lambda: list(_extras(endpoint, body, efforts, state.secret)))
-    for extra in reversed(extras):  # Of a list, the last places first.
+    extras = await state.llm.inputs.in_thread(request.scope.get(TENANT, ""), lambda: list(_extras(endpoint, body, efforts)))
+    for extra in extras:
         del extra.owner[extra.name]
     if extras:
         names = list(dict.fromkeys(re.sub(r"\[\d+\]", "[]", extra.path)[:64] for extra in extras))

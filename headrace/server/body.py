@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -13,6 +14,8 @@ from headrace.errors import RequestError
 from headrace.server.errors import ApiError, shown, unavailable
 from headrace.server.settings import ServerSettings
 
+TENANT = "headrace.tenant"
+"""Key of the scope: whose request it is, where the server has API keys."""
 _BODY = "headrace.body"
 """Key of the scope: the request's body while its bytes count."""
 _MAX_CONTENT_TYPE = 256
@@ -23,39 +26,46 @@ _SMALL_BODY = 64 * 2**10
 
 class BodyBudget:
     """The bytes of request bodies that the server holds, over all connections, until the engine's requests are made of them:
-    bodies that wait for a thread take memory too, also after their clients have left."""
+    bodies that wait for a thread take memory too, also after their clients have left. Each API key has an equal share."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
-        self.used = 0
+        self._used: Counter[str] = Counter()
+        """By tenant."""
+
+    @property
+    def used(self) -> int:
+        return self._used.total()
 
     def json(self, request: Request, max_values: int | None) -> Body:
-        """Returns the request's body, of JSON with at most ``max_values`` values (None: it is something else). Its bytes count
-        until ``release_body``."""
-        return self._body(request, Body(self, self._settings.max_body_bytes, "max_body_bytes", max_values))
+        """The request's body, of JSON with at most so many values (None: it is something else). Its bytes count until
+        ``release_body``."""
+        return self._body(request, self._settings.max_body_bytes, "max_body_bytes", max_values)
 
     def features(self, request: Request) -> Body:
-        """Returns the body of features, counted like that of ``json``."""
-        return self._body(request, Body(self, self._settings.max_feature_bytes, "max_feature_bytes", None))
+        """As ``json``, of features."""
+        return self._body(request, self._settings.max_feature_bytes, "max_feature_bytes", None)
 
-    def _body(self, request: Request, body: Body) -> Body:
-        request.scope[_BODY] = body
+    def _body(self, request: Request, max_bytes: int, option: str, max_values: int | None) -> Body:
+        body = request.scope[_BODY] = Body(self, request.scope.get(TENANT, ""), max_bytes, option, max_values)
         return body
 
     def charge(self, body: Body, size: int) -> None:
-        """Raises: ApiError 503: other bodies have spent the budget."""
-        if size and self.used > body.charged and self.used + size > self._settings.max_bytes_in_flight:
+        """Raises: ApiError 503: other bodies of its tenant have spent the share."""
+        most, used = self._settings.max_bytes_in_flight, self._used[body.tenant]
+        if size > 0 and used > body.charged and used + size > (self._settings.share(most) if body.tenant else most):
             message = "too many large request bodies arrive at once (max_bytes_in_flight)"
             raise unavailable(message, self._settings.retry_after)
-        self.used += size
+        self._used[body.tenant] += size
         body.charged += size
 
 
 class Body:
     """The bytes of one body as they arrive."""
 
-    def __init__(self, budget: BodyBudget, max_bytes: int, option: str, max_values: int | None) -> None:
+    def __init__(self, budget: BodyBudget, tenant: str, max_bytes: int, option: str, max_values: int | None) -> None:
         """``option``: that of ``max_bytes``. ``max_values``: of JSON; None: it is something else."""
+        self.tenant = tenant
         self.data = bytearray()
         self.charged = 0
         self._num_values = 0
@@ -79,8 +89,7 @@ class Body:
 
     def release(self) -> None:
         """Gives back what it has charged. May be called again."""
-        self._budget.used -= self.charged
-        self.charged = 0
+        self._budget.charge(self, -self.charged)
 
     def _check_size(self, size: int) -> None:
         if size > self._max_bytes:

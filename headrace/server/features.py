@@ -41,7 +41,7 @@ class FeatureStore:
 
     def __init__(self, settings: ServerSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self._ttl = settings.features_ttl
-        self._share = settings.features_bytes // max(1, len(set(settings.api_keys)))
+        self._share = settings.share(settings.features_bytes)
         self._clock = clock
         self._uploads: OrderedDict[str, Upload] = OrderedDict()
         """The oldest first."""

@@ -104,7 +104,7 @@ class Generation:
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Runs work on the answer beside the event loop."""
-        return await self._serving.llm.inputs.in_thread(work)
+        return await self._serving.llm.inputs.in_thread(self.requests[0].tenant, work)
 
     async def aclose(self) -> None:
         """Abort what still runs; nothing if all is finished."""
@@ -176,7 +176,7 @@ class Generation:
         self._times = delta.times or self._times
         if delta.attention is not None:
             self._attention = most_computed(self._attention, delta.attention)
-            reports, name = self._serving.reports, (self.requests[0].tenant, delta.request_id)
+            reports, name = self._serving.reports(self.requests[0].tenant), delta.request_id
             reports.put(name, most_computed(reports.get(name), delta.attention) or delta.attention)
         if delta.finish_reason == "error":
             message = delta.error or "the engine failed on this request"

@@ -16,7 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace.server.body import release_body
+from headrace.server.body import TENANT, release_body
 from headrace.server.errors import ApiError, api_error, shown
 from headrace.server.state import Serving
 
@@ -87,10 +87,6 @@ class Observe:
                 "%s %r %d %s %.1f ms id=%s engine=%s",
                 scope["method"], scope["path"], status, outcome, seconds * 1000, request_id, engine_id,
             )  # fmt: skip
-
-
-TENANT = "headrace.tenant"
-"""Key of the scope: whose request it is, where the server has API keys."""
 
 
 class _Gate(abc.ABC):

@@ -108,11 +108,12 @@ class RenderedChat(NamedTuple):
 
     @asynccontextmanager
     async def prompt(
-        self, serving: Serving, find: FindFeatures | None, *, add_special_tokens: bool = False
+        self, serving: Serving, tenant: str, find: FindFeatures | None, *, add_special_tokens: bool = False
     ) -> AsyncIterator[Prompt]:
         """The engine's prompt, its media loaded for as long as the block lasts. Errors of media name their parts.
 
         Args:
+            tenant: whose request it is.
             find: finds uploaded features.
 
         Raises:
@@ -125,10 +126,10 @@ class RenderedChat(NamedTuple):
         inputs.check_length(text, "messages")
         if self.transcript is not None and not self.media:
             continued = functools.partial(self.transcript.continued, need_tokenizer(serving, "messages"), self.parts)
-            tokens = await inputs.in_thread(continued)
+            tokens = await inputs.in_thread(tenant, continued)
         if tokens is None and len(self.parts) > 1:
             encode = functools.partial(need_tokenizer(serving, "messages").encode_parts, param="messages")
-            tokens = await inputs.in_thread(lambda: encode(self.parts, add_special_tokens))
+            tokens = await inputs.in_thread(tenant, lambda: encode(self.parts, add_special_tokens))
         if not self.media or loader is None:
             yield text if tokens is None else {"prompt": text, "prompt_token_ids": tokens}
             return
@@ -143,16 +144,20 @@ class RenderedChat(NamedTuple):
                     error.param = "messages"  # The template has not written a placeholder for each medium.
                 raise
 
-    async def token_ids(self, serving: Serving, find: FindFeatures | None, *, add_special_tokens: bool = False) -> list[int]:
+    async def token_ids(
+        self, serving: Serving, tenant: str, find: FindFeatures | None, *, add_special_tokens: bool = False
+    ) -> list[int]:
         """The tokens of the prompt. Raises: as ``prompt``."""
         inputs = serving.llm.inputs
-        async with self.prompt(serving, find, add_special_tokens=add_special_tokens) as prompt:
+        async with self.prompt(serving, tenant, find, add_special_tokens=add_special_tokens) as prompt:
             if isinstance(prompt, str):
                 tokenizer = need_tokenizer(serving, "messages")
                 encode = functools.partial(tokenizer.encode, add_special_tokens=add_special_tokens, param="messages")
-                ids: list[int] = await inputs.in_thread(lambda: encode(prompt))
+                ids: list[int] = await inputs.in_thread(tenant, lambda: encode(prompt))
                 return ids
-            return await inputs.in_thread(lambda: inputs.prompt_token_ids(prompt, add_special_tokens=add_special_tokens))
+            return await inputs.in_thread(
+                tenant, lambda: inputs.prompt_token_ids(prompt, add_special_tokens=add_special_tokens)
+            )
 
 
 def render_messages(serving: Serving, body: ChatBody | TokenizeBody, tools: Sequence[Mapping[str, Any]] = ()) -> RenderedChat:

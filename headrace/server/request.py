@@ -10,10 +10,9 @@ from fastapi import Request
 from headrace.errors import RequestError, did_you_mean, missing, unknown
 from headrace.options import Endpoint, check_value, options
 from headrace.server.agents import without_extras
-from headrace.server.body import json_object
+from headrace.server.body import TENANT, json_object
 from headrace.server.errors import shown
 from headrace.server.fields import applied_fields
-from headrace.server.middleware import TENANT
 from headrace.server.schema import RequestBody, applied_options
 from headrace.server.state import Serving
 

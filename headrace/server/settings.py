@@ -83,7 +83,8 @@ class ServerSettings(Checked):
     """Maximum size of a request body: 16MiB, or bytes. A larger body is refused before it is read."""
     max_bytes_in_flight: Annotated[int, OptionSpec(min=1, size=True, default="128MiB")] = 128 * 2**20
     """Maximum size of all request bodies that are being received or made into requests of the engine, counted as they arrive.
-    While it is reached, bodies above 64KiB are refused with HTTP 503; one alone is always taken."""
+    Each API key has an equal share. While that is used up, bodies above 64KiB are refused with HTTP 503; one alone is always
+    taken."""
     max_json_values: Annotated[
         int | None, OptionSpec(min=1, default="400000, or twice the model's context length if that is more")
     ] = None
@@ -163,6 +164,10 @@ class ServerSettings(Checked):
     model's tokenizer has it."""
     chat_template: Annotated[str | None, OptionSpec(default="the model's own", metavar="FILE|TEMPLATE")] = None
     """Jinja file, or the template itself, that replaces the model's chat template."""
+
+    def share(self, total: int) -> int:
+        """An API key's part of what all of them share; all of it where there are no keys."""
+        return max(1, total // max(1, len(set(self.api_keys))))
 
     def validate(self) -> None:
         super().validate()

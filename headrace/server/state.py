@@ -39,7 +39,7 @@ MAX_JSON_VALUES = 400_000
 """Decoding as many numbers takes about 20 ms."""
 
 _REPORTS = 256
-"""Requests of which the server can say how they attended."""
+"""Requests of which the server can say how they attended, of all API keys together."""
 _YOUNG_OBJECTS = 50_000
 """Objects that are allocated between two collections: more than hundreds of streams make in one step, nearly all of which die
 by the next one."""
@@ -72,8 +72,8 @@ class Serving:
         self.num_in_flight = 0
         self.responses = ResponseStore(settings)
         self.features = FeatureStore(settings)
-        self.reports: BoundedCache[tuple[str, str], AttentionReport] = BoundedCache(_REPORTS)
-        """Attention reports of the last requests that attended sparsely, by tenant and id."""
+        self._reports: dict[str, BoundedCache[str, AttentionReport]] = {}
+        """By tenant."""
         path = settings.codex_instructions
         self.codex_instructions = None if path is None else Path(path).read_text(encoding="utf-8")
         self.secret = secrets.token_bytes(32)
@@ -137,6 +137,10 @@ class Serving:
             self.check_ready()
             self._facts = ServedModel(self.llm, self.settings)
         return self._facts
+
+    def reports(self, tenant: str) -> BoundedCache[str, AttentionReport]:
+        """How a tenant's last requests attended that did so sparsely, by id."""
+        return self._reports.setdefault(tenant, BoundedCache(self.settings.share(_REPORTS)))
 
     @property
     def max_json_values(self) -> int:

@@ -89,9 +89,8 @@ class ResponseStore:
 
     def __init__(self, settings: ServerSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self.on = settings.responses_store
-        tenants = max(1, len(set(settings.api_keys)))
-        self._most_entries = max(1, settings.responses_store_entries // tenants)
-        self._most_bytes = settings.responses_store_bytes // tenants
+        self._most_entries = settings.share(settings.responses_store_entries)
+        self._most_bytes = settings.share(settings.responses_store_bytes)
         self._ttl = settings.responses_store_ttl
         self._clock = clock
         self._shelves: dict[str, _Shelf] = {}

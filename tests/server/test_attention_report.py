@@ -14,6 +14,7 @@ from support.server.harness import Api, client, error, events
 
 from headrace.core.request import Request
 from headrace.outputs import AttentionReport, OutputDelta
+from headrace.server import state
 from headrace.server.settings import ServerSettings
 
 BASE = {
@@ -110,6 +111,23 @@ def test_a_dump_has_the_reports_of_the_key_alone() -> None:
                 assert [json.loads(line)["id"] for line in lines] == made[key]
                 assert json.loads(lines[0])["head_types"] == REPORT.head_types
             assert error(await http.get(f"/v1/inspect/{made['one'][0]}"), 404)["param"] == "request_id"
+
+    asyncio.run(run())
+
+
+def test_each_key_has_a_share_of_the_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another key asks for drops none of them."""
+    monkeypatch.setattr(state, "_REPORTS", 4)
+
+    async def run() -> None:
+        async with client(SparseLLM(), ServerSettings(api_keys=("one", "two"))) as http:
+            http.headers["authorization"] = "Bearer one"
+            made = [await complete(http) for _ in range(3)]
+            http.headers["authorization"] = "Bearer two"
+            for _ in range(5):
+                await complete(http)
+            http.headers["authorization"] = "Bearer one"
+            assert [json.loads(line)["id"] for line in (await http.get("/v1/inspect")).text.splitlines()] == made[1:]
 
     asyncio.run(run())
 

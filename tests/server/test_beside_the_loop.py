@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import hashlib
 import json
 import threading
 import time
@@ -16,6 +17,7 @@ from support.server import scripted
 from support.server.harness import Api, client, error
 from support.server.scripted import ScriptedLLM
 
+from headrace.host.turns import TenantThreads
 from headrace.server.routes import chat, messages, tokens
 from headrace.server.settings import ServerSettings
 from headrace.server.shape import messages as message_shape
@@ -59,6 +61,36 @@ def test_conversations_and_tools_are_read_in_threads(
     answer = Api(ScriptedLLM(made, ["Hi"])).post(url, body)
     assert answer.status_code == 200, answer.text
     assert threads and threading.main_thread() not in threads
+
+
+@pytest.mark.parametrize(
+    ("url", "body"),
+    [
+        ("/v1/completions", {"prompt": "Hi " * 300, "max_tokens": 2, "bad_words": ["x"]}),
+        ("/v1/chat/completions", {"messages": [USER], "max_tokens": 2}),
+        ("/v1/messages", {"messages": [USER], "max_tokens": 2}),
+        ("/v1/messages/count_tokens", {"messages": [USER]}),
+        ("/v1/responses", {"input": [USER], "max_output_tokens": 2}),
+        ("/tokenize", {"messages": [USER]}),
+        ("/tokenize", {"prompt": "Hi"}),
+        ("/detokenize", {"tokens": [5]}),
+    ],
+)
+def test_threads_are_had_in_turns_by_the_keys(
+    monkeypatch: pytest.MonkeyPatch, made: Tokenizer, url: str, body: dict[str, Any]
+) -> None:
+    tenants: list[str] = []
+    run = TenantThreads.run
+
+    async def watched(self: TenantThreads, tenant: str, work: Callable[[], Any]) -> Any:
+        tenants.append(tenant)
+        return await run(self, tenant, work)
+
+    monkeypatch.setattr(TenantThreads, "run", watched)
+    api = Api(ScriptedLLM(made, ["Hi"]), ServerSettings(api_keys=("a", "b")))
+    answer = api.post(url, body, headers={"Authorization": "Bearer b", "User-Agent": "codex_cli_rs/1.0"})
+    assert answer.status_code == 200, answer.text
+    assert {*tenants} == {hashlib.sha256(b"b").hexdigest()}
 
 
 def test_thoughts_are_joined_once() -> None:

@@ -257,13 +257,31 @@ def test_bodies_in_flight_share_a_budget() -> None:
         wait_for(lambda: bodies.used == 0)
 
 
+def test_bodies_of_one_key_leave_room_for_those_of_another() -> None:
+    size, limits = 2**20, ServerSettings(max_body_bytes=2**20, max_bytes_in_flight=4 * 2**20, api_keys=("one", "two"))
+    with running(FakeLLM(), limits) as server, contextlib.ExitStack() as stack:
+        bodies = server.app.state.serving.bodies
+
+        def begun(key: str) -> RawClient:
+            client = stack.enter_context(RawClient(server.url))
+            client.send(post(b"", f"authorization: Bearer {key}", length=size) + b" " * (size - 1))
+            return client
+
+        for count in (1, 2):
+            begun("one")
+            wait_for(lambda count=count: bodies.used == count * (size - 1 - 64 * 2**10))
+        assert begun("one").answer().status == 503
+        begun("two")
+        wait_for(lambda: bodies.used == 3 * (size - 1 - 64 * 2**10))
+
+
 def test_bodies_that_wait_for_a_thread_count_also_when_their_clients_have_left() -> None:
     size, gate = 2**20, threading.Event()
     llm, limits = FakeLLM(), ServerSettings(max_bytes_in_flight=3 * 2**20)
     with running(llm, limits) as server, concurrent.futures.ThreadPoolExecutor(2) as clients:
         bodies = server.app.state.serving.bodies
         text = {"prompt": "x" * size}
-        busy = [clients.submit(asyncio.run, llm.inputs.in_thread(gate.wait)) for _ in range(2)]
+        busy = [clients.submit(asyncio.run, llm.inputs.in_thread("", gate.wait)) for _ in range(2)]
         try:
             for count in (1, 2, 3):
                 with RawClient(server.url) as client:

@@ -55,15 +55,16 @@ async def chat_generation(
         ApiError, RequestError: 4xx, naming the field of the chat request.
     """
     state.model.check_name(body.model)
+    owner = tenant or ""
     with named(chat_names(body)):
-        params = await state.llm.inputs.in_thread(lambda: chat_params(body, state))
+        params = await state.llm.inputs.in_thread(owner, lambda: chat_params(body, state))
         answers = state.llm.inputs.answers
 
         def read() -> tuple[Tools, RenderedChat]:
             tools = offered(body, answers, state.settings, grammars)
             return tools, render_messages(state, body, tools.schemas)._replace(transcript=transcript)
 
-        tools, rendered = await state.llm.inputs.in_thread(read)
+        tools, rendered = await state.llm.inputs.in_thread(owner, read)
         prompt = rendered.text
         parse = answers and answers.options(
             prompt,
@@ -75,7 +76,7 @@ async def chat_generation(
         )
         plan = state.llm.inputs.answer_plan(prompt, params, tools.rules, budget=thinking_budget(body))
         find = None if tenant is None else state.features.finder(tenant)
-        async with rendered.prompt(state, find, add_special_tokens=body.add_special_tokens) as full:
+        async with rendered.prompt(state, owner, find, add_special_tokens=body.add_special_tokens) as full:
             engine_request = await state.llm.inputs.request_async(
                 full,
                 params,
@@ -85,7 +86,7 @@ async def chat_generation(
                 request_id=request_id,
                 priority=body.priority,
                 cache_salt=body.cache_salt,
-                tenant=tenant or "",
+                tenant=owner,
             )
     check_prompt_logprobs(state, [engine_request], copies=1)
     if room is not None:

@@ -29,8 +29,9 @@ router = APIRouter()
 async def completions(state: Serving, body: CompletionBody, request_id: str, tenant: str | None) -> Begun:
     """Continues one or more texts."""
     state.model.check_name(body.model)
-    prompts = await state.llm.inputs.in_thread(lambda: parse_prompts(body.prompt, state.settings.max_prompts))
-    engine_requests = await _engine_requests(state, body, prompts, request_id, tenant or "")
+    owner = tenant or ""
+    prompts = await state.llm.inputs.in_thread(owner, lambda: parse_prompts(body.prompt, state.settings.max_prompts))
+    engine_requests = await _engine_requests(state, body, prompts, request_id, owner)
     generation = Generation(state, engine_requests)
     echoes = [_echo_text(state, prompt) if body.echo else "" for prompt in prompts]
     return generation, CompletionAnswer(body, state.model, generation, request_id, echoes)
@@ -42,13 +43,13 @@ async def _engine_requests(
     """Checks every prompt before the first one starts."""
     requests = []
     with named(completion_names(body)):
-        params = await state.llm.inputs.in_thread(lambda: completion_params(body, state))
+        params = await state.llm.inputs.in_thread(tenant, lambda: completion_params(body, state))
         if len(prompts) * params.n > (most := state.settings.max_choices):
             message = f"{len(prompts)} prompts with n = {params.n} make more than {most} choices (max_choices)"
             raise RequestError(message, "n")
         for index, prompt in enumerate(prompts):
             request = await state.llm.inputs.request_async(
-                await state.llm.inputs.in_thread(partial(engine_prompt, state, prompt, body))
+                await state.llm.inputs.in_thread(tenant, partial(engine_prompt, state, prompt, body))
                 if body.suffix
                 else engine_prompt(state, prompt, body),
                 params,

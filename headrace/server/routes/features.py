@@ -59,8 +59,9 @@ async def upload(request: Request) -> Response:
         processor.check_features(features, modality, "data")
         return features
 
-    features = await state.llm.inputs.in_thread(read)
-    identity = state.features.put(tenant(request), modality, features)
+    owner = tenant(request)
+    features = await state.llm.inputs.in_thread(owner, read)
+    identity = state.features.put(owner, modality, features)
     return JSON(state.features.described(identity, _kept(request, identity)))
 
 

@@ -17,9 +17,9 @@ router = APIRouter()
 @router.get("/v1/inspect")
 async def dump(request: Request) -> Response:
     """A line of JSON for each of the API key's last requests whose prompts attended sparsely: what the router decided."""
-    state, owner = serving(request), tenant(request)
+    state = serving(request)
     state.check_ready()
-    lines = [_encoded(name, report) + b"\n" for (holder, name), report in state.reports.items() if holder == owner]
+    lines = [_encoded(name, report) + b"\n" for name, report in state.reports(tenant(request)).items()]
     return Response(b"".join(lines), media_type="application/jsonl")
 
 
@@ -28,7 +28,7 @@ async def inspect(request: Request) -> Response:
     """Density and head types of one of the last requests whose prompts attended sparsely. The id is that of its answer."""
     state, request_id = serving(request), request.path_params["request_id"]
     state.check_ready()
-    report = state.reports.get((tenant(request), request_id))
+    report = state.reports(tenant(request)).get(request_id)
     if report is None:
         message = f"no recent request {shown(request_id, 128)!r} has a prompt that attended sparsely"
         raise ApiError(404, message, param="request_id", code="not_found")

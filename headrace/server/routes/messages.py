@@ -23,7 +23,7 @@ router = APIRouter()
 async def messages(state: Serving, body: MessagesBody, message_id: str, tenant: str | None) -> Begun:
     """Answers a conversation in the shape of Anthropic's API."""
     with renamed(NAMES, "input_schema"):
-        read = await chat_request(body, state)
+        read = await chat_request(body, state, tenant or "")
     with renamed(NAMES, "input_schema", read.tools):
         chat = trusted_body(read.fields, ChatBody)
         generation = await chat_generation(state, chat, message_id, tenant=tenant, room=body.max_tokens)
@@ -33,18 +33,18 @@ async def messages(state: Serving, body: MessagesBody, message_id: str, tenant: 
 @router.post("/v1/messages/count_tokens", openapi_extra=body_schema(CountTokensBody, "count_tokens"))
 async def count_tokens(request: Request) -> Response:
     """The number of tokens in the prompt of a conversation."""
-    state = serving(request)
+    state, owner = serving(request), tenant(request)
     body = await checked_body(request, state, CountTokensBody, "count_tokens")
     state.model.check_name(body.model)
     need_tokenizer(state, "messages")
     with renamed(NAMES, "input_schema"):
-        read = await chat_request(body, state)
+        read = await chat_request(body, state, owner)
     with renamed(NAMES, "input_schema", read.tools):
         chat = trusted_body(read.fields, ChatBody)
 
         def rendered() -> RenderedChat:
             return render_messages(state, chat, offered(chat, state.llm.inputs.answers, state.settings).schemas)
 
-        found = await state.llm.inputs.in_thread(rendered)
-        tokens = await found.token_ids(state, state.features.finder(tenant(request)))
+        found = await state.llm.inputs.in_thread(owner, rendered)
+        tokens = await found.token_ids(state, owner, state.features.finder(owner))
     return JSON({"input_tokens": len(tokens)})

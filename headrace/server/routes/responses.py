@@ -33,7 +33,7 @@ async def responses(state: Serving, body: ResponsesBody, response_id: str, tenan
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream: true", "stream_options")
     owner = tenant or ""
-    late = await late_system(state)
+    late = await late_system(state, owner)
     with renamed(NAMES):
         read = await conversation(body, state, owner, late)
     with renamed(NAMES, tools=read.tools.places):

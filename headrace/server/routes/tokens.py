@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -22,27 +23,27 @@ _OF_MESSAGES = ("add_generation_prompt", "chat_template_kwargs", "continue_final
 @router.post("/tokenize", openapi_extra=body_schema(TokenizeBody))
 async def tokenize(request: Request) -> Response:
     """Tokens of a prompt or of a conversation, as the completions endpoints would make them."""
-    state = serving(request)
+    state, owner = serving(request), tenant(request)
     body = await checked_body(request, state, TokenizeBody)
     state.model.check_name(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages", "prompt")
     tokenizer, inputs, texts = need_tokenizer(state, "prompt"), state.llm.inputs, state.model.texts
     if body.messages is not None:
-        rendered, special = await inputs.in_thread(lambda: render_messages(state, body)), bool(body.add_special_tokens)
-        ids = await rendered.token_ids(state, state.features.finder(tenant(request)), add_special_tokens=special)
+        rendered, special = await inputs.in_thread(owner, lambda: render_messages(state, body)), bool(body.add_special_tokens)
+        ids = await rendered.token_ids(state, owner, state.features.finder(owner), add_special_tokens=special)
     else:
         text, special = body.prompt or "", body.add_special_tokens is not False
         if given := [name for name in _OF_MESSAGES if getattr(body, name) is not None]:
             raise RequestError(f"{given[0]} needs messages", given[0])
         inputs.check_length(text, "prompt")
-        ids = await inputs.in_thread(lambda: tokenizer.encode(text, add_special_tokens=special, param="prompt"))
+        ids = await inputs.in_thread(owner, lambda: tokenizer.encode(text, add_special_tokens=special, param="prompt"))
 
     def answer() -> dict[str, Any]:
         shaped = {"count": len(ids), "max_model_len": state.model.max_model_len, "tokens": ids}
         return shaped | {"token_strs": [texts.text(token) for token in ids]} if body.return_token_strs else shaped
 
-    return JSON(await inputs.in_thread(answer))
+    return JSON(await inputs.in_thread(owner, answer))
 
 
 @router.post("/detokenize", openapi_extra=body_schema(DetokenizeBody))
@@ -57,5 +58,6 @@ async def detokenize(request: Request) -> Response:
         index, token = next((i, token) for i, token in enumerate(body.tokens) if token >= inputs.vocab_size)
         message = f"tokens[{index}] is {token}, and the vocabulary has {inputs.vocab_size} tokens"
         raise RequestError(message, f"tokens[{index}]")
-    text = await inputs.in_thread(lambda: tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens))
+    decode = partial(tokenizer.decode, body.tokens, skip_special_tokens=body.skip_special_tokens)
+    text = await inputs.in_thread(tenant(request), decode)
     return JSON({"prompt": text})

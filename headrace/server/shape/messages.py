@@ -182,14 +182,14 @@ class ChatRequest(NamedTuple):
     """Place in the request of each tool of the chat."""
 
 
-async def chat_request(body: CountTokensBody, state: Serving) -> ChatRequest:
+async def chat_request(body: CountTokensBody, state: Serving, tenant: str) -> ChatRequest:
     """Reads a request, in a thread.
 
     Raises:
         RequestError: 400, naming the place at fault.
     """
-    late = await late_system(state)
-    return await state.llm.inputs.in_thread(lambda: _chat_request(body, state, late))
+    late = await late_system(state, tenant)
+    return await state.llm.inputs.in_thread(tenant, lambda: _chat_request(body, state, late))
 
 
 def _chat_request(body: CountTokensBody, state: Serving, late: bool) -> ChatRequest:

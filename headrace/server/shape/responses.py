@@ -94,7 +94,7 @@ async def conversation(body: ResponsesBody, state: Serving, tenant: str, late: b
     names = [item["id"] for item in given if isinstance(item, dict) and isinstance(item.get("id"), str)]
     known = {name: found for name in names if (found := state.responses.item(tenant, name)) is not None}
     before = _earlier(body, state, tenant)
-    return await state.llm.inputs.in_thread(lambda: _read(body, state, known, before, late))
+    return await state.llm.inputs.in_thread(tenant, lambda: _read(body, state, known, before, late))
 
 
 def _read(

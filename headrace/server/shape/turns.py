@@ -108,7 +108,7 @@ class Turns:
         return self._messages[-1]
 
 
-async def late_system(state: Serving) -> bool:
+async def late_system(state: Serving, tenant: str) -> bool:
     """Whether the chat template takes a system message after others."""
     if state.late_system is None:
         word = "headrace"
@@ -116,7 +116,7 @@ async def late_system(state: Serving) -> bool:
         try:
             render = need_tokenizer(state, "messages").render_chat
             probe.append({"role": "system", "content": word})
-            state.late_system = word in await state.llm.inputs.in_thread(lambda: render(probe))
+            state.late_system = word in await state.llm.inputs.in_thread(tenant, lambda: render(probe))
         except RequestError:
             state.late_system = False
     return state.late_system

@@ -64,6 +64,8 @@ class Generation:
         self._stream: Any = None
         self._first: Piece | None = None
         self._at_end: Callable[[], None] = lambda: None
+        self._entered = False
+        """Whether its sequences are counted as their tenant's."""
 
     def of_session(self, session: str) -> None:
         """Names the session that the requests belong to. Before they begin."""
@@ -75,6 +77,8 @@ class Generation:
 
     async def begin(self) -> None:
         """Wait for the first delta, so that an error before it still gets its HTTP status."""
+        self._serving.enter(self.requests[0].tenant, self.num_choices)
+        self._entered = True
         self._stream = await self._serving.llm.add(*self.requests)
         if not await self._stream.more():
             raise EngineError("the engine ended the request without an answer")
@@ -109,6 +113,9 @@ class Generation:
     async def aclose(self) -> None:
         """Abort what still runs; nothing if all is finished."""
         self._at_end()
+        if self._entered:
+            self._entered = False
+            self._serving.leave(self.requests[0].tenant, self.num_choices)
         if self._stream is not None:
             await self._stream.aclose()
 

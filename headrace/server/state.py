@@ -8,6 +8,7 @@ import hashlib
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ import msgspec
 from fastapi import Request
 
 import headrace
-from headrace.errors import EngineDeadError, EngineError
+from headrace.errors import EngineDeadError, EngineError, QueueFullError
 from headrace.host.bounded_cache import BoundedCache
 from headrace.host.garbage import freeze_gc
 from headrace.metrics.prometheus import ServerMetrics
@@ -72,6 +73,8 @@ class Serving:
         self.num_in_flight = 0
         self.responses = ResponseStore(settings)
         self.features = FeatureStore(settings)
+        self._sequences: Counter[str] = Counter()
+        """Those that the engine was sent, by tenant."""
         self._reports: dict[str, BoundedCache[str, AttentionReport]] = {}
         """By tenant."""
         path = settings.codex_instructions
@@ -137,6 +140,23 @@ class Serving:
             self.check_ready()
             self._facts = ServedModel(self.llm, self.settings)
         return self._facts
+
+    def enter(self, tenant: str, count: int) -> None:
+        """So many sequences of a tenant's are to be sent to the engine, until ``leave``.
+
+        Raises:
+            QueueFullError: its API key has as many as may run at once, and its share of the queue beside them.
+        """
+        args, used = self.llm.args, self._sequences[tenant]
+        most = self.settings.share(args.max_queue_len) + args.data_parallel_size * self.llm.info.max_num_seqs
+        if tenant and used and used + count > most:
+            message = f"{used} sequences of this API key run or wait, and it may have {most} at once (max_queue_len)"
+            raise QueueFullError(f"{message}; try again later")
+        self._sequences[tenant] += count
+
+    def leave(self, tenant: str, count: int) -> None:
+        """They have ended."""
+        self._sequences[tenant] -= count
 
     def reports(self, tenant: str) -> BoundedCache[str, AttentionReport]:
         """How a tenant's last requests attended that did so sparsely, by id."""

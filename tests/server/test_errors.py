@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
+import httpx
 import pytest
 from support.server.fakes import FakeLLM
 from support.server.harness import Api, client, error
 from support.tokenizers import PanicException
 
+from headrace.config import EngineArgs
+from headrace.core.request import Request
 from headrace.errors import EngineDeadError, EngineError, RequestError
+from headrace.outputs import OutputDelta
 from headrace.server.app import build_app
 from headrace.server.settings import ServerSettings
 
@@ -101,6 +106,44 @@ def test_queue_full() -> None:
         found = error(response, 429)
         assert (found["type"], found["code"]) == ("rate_limit_error", "queue_full")
     assert response.headers["retry-after"] == "7"
+
+
+class GatedLLM(FakeLLM):
+    """Generates nothing before ``opened`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened = asyncio.Event()
+        self.args = EngineArgs(max_queue_len=8)
+
+    async def _stream(self, request: Request) -> AsyncGenerator[OutputDelta]:
+        await self.opened.wait()
+        async for delta in super()._stream(request):
+            yield delta
+
+
+def test_the_queue_is_shared_by_the_keys() -> None:
+    """One key has no more in the engine than may run at once and its share of the queue, and leaves the rest to the others."""
+
+    async def run() -> None:
+        llm = GatedLLM()
+        async with client(llm, ServerSettings(api_keys=("a", "b"))) as http:
+
+            def ask(key: str, n: int) -> asyncio.Task[httpx.Response]:
+                headers = {"Authorization": f"Bearer {key}"}
+                body = {"prompt": "Hi", "max_tokens": 3, "n": n}
+                return asyncio.create_task(http.post("/v1/completions", json=body, headers=headers))
+
+            waiting = [ask("a", 6), ask("a", 6), ask("b", 6)]
+            while len(llm.running) < 3:
+                await asyncio.sleep(0.01)
+            found = error(await ask("a", 1), 429)
+            assert found["code"] == "queue_full" and "12 sequences of this API key" in found["message"]
+            llm.opened.set()
+            assert [(await task).status_code for task in waiting] == [200] * 3
+            assert (await ask("a", 12)).status_code == (await ask("a", 40)).status_code == 200
+
+    asyncio.run(run())
 
 
 def test_queue_full_for_one_of_several_prompts_aborts_the_others() -> None:

@@ -68,8 +68,9 @@ class TenantThreads:
                     del self._queues[tenant]
         future.cancel()
 
-    def close(self) -> None:
-        self._threads.close(wait=False)
+    def close(self, *, wait: bool = False) -> None:
+        """``wait``: until work that has begun is done."""
+        self._threads.close(wait=wait)
 
     def _next(self) -> None:
         """Does the oldest work of the tenant whose turn it is."""

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from headrace.host.jobs import EndedProcess, JobProcesses, ProcessLimits
-from headrace.host.worker_threads import WorkerThreads
+from headrace.host.turns import TenantThreads
 from headrace.multimodal.decode import Decoded, DecodeJob, DecodeLimits
 from headrace.multimodal.items import Picture, Video, refused
 
@@ -25,20 +25,20 @@ class MediaDecoder:
         self._limits = limits
         self._process_limits = process
         self._processes = JobProcesses(_MODULE, Decoded, process, "decodes pictures and videos", count=workers)
-        self.threads = WorkerThreads(workers, "media")
+        self.threads = TenantThreads(workers, "media")
 
-    async def image(self, data: bytes, param: str, admit: Admit = lambda size: None) -> Picture:
+    async def image(self, data: bytes, param: str, admit: Admit = lambda size: None, tenant: str = "") -> Picture:
         """``admit``: called in a thread with the bytes of the pixels, before there is room made for them; may raise.
 
         Raises:
             RequestError: it is no picture that can be decoded within the limits; names ``param``.
         """
-        decoded = await self.threads.run(self._decode, "image", data, param, admit)
+        decoded = await self.threads.run(tenant, lambda: self._decode("image", data, param, admit))
         return Picture(np.frombuffer(decoded.pixels, np.uint8).reshape(decoded.height, decoded.width, 3))
 
-    async def video(self, data: bytes, param: str, admit: Admit = lambda size: None) -> Video:
-        """Decodes a video; see ``image``."""
-        decoded = await self.threads.run(self._decode, "video", data, param, admit)
+    async def video(self, data: bytes, param: str, admit: Admit = lambda size: None, tenant: str = "") -> Video:
+        """As ``image``, of a video."""
+        decoded = await self.threads.run(tenant, lambda: self._decode("video", data, param, admit))
         shape = (decoded.frames, decoded.height, decoded.width, 3)
         return Video(np.frombuffer(decoded.pixels, np.uint8).reshape(shape), _metadata(decoded))
 

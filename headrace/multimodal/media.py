@@ -17,6 +17,7 @@ import os
 import stat
 import threading
 import urllib.parse
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -45,17 +46,21 @@ BASE64_PIECE = 1 << 16
 
 
 class MediaBudget:
-    """The bytes of media that are fetched and decoded at once, over all requests. May be used from several threads."""
+    """The bytes of media that are fetched and decoded at once, over all requests. May be used from several threads.
+
+    One request may take all of it; several of one tenant no more than half, where tenants have names.
+    """
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.used = 0
+        self.by_tenant: Counter[str] = Counter()
         self.lock = threading.Lock()
 
     @contextlib.contextmanager
-    def share(self) -> Iterator[_Share]:
+    def share(self, tenant: str = "") -> Iterator[_Share]:
         """One request's part, which ends with the block."""
-        share = _Share(self)
+        share = _Share(self, tenant)
         try:
             yield share
         finally:
@@ -63,7 +68,8 @@ class MediaBudget:
 
 
 class _Share:
-    def __init__(self, budget: MediaBudget) -> None:
+    def __init__(self, budget: MediaBudget, tenant: str) -> None:
+        self.tenant = tenant
         self._charged = 0
         self._open = True
         self._budget = budget
@@ -80,15 +86,19 @@ class _Share:
             if self._charged + size > budget.most:
                 what = f"the media of a request may take {budget.most} bytes, with their pixels"
                 raise refused(param, f"{what} (max_media_bytes_in_flight), and those of this one take more")
-            if budget.used + size > budget.most or not self._open:
+            own = budget.by_tenant[self.tenant]
+            shared = self.tenant and own > self._charged and own + size > budget.most // 2
+            if budget.used + size > budget.most or shared or not self._open:
                 what = "too many pictures and videos are being loaded"
                 raise QueueFullError(f"{what} (max_media_bytes_in_flight): try again later")
             budget.used += size
+            budget.by_tenant[self.tenant] += size
             self._charged += size
 
     def close(self) -> None:
         with self._budget.lock:
             self._budget.used -= self._charged
+            self._budget.by_tenant[self.tenant] -= self._charged
             self._open = False
 
 
@@ -112,18 +122,21 @@ class MediaLoader:
         )
 
     @contextlib.asynccontextmanager
-    async def loaded(self, parts: Sequence[MediaPart], find: FindFeatures | None = None) -> AsyncIterator[MultiModalData]:
+    async def loaded(
+        self, parts: Sequence[MediaPart], find: FindFeatures | None = None, tenant: str = ""
+    ) -> AsyncIterator[MultiModalData]:
         """The media of one prompt, in the order of ``parts``. What they take of the budget is given back at the block's end.
 
         Args:
             find: None: there are no uploads.
+            tenant: whose prompt it is; tenants have the threads in turns.
 
         Raises:
             RequestError: a medium cannot be had, or exceeds a limit; names its part.
             QueueFullError: there is no room for it now.
         """
         self.check_counts(parts)
-        with self.budget.share() as share:
+        with self.budget.share(tenant) as share:
             # A medium that a conversation shows twice is loaded once.
             distinct = {(part.modality, _key(part.value)): part for part in reversed(parts)}
             tasks = {key: asyncio.ensure_future(self._load(part, find, share)) for key, part in distinct.items()}
@@ -194,9 +207,9 @@ class MediaLoader:
         if not isinstance(part.value, str):
             return _in_memory(part)
         charge = functools.partial(share.charge, param=part.param)
-        data = await self._bytes(part.value, part.param, charge)
+        data = await self._bytes(part.value, part.param, charge, share.tenant)
         decode = self.decoder.image if part.modality == "image" else self.decoder.video
-        return await decode(data, part.param, charge)
+        return await decode(data, part.param, charge, share.tenant)
 
     async def _features(self, part: MediaPart, find: FindFeatures | None, share: _Share) -> Features:
         kind, value, where = "url", part.value, part.param
@@ -208,31 +221,31 @@ class MediaLoader:
                 raise refused(part.param, "there are no uploaded features here")
             return find(value, part.modality, where)
         read = self._bytes if kind == "url" else self._decoded
-        content = await read(value, where, functools.partial(share.charge, param=where))
-        return await self.decoder.threads.run(read_features, content, where)
+        content = await read(value, where, functools.partial(share.charge, param=where), share.tenant)
+        return await self.decoder.threads.run(share.tenant, lambda: read_features(content, where))
 
-    async def _bytes(self, url: str, param: str, charge: Admit) -> bytes:
+    async def _bytes(self, url: str, param: str, charge: Admit, tenant: str) -> bytes:
         """The content that a URL names. ``charge``: is called with its bytes before they take memory."""
         scheme = url[:5].lower()
         if scheme == "data:":
             head, comma, body = url.partition(",")
             if not comma or not head.lower().endswith(";base64"):
                 raise refused(param, "a data: URL has the form data:image/png;base64,...")
-            return await self._decoded(body, param, charge)
+            return await self._decoded(body, param, charge, tenant)
         if scheme == "file:":
-            return await self.decoder.threads.run(self._file, url, param, charge)
+            return await self.decoder.threads.run(tenant, lambda: self._file(url, param, charge))
         if scheme == "http:" or url[:6].lower() == "https:":
             return await self._fetcher.fetch(url, param, charge)
         raise refused(param, f"{shown(url)} is not a URL of http, https or data")
 
-    async def _decoded(self, text: str, param: str, charge: Admit) -> bytes:
+    async def _decoded(self, text: str, param: str, charge: Admit, tenant: str) -> bytes:
         """The bytes of base64."""
         if len(text) > (self._max_bytes + 2) // 3 * 4:
             raise refused(param, f"has more than {self._max_bytes} bytes (max_media_bytes)")
         charge(len(text) // 4 * 3)
         if len(text) <= BASE64_PIECE:
             return from_base64(text, param)
-        return await self.decoder.threads.run(from_base64, text, param)
+        return await self.decoder.threads.run(tenant, lambda: from_base64(text, param))
 
     def _file(self, url: str, param: str, charge: Admit) -> bytes:
         """A file below the allowed directory. Refusals do not tell which other files exist."""

@@ -133,7 +133,7 @@ class RenderedChat(NamedTuple):
         if not self.media or loader is None:
             yield text if tokens is None else {"prompt": text, "prompt_token_ids": tokens}
             return
-        async with loader.loaded(self.media, find) as data:
+        async with loader.loaded(self.media, find, tenant) as data:
             full: MultiModalPrompt = {"prompt": text, "multi_modal_data": data, "mm_processor_kwargs": self.kwargs}
             if tokens is not None:
                 full["prompt_token_ids"] = tokens

@@ -342,6 +342,21 @@ def test_the_budget_refuses_what_comes_beside_much_else(loader: MediaLoader) -> 
     assert budget.used == 0
 
 
+def test_the_requests_of_one_tenant_leave_half_of_the_budget() -> None:
+    budget = MediaBudget(100)
+    with budget.share("one") as first, budget.share("one") as second, budget.share("two") as third:
+        first.charge(40, "a")
+        second.charge(10, "b")
+        for share in (first, second):
+            with pytest.raises(QueueFullError):
+                share.charge(1, "c")
+        third.charge(50, "d")
+        assert budget.used == 100
+    with budget.share("one") as first:
+        first.charge(100, "e")
+    assert budget.used == 0 and not budget.by_tenant.total()
+
+
 def test_the_pictures_of_a_request_count_together(loader: MediaLoader, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is within all limits of one, and the room for its pixels is not made before they are counted."""
     made: list[int] = []

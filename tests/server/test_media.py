@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -212,6 +213,26 @@ def test_too_many_media_at_once(api: Api, media: MediaLoader) -> None:
         answer = api.post("/v1/chat/completions", user(image()))
     assert answer.status_code == 429
     assert "Retry-After" in answer.headers
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/tokenize"])
+def test_the_keys_have_the_decoding_threads_in_turns(
+    llm: SeeingLLM, media: MediaLoader, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    tenants: list[str] = []
+    run = media.decoder.threads.run
+
+    async def watched(tenant: str, work: Callable[[], Any]) -> Any:
+        tenants.append(tenant)
+        return await run(tenant, work)
+
+    monkeypatch.setattr(media.decoder.threads, "run", watched)
+    source = {"type": "base64", "media_type": "image/png", "data": PNG.partition(",")[2]}
+    part = {"type": "image", "source": source} if path == "/v1/messages" else image()
+    body = user(part) | ({} if path == "/tokenize" else {"max_tokens": 3})
+    answer = Api(llm, ServerSettings(api_keys=("a", "b"))).post(path, body, headers={"Authorization": "Bearer b"})
+    assert answer.status_code == 200, answer.text
+    assert {*tenants} == {hashlib.sha256(b"b").hexdigest()} and media.budget.by_tenant.total() == 0
 
 
 def test_a_template_without_a_placeholder(api: Api, llm: SeeingLLM, monkeypatch: pytest.MonkeyPatch) -> None:

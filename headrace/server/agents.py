@@ -75,8 +75,9 @@ async def without_extras(request: Request, state: Serving, endpoint: Endpoint, b
         return body
     answers = state.llm.inputs.answers
     efforts = answers.efforts if answers is not None else EffortVariables()
-    extras = await state.llm.inputs.in_thread(request.scope.get(TENANT, ""), lambda: list(_extras(endpoint, body, efforts)))
-    for extra in extras:
+    tenant = request.scope.get(TENANT, "")
+    extras = await state.llm.inputs.in_thread(tenant, lambda: list(_extras(endpoint, body, efforts, state.secret)))
+    for extra in reversed(extras):  # Of a list, the last places first.
         del extra.owner[extra.name]
     if extras:
         names = list(dict.fromkeys(re.sub(r"\[\d+\]", "[]", extra.path)[:64] for extra in extras))

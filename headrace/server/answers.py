@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from headrace.options import Endpoint
-from headrace.server.generation import Generation
+from headrace.server.generation import Generation, cancel_on_disconnect
 from headrace.server.request import body_schema, checked_body, parsed_body, tenant
 from headrace.server.schema import SampledBody
 from headrace.server.sse import Answer, respond
@@ -34,7 +34,9 @@ class AnswerRoute(Generic[B]):
         state = serving(request)
         body = await checked_body(request, state, self.kind, self.endpoint)
         request_id = request.scope["headrace.engine_id"] = self.new_id()
-        generation, answer = await self.build(state, body, request_id, tenant(request))
+        # A client that leaves takes its work out of the queues of threads and processes.
+        built = self.build(state, body, request_id, tenant(request))
+        generation, answer = await cancel_on_disconnect(state, request.receive, built)
         # Of Anthropic's bodies none names a user.
         if session := request.headers.get("x-session-id") or getattr(body, "user", None):
             generation.of_session(session)

@@ -207,6 +207,7 @@ async def cancel_on_disconnect(serving: Serving, receive: Receive, work: Awaitab
     """
     task = asyncio.ensure_future(work)
     watchers = [asyncio.create_task(_disconnected(receive)), asyncio.create_task(serving.until_stopped())]
+    done: set[asyncio.Future[Any]] = set()
     try:
         done, _ = await asyncio.wait([task, *watchers], return_when=asyncio.FIRST_COMPLETED)
         if task in done:
@@ -216,6 +217,7 @@ async def cancel_on_disconnect(serving: Serving, receive: Receive, work: Awaitab
         raise next(error for watcher in watchers if watcher in done and (error := watcher.exception()))
     finally:
         await cancelled(task, *watchers)
+        del task, watchers, done  # an error, which one of them has, has this frame in its traceback
 
 
 async def _disconnected(receive: Receive) -> None:

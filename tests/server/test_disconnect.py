@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import threading
 from collections.abc import Iterator
 
 import httpx
@@ -60,6 +62,24 @@ def test_leaving_before_the_body_is_whole(slow: Running) -> None:
         client.send(post(b"{", length=100))
         wait_for(lambda: slow.app.state.serving.num_in_flight == 1)
     wait_for(lambda: slow.app.state.serving.num_in_flight == 0)
+    assert not slow.llm.seen
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"structured_outputs": {"regex": "a"}}])
+def test_leaving_while_the_request_waits_for_a_thread(slow: Running, fields: dict[str, object]) -> None:
+    """What it waits for is not done: a client could queue any amount of work, and leave."""
+    gate, inputs = threading.Event(), slow.llm.inputs
+    with concurrent.futures.ThreadPoolExecutor(2) as others:
+        busy = [others.submit(asyncio.run, inputs.in_thread("", gate.wait)) for _ in range(2)]
+        try:
+            for count in range(1, 4):
+                with pytest.raises(httpx.ReadTimeout):
+                    httpx.post(f"{slow.url}/v1/chat/completions", json=CHAT | fields, timeout=0.3)
+                wait_for(lambda count=count: outcomes(slow).get("disconnected") == count)
+            assert not inputs._threads._work
+        finally:
+            gate.set()
+        assert [job.result() for job in busy] == [True, True]
     assert not slow.llm.seen
 
 

@@ -70,7 +70,7 @@ class Staircases:
 
     @staticmethod
     def num_queries(length: int) -> int:
-        """How many queries with ``length`` keys to take at a time, so that a mask stays small."""
+        """Returns the number of queries with ``length`` keys to take at a time, so that a mask stays small."""
         fewest, most = _MASK_QUERIES
         return max(fewest, min(most, _MASK_ENTRIES // length))
 

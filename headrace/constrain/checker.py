@@ -136,7 +136,7 @@ class ConstraintChecker:
         return Constraint(kind, grammar, nbytes=nbytes)
 
     def _nbytes(self, grammar: str, vocabulary: GrammarVocabulary) -> int | str:
-        """What the matcher of a grammar takes, or why it cannot be held."""
+        """Returns the bytes that the matcher of a grammar takes, or why it cannot be held."""
         before = native_bytes()
         matcher = compiled(grammar, vocabulary, self.config)
         if isinstance(matcher, str):

@@ -31,10 +31,10 @@ _FILL_THREADS = 16
 
 
 class _Compiling(NamedTuple):
-    """What a request waits for."""
+    """A constraint that is compiled for a request."""
 
     sequences: Sequence[EngineSequence]
-    """Its samples."""
+    """Samples of the request."""
     compiled: Future[GrammarMatcher | str]
     """The constraint's matcher at its start, which other requests may wait for."""
     copies: Future[list[GrammarMatcher] | str]
@@ -61,7 +61,7 @@ class Constraints:
         self._lockstep = lockstep
         self._words = -(-vocab_size // 32)
         self._compiling: dict[str, _Compiling] = {}
-        """By request."""
+        """Constraints that requests wait for, by request id."""
         self._waiters: Counter[Future[GrammarMatcher | str]] = Counter()
         """Requests that wait for a constraint's matcher."""
         self._executor: LLExecutor | None = None
@@ -141,7 +141,7 @@ class Constraints:
         return failed
 
     def wait(self, seconds: float) -> None:
-        """Until a constraint is compiled, at most so long."""
+        """Waits until a constraint is compiled, at most ``seconds``."""
         wait([each.copies for each in self._compiling.values()], seconds, FIRST_COMPLETED)
 
     def masks(self, rows: Iterable[ConstrainedRow]) -> tuple[list[int], Mask, Failed]:

@@ -49,9 +49,9 @@ class GrammarFactory:
         self._slow = self._processes(1, config.max_compile_seconds)
         self._cache: BoundedCache[bytes, Checked] = BoundedCache(_CACHED, _CACHED_BYTES, _size)
         self._pending: dict[tuple[bytes, bool], Future[Checked | None]] = {}
-        """What ``prepare`` waits for."""
+        """Checks for which ``prepare`` waits."""
         self._waiters: Counter[Future[Checked | None]] = Counter()
-        """Requests that wait for it."""
+        """Number of requests that wait for a check."""
         self._waiting: dict[str, int] = {}
         """Bytes of constraints that each tenant waits for."""
 

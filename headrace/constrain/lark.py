@@ -18,7 +18,7 @@ _SCHEMA = re.compile(rf"{QUIET.pattern}|(%json\s*)")
 
 
 Grammars = dict[str, dict[str, Any]]
-"""By the names that rules refer to."""
+"""Serialised grammars by the names that rules refer to."""
 
 
 class Hold(Protocol):
@@ -35,7 +35,7 @@ class Lark:
         self.tokens = tokens
         self.rules: list[str] = []
         self.grammars: Grammars = {}
-        """By name, which is made of the content: those of another Lark have none of these names for something else."""
+        """Grammars by name. A name is made of the content, so that grammars of different ``Lark`` never share one."""
 
     def serialised(self, start: str) -> str:
         """The grammar with this start rule, in llguidance's serialised form."""

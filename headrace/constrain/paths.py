@@ -9,7 +9,7 @@ from headrace.constrain.lark import QUIET
 from headrace.errors import RequestError
 
 PATH_DEPTHS = 8
-"""How often the limit of a schema's nesting a path through references or rules may be as long."""
+"""Ratio of the longest path through references or rules to the limit of a schema's nesting."""
 _RULE = re.compile(r"^[ \t]*[?!]?(\w+)(?:\.-?\d+)?(?:\[[^\]\n]*\])?\s*:", re.MULTILINE)
 _NAME = re.compile(r"[A-Za-z_]\w*")
 

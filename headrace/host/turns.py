@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from headrace.host.worker_threads import WorkerThreads
+from headrace.host.worker_threads import WorkerThreads, done
 
 T = TypeVar("T")
 
@@ -22,13 +22,13 @@ class TenantThreads:
     """
 
     def __init__(self, count: int, name: str, *, initializer: Callable[[], object] | None = None, stack_bytes: int = 0) -> None:
-        """As for ``WorkerThreads``."""
+        """The parameters are those of ``WorkerThreads``."""
         self._threads = WorkerThreads(count, name, initializer=initializer, stack_bytes=stack_bytes)
         self._lock = threading.Lock()
         self._work: dict[Future[Any], Callable[[], Any]] = {}
-        """What no thread has begun."""
+        """Work that no thread has begun."""
         self._queues: OrderedDict[str, dict[Future[Any], None]] = OrderedDict()
-        """By tenant, the one whose turn is next first; none is empty."""
+        """Queued work by tenant, the one whose turn is next first; none is empty."""
 
     def start(self) -> None:
         """Starts the threads, which the first work does otherwise. Raises: as ``WorkerThreads.start``."""
@@ -42,7 +42,7 @@ class TenantThreads:
         return future
 
     async def run(self, tenant: str, work: Callable[[], T]) -> T:
-        """As ``submit``; waits for the result. Cancelled before its turn, the work is never done."""
+        """Submits work and waits for its result. Cancelled before its turn, the work is never done."""
         future = self.submit(tenant, work)
         try:
             return await asyncio.shield(asyncio.wrap_future(future))
@@ -86,7 +86,7 @@ class TenantThreads:
         if work is None:
             return  # Another tenant's turn came first.
         try:
-            future.set_result(work())
+            future.set_result(done(work))
         except BaseException as error:
             future.set_exception(error)
         finally:

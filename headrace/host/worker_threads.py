@@ -35,8 +35,8 @@ def switch_threads_often() -> None:
     sys.setswitchinterval(5e-4)
 
 
-def _done(work: Callable[[], T]) -> T:
-    """Calls ``work``. An asyncio future takes no StopIteration: who waits for it would wait for ever."""
+def done(work: Callable[[], T]) -> T:
+    """Returns the result of ``work``. An asyncio future takes no StopIteration: who waits for it would wait for ever."""
     try:
         return work()
     except StopIteration as error:
@@ -84,7 +84,7 @@ class WorkerThreads:
         self.start()
         if self._pool is None:
             raise EngineError(f"the threads of {self._name} were not started")
-        return self._pool.submit(_done, partial(work, *args, **kwargs))
+        return self._pool.submit(done, partial(work, *args, **kwargs))
 
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Submits work and waits for its result. Work that is cancelled before its turn is never done."""

@@ -34,14 +34,14 @@ class QuantSpec:
 
     codes: Literal["e4m3", "int4", "int8", "mxfp4", "nvfp4"]
     group: ScaleGroup
-    """Which numbers share a scale: all, those of an output, or tiles of (outputs, inputs)."""
+    """The numbers that share a scale: all, those of an output, or tiles of (outputs, inputs)."""
     zero: Literal["none", "int"] = "none"
     """int: groups have integer zero points. none: the codes are symmetric."""
     scale: Literal["float", "e8m0", "e4m3"] = "float"
-    """How scales are stored: as floats, as exponents of two, or as e4m3 with a float for the whole matrix."""
+    """The form of stored scales: floats, exponents of two, or e4m3 with a float for the whole matrix."""
     activations: ActivationScale = "none"
-    """How the writer meant activations to be rounded: not at all, with a scale for each token, for each 128 inputs of a token,
-    or with the one scale ``input_scale``."""
+    """The rounding of activations that the writer meant: none, with a scale for each token, for each 128 inputs of a token, or
+    with the one scale ``input_scale``."""
     activation_codes: ActivationCodes = "none"
     """The number format to which activations are rounded."""
     order: Literal["none", "g_idx"] = "none"

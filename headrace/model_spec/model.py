@@ -124,11 +124,11 @@ class ForeignSpec(ModelFacts):
     """A model of which headrace knows its attention; the rest is the library's."""
 
     num_tokens: int
-    """Of the vocabulary; ``vocab_size`` counts the columns of the logits, some of which may be padding."""
+    """Tokens of the vocabulary; ``vocab_size`` counts the columns of the logits, some of which may be padding."""
     num_weights: int
     """Numbers in all its weights, tied ones once."""
     no_graphs: str = ""
-    """Why no step may be captured as a CUDA graph; empty: capture is tried."""
+    """Reason for which no step may be captured as a CUDA graph; empty: capture is tried."""
 
 
 AnySpec = ModelSpec | ForeignSpec

@@ -37,7 +37,7 @@ class MediaDecoder:
         return Picture(np.frombuffer(decoded.pixels, np.uint8).reshape(decoded.height, decoded.width, 3))
 
     async def video(self, data: bytes, param: str, admit: Admit = lambda size: None, tenant: str = "") -> Video:
-        """As ``image``, of a video."""
+        """Decodes a video; see ``image``."""
         decoded = await self.threads.run(tenant, lambda: self._decode("video", data, param, admit))
         shape = (decoded.frames, decoded.height, decoded.width, 3)
         return Video(np.frombuffer(decoded.pixels, np.uint8).reshape(shape), _metadata(decoded))

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of the eight numbers of an AWQ word lies at each of its 4-bit places, from the lowest."""
+"""Index among the eight numbers of an AWQ word of the one at each of its 4-bit places, from the lowest."""
 
 
 def unpack(words: torch.Tensor, bits: int, axis: Literal[0, 1], order: Sequence[int] | None = None) -> torch.Tensor:

@@ -108,8 +108,8 @@ def _extras(endpoint: Endpoint, body: dict[str, Any], efforts: EffortVariables, 
 
 
 def _foreign(parts: Any, where: str, secret: bytes) -> Iterator[_Extra]:
-    """What a conversation has of another server, or of this one before it started again: calls of hosted tools, and reasoning
-    under a seal that cannot be opened."""
+    """Yields the parts of a conversation that another server made, or this one before it started again: calls of hosted tools,
+    and reasoning under a seal that cannot be opened."""
     if not isinstance(parts, list):
         return
     for index, part in enumerate(parts):

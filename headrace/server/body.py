@@ -31,19 +31,19 @@ class BodyBudget:
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
         self._used: Counter[str] = Counter()
-        """By tenant."""
+        """Bytes by tenant."""
 
     @property
     def used(self) -> int:
         return self._used.total()
 
     def json(self, request: Request, max_values: int | None) -> Body:
-        """The request's body, of JSON with at most so many values (None: it is something else). Its bytes count until
-        ``release_body``."""
+        """Returns the request's body, of JSON with at most ``max_values`` values (None: it is something else). Its bytes count
+        until ``release_body``."""
         return self._body(request, self._settings.max_body_bytes, "max_body_bytes", max_values)
 
     def features(self, request: Request) -> Body:
-        """As ``json``, of features."""
+        """Returns the body of features, counted like that of ``json``."""
         return self._body(request, self._settings.max_feature_bytes, "max_feature_bytes", None)
 
     def _body(self, request: Request, max_bytes: int, option: str, max_values: int | None) -> Body:

@@ -74,9 +74,9 @@ class Serving:
         self.responses = ResponseStore(settings)
         self.features = FeatureStore(settings)
         self._sequences: Counter[str] = Counter()
-        """Those that the engine was sent, by tenant."""
+        """Sequences that were sent to the engine, by tenant."""
         self._reports: dict[str, BoundedCache[str, AttentionReport]] = {}
-        """By tenant."""
+        """Attention reports of the last requests that attended sparsely, by tenant and id."""
         path = settings.codex_instructions
         self.codex_instructions = None if path is None else Path(path).read_text(encoding="utf-8")
         self.secret = secrets.token_bytes(32)
@@ -142,7 +142,7 @@ class Serving:
         return self._facts
 
     def enter(self, tenant: str, count: int) -> None:
-        """So many sequences of a tenant's are to be sent to the engine, until ``leave``.
+        """Counts ``count`` sequences of a tenant that are sent to the engine, until ``leave``.
 
         Raises:
             QueueFullError: its API key has as many as may run at once, and its share of the queue beside them.
@@ -155,11 +155,11 @@ class Serving:
         self._sequences[tenant] += count
 
     def leave(self, tenant: str, count: int) -> None:
-        """They have ended."""
+        """Counts ``count`` sequences of a tenant no longer."""
         self._sequences[tenant] -= count
 
     def reports(self, tenant: str) -> BoundedCache[str, AttentionReport]:
-        """How a tenant's last requests attended that did so sparsely, by id."""
+        """Returns the attention reports of a tenant's last requests, by id."""
         return self._reports.setdefault(tenant, BoundedCache(self.settings.share(_REPORTS)))
 
     @property

@@ -1,4 +1,4 @@
-"""How the layouts of quantised matrices lie in a checkpoint: which tensors, of which shapes, and how they make codes."""
+"""Layouts of quantised matrices in a checkpoint: their tensors, the shapes of these, and the codes that they make."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Along = tuple[tuple[int, int] | None, ...]
 """For each axis of the matrix: the axis of the stored tensor, and how many numbers of the matrix share one of its indices.
 None: every range of the matrix needs all of it."""
 Tensors = Mapping[str, torch.Tensor]
-"""By the last component of their names."""
+"""Tensors by the last component of their names."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class MatrixLayout:
     kind: str
     spec: QuantSpec
     pieces: Mapping[str, StoredPiece]
-    """By the last component of their names."""
+    """Stored tensors by the last component of their names."""
     decode: Callable[[Tensors, tuple[int, ...], int], Codes]
     """Makes codes of the pieces for a range of the matrix, from the range's shape and its first input."""
 

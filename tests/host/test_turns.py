@@ -116,3 +116,10 @@ def test_who_waits_may_leave_and_errors_keep_nothing() -> None:
         assert left[0]() is None
     finally:
         gc.enable()
+
+
+def test_the_end_of_a_generator_reaches_who_waits() -> None:
+    pool = TenantThreads(1, "test")
+    with pytest.raises(RuntimeError, match="end was not expected"):
+        asyncio.run(asyncio.wait_for(pool.run("", lambda: next(iter(()))), timeout=60))
+    pool.close()

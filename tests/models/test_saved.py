@@ -13,9 +13,9 @@ from support.models import mixtures
 from support.models.cases import CASES, SMALL, pair, prompt
 from support.models.export import export
 from support.models.harness import Bench
+from support.models.packers import Rounded
 from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-from weights.packers import Rounded
 
 from headrace.config import EngineArgs
 from headrace.models import registry

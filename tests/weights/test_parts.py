@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from support.models.cases import CASES, pair
 from support.models.export import export
+from support.models.packers import Rounded
 from support.quant_blocks import Type, random_blocks
 from transformers import GptOssConfig
 
@@ -35,7 +36,6 @@ from headrace.weights.scaled import ScaledCheckpoint
 from headrace.weights.update import WeightUpdate
 
 from .models import config, files, spec, tensors, write_gguf, write_safetensors
-from .packers import Rounded
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.models.packers import Rounded, words
 
 from headrace.quant.formats.find import find_scheme
 from headrace.weights.names import Slice
@@ -15,7 +16,6 @@ from headrace.weights.safetensors import SafetensorsCheckpoint
 from headrace.weights.scaled import ScaledCheckpoint
 
 from .models import config
-from .packers import Rounded, words
 
 pytestmark = pytest.mark.gpu
 

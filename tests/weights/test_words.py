@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.models.packers import Rounded
 
 from headrace.errors import ConfigError
 from headrace.models import registry
@@ -20,7 +21,6 @@ from headrace.weights.safetensors import SafetensorsCheckpoint
 from headrace.weights.scaled import ScaledCheckpoint
 
 from .models import config, expected_parameters, files, parameters_of, spec, tensors
-from .packers import Rounded
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}

@@ -23,7 +23,7 @@ def fbgemm_fp8(fields: Fields) -> Scheme:
 
 
 def modelopt(fields: Fields) -> Scheme:
-    """Of ``config.json`` or of ``hf_quant_config.json``, whose fields lie in ``quantization``."""
+    """Reads the fields of ``config.json``, or of ``hf_quant_config.json``, where they lie in ``quantization``."""
     inner = fields.within("quantization") if fields.get("quantization") is not None else fields
     formats = {
         "FP8": _scaled("tensor", "static"),

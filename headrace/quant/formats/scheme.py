@@ -15,7 +15,7 @@ from headrace.model_spec.integers import is_integer
 from headrace.options import shown
 
 Layout = Literal["scaled", "packed", "gptq", "gptq_v2", "awq", "fp4", "mxfp4_blocks", "int4_bytes"]
-"""How codes and scales lie in a checkpoint's tensors; ``weights/layouts.py`` reads each."""
+"""Arrangements of codes and scales in a checkpoint's tensors; ``weights/layouts.py`` reads each."""
 _FUSED = (
     ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
     ("gate_up_proj", ("gate_proj", "up_proj")),
@@ -41,7 +41,7 @@ class Rule:
     format: MatrixFormat | None
     """None: floats."""
     pattern: str | None = None
-    """As written; None: it holds for every matrix."""
+    """The pattern as it is written; None: the rule holds for every matrix."""
     matches: Callable[[str], object] | None = None
     """Tests a module's name; None: the pattern is some whole components of it."""
 

@@ -123,7 +123,7 @@ async def late_system(state: Serving, tenant: str) -> bool:
 
 
 def partial_object(text: str) -> dict[str, Any]:
-    """As much of a JSON object as is there."""
+    """Returns the arguments of a call that was cut off, as far as they are there."""
     try:
         value = from_json(text or "{}", allow_partial=True)
     except ValueError:

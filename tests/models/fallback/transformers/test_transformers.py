@@ -14,8 +14,8 @@ import transformers
 from support.models import tiny_models
 from support.models.architectures import TOLERANCE, quiet, survey_one
 from support.models.foreign import decisions, engine, model_of, tokens_of
+from support.models.packers import Rounded
 from transformers.models.gpt_neox_japanese.modeling_gpt_neox_japanese import GPTNeoXJapaneseAttention
-from weights.packers import Rounded
 
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError

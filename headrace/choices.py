@@ -11,6 +11,7 @@ _FP16, _FP32, _BF16 = "write float16", "write float32", "write bfloat16"
 _CONVERTED = "weights are read from safetensors and GGUF files: convert the checkpoint"
 _INT8 = "write int8, which quantises any checkpoint while it loads"
 _INT4 = "write int4, which quantises any checkpoint while it loads"
+_FP8 = "write fp8, which has a scale for each output"
 _STORED = "leave the option out: how a checkpoint is quantised is read from its files"
 _LIBRARY = "llguidance holds structured output here: leave the option out"
 
@@ -19,10 +20,12 @@ DType = Annotated[
     OptionSpec(hints=MappingProxyType({"half": _FP16, "fp16": _FP16, "float": _FP32, "fp32": _FP32, "bf16": _BF16})),
 ]
 Quantization = Annotated[
-    Literal["none", "auto", "int8", "int4"],
+    Literal["none", "auto", "int8", "int4", "fp8", "fp8_per_block"],
     OptionSpec(
         hints=MappingProxyType(
-            {"wint8": _INT8, "w8a16": _INT8, "wint4": _INT4, "w4a16": _INT4, "bitsandbytes": _INT4} | {"gguf": _STORED}
+            {"wint8": _INT8, "w8a16": _INT8, "wint4": _INT4, "w4a16": _INT4, "bitsandbytes": _INT4}
+            | dict.fromkeys(("fp8_per_channel", "fp8_per_tensor"), _FP8)
+            | dict.fromkeys(("gguf", "awq", "gptq", "gptq_marlin", "awq_marlin", "compressed-tensors", "modelopt"), _STORED)
         )
     ),
 ]

@@ -176,8 +176,9 @@ class EngineArgs(Checked):
     """Number format of activations and of weights that are not quantised. float32 is exact and the slowest on most CPUs.
     auto takes the checkpoint's format where the device runs it well; the start-up report gives the reason."""
     quantization: choices.Quantization = "auto"
-    """Weight quantisation. auto keeps a quantised GGUF file quantised where a packed CPU kernel supports it, and reads
-    other checkpoints as floats. int8 and int4 quantise any checkpoint while it loads and report the error. none is exact."""
+    """Weight quantisation. auto keeps a quantised GGUF file quantised where a packed CPU kernel supports it, FP8 checkpoints
+    on GPUs, and reads other checkpoints as floats. int8 and int4 on CPUs, and fp8 (a scale for each output) and fp8_per_block
+    (one for each 128 x 128) on GPUs, quantise any checkpoint while it loads and report the error. none is exact."""
     tensor_parallel_size: Annotated[
         int, OptionSpec(min=1, max=64, flags=("--tensor-parallel-size", "-tp", "--tp"), metavar="INTEGER")
     ] = 1

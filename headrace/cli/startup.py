@@ -62,7 +62,8 @@ def _named(info: EngineInfo) -> dict[str, Any]:
 
 
 def headline(info: EngineInfo) -> Text:
-    weights = info.dtype if info.quantization == "none" else f"{info.dtype}, weights {info.quantization}"
+    packed = "in FP8, as stored" if info.quantization == "stored" else info.quantization
+    weights = info.dtype if info.quantization == "none" else f"{info.dtype}, weights {packed}"
     return Text.assemble(
         (info.model, "bold"),
         f"  {info.architecture} on {info.device}, {weights}; context {info.max_model_len:,} tokens, "

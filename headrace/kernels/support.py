@@ -51,6 +51,14 @@ def fp8_refusals(device: torch.device | str) -> list[str]:
     return [f"FP8 KV cache requires SM{MIN_SM}+, got SM{capability}"]
 
 
+def fp8_product_refusals(device: torch.device | str) -> list[str]:
+    """Reasons why a device cannot multiply FP8 by FP8; empty: it can. A CPU can, slowly."""
+    capability = compute_capability(device)
+    if capability is None or capability >= NATIVE_FP8_SM:
+        return []
+    return [f"products in FP8 require SM{NATIVE_FP8_SM}+, got SM{capability}"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Resources:
     """Resources of a launch."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 
 from headrace.errors import ConfigError
+from headrace.kernels import native
 from headrace.kernels.native import NativeKernels
 from headrace.layers.linear import Linear
 from headrace.layers.stored import StoredMatrix
+from headrace.quant.float_codes import TileCodes
+from headrace.quant.fp8 import Fp8BlockMethod, Fp8Method
 from headrace.quant.groups import GroupCodes
 from headrace.quant.hybrid import HybridMethod
 from headrace.quant.int4 import Int4Method
@@ -19,6 +23,8 @@ from headrace.quant.native import NativeMethod
 from headrace.quant.packed import PackedMethod, kept_codes
 
 BITS = {"int4": 4, "int8": 8}
+FP8: Mapping[str, type[Fp8Method] | None] = {"fp8": Fp8Method, "fp8_per_block": Fp8BlockMethod, "stored": None}
+"""Quantization -> method to which floats are rounded; None: they stay floats, and only codes of a checkpoint are kept."""
 INT4_ROWS = 16
 """Most rows for which PyTorch's packed int4 product is faster than a bfloat16 one (two Zen 4 cores, milliseconds of the
 products of a step of the embedded model: 14 and 26 at 8 rows, 27 and 31 at 16, 53 and 41 at 32)."""
@@ -39,13 +45,79 @@ class Conversion:
     """Root mean square of (held - exact weights) over that of the exact ones."""
 
 
-class Converter:
-    """Swaps the methods of layers for those that pack their weights.
+class Converter(Protocol):
+    """Swaps the methods of layers for those of another number format."""
+
+    packs_head: bool
+    """Whether the output head is converted too."""
+
+    def convert(self, name: str, layer: Linear, parts: Sequence[StoredMatrix], *, is_head: bool = False) -> Conversion:
+        """Loads the layer's weights on its device, by another method where one holds them.
+
+        Args:
+            name: of the layer, for errors.
+            parts: the stored matrices, one below the other.
+            is_head: whether it is the output head.
+
+        Raises:
+            ConfigError: no packed kernel takes a matrix of this shape on this device.
+        """
+        ...
+
+
+def converter(quantization: str) -> Converter:
+    """Returns the converter for a quantization of ``EngineConfig`` other than none."""
+    if quantization in FP8:
+        return Fp8Converter(FP8[quantization])
+    return IntegerConverter(quantization, native.load())
+
+
+class Fp8Converter:
+    """Keeps FP8 as it is stored, and rounds floats to it where asked to. The output head stays in floats.
+
+    Args:
+        online: method to which floats are rounded; None: they stay floats.
+    """
+
+    packs_head = False
+
+    def __init__(self, online: type[Fp8Method] | None) -> None:
+        self._online = online
+
+    def convert(self, name: str, layer: Linear, parts: Sequence[StoredMatrix], *, is_head: bool = False) -> Conversion:
+        kinds = " and ".join(dict.fromkeys(part.kind for part in parts))
+        method, why = self._method(layer, parts)
+        if method is None:
+            layer.method.load(layer, parts)
+            return Conversion(layer.method.format, f"stored as {kinds}; {why}", 0.0)
+        weight = layer.weight
+        return _swap(layer, method, weight.dtype, weight.device, parts, f"stored as {kinds}{why}")
+
+    def _method(self, layer: Linear, parts: Sequence[StoredMatrix]) -> tuple[Fp8Method | None, str]:
+        """Returns the method and why it was chosen; None: the weights stay floats, for that reason."""
+        shape = layer.in_features, layer.out_features, layer.weight.device.type
+        tiles = [part.codes for part in parts if isinstance(part.codes, TileCodes)]
+        if len(tiles) == len(parts):
+            kept = [kind for kind in (Fp8Method, Fp8BlockMethod) if all(kind.holds(tile) for tile in tiles)]
+            if not kept:
+                return None, "no kernel here multiplies by scales of such tiles"
+            reasons = kept[0].supports(*shape)
+            return (None, reasons[0]) if reasons else (kept[0](), ", whose numbers are kept")
+        if self._online is None:
+            return None, "not all of it has codes" if tiles else "which is kept"
+        reasons = self._online.supports(*shape)
+        return (None, reasons[0]) if reasons else (self._online(), ", rounded to FP8")
+
+
+class IntegerConverter:
+    """Packs weights for CPUs.
 
     Args:
         quantization: int4 or int8: bits of matrices that the checkpoint does not say more about.
         kernels: the native ones, if there are.
     """
+
+    packs_head = True
 
     def __init__(self, quantization: str, kernels: NativeKernels | None) -> None:
         if quantization not in BITS:
@@ -55,16 +127,7 @@ class Converter:
         self._kernels = kernels if kernels is not None and kernels.tile != "portable" else None
 
     def convert(self, name: str, layer: Linear, parts: Sequence[StoredMatrix], *, is_head: bool = False) -> Conversion:
-        """Swaps the layer's method and loads its weights, on the device of the layer.
-
-        Args:
-            name: of the layer, for errors.
-            parts: the stored matrices, one below the other.
-            is_head: the output head, whose codes have 8 bits: its errors go straight into the logits.
-
-        Raises:
-            ConfigError: no packed kernel takes a matrix of this shape on this device.
-        """
+        """Codes of the output head have 8 bits, since its errors go straight into the logits."""
         bits = max(self._bits(part, is_head) for part in parts)
         why = self._reason(parts, bits, is_head)
         shape, dtype, device = (layer.in_features, layer.out_features), layer.weight.dtype, layer.weight.device

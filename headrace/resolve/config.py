@@ -11,7 +11,15 @@ from headrace.model_spec import AnySpec, ModelSpec, MoeSpec
 from headrace.resolve import schedule
 from headrace.resolve.facts import DecisionLog, DeviceFacts
 from headrace.resolve.memory import KVPlan, check_slots, estimated_room
-from headrace.resolve.model import compute_dtype, gguf_types, kv_dtype, note_stored_format, quantization, with_rope_factors
+from headrace.resolve.model import (
+    compute_dtype,
+    gguf_types,
+    kv_dtype,
+    note_stored_format,
+    quantization,
+    stored_format,
+    with_rope_factors,
+)
 from headrace.resolve.sparse import sparse, with_yarn_factor
 from headrace.sources.files import ModelFiles
 
@@ -50,8 +58,9 @@ def resolve(
     model = with_yarn_factor(args, with_rope_factors(args, model, log), log)
     types = gguf_types(files)
     dtype = compute_dtype(args, model, types, device, log)
-    packed = quantization(args, model, types, dtype, device, log)
-    note_stored_format(files, dtype, packed, log)
+    stored = stored_format(files)
+    packed = quantization(args, model, types, stored, dtype, device, log)
+    note_stored_format(stored, dtype, packed, log)
     num_seqs, num_batched = schedule.batch(args, device, log)
     cache_dtype = kv_dtype(args, model, dtype, device)
     backends = schedule.attention(args, model, device, dtype, cache_dtype, log)

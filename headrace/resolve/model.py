@@ -11,8 +11,10 @@ from headrace.errors import ConfigError
 from headrace.kernels import support
 from headrace.model_spec import AnySpec, ForeignSpec, MoeSpec, RopeSpec
 from headrace.model_spec.kv import FP8_KV
+from headrace.quant.convert import FP8
 from headrace.quant.formats.find import find_scheme
 from headrace.quant.formats.gguf import INT4_TYPES, INT8_TYPES, PLAIN_TYPES
+from headrace.quant.formats.scheme import Scheme
 from headrace.quant.int4 import Int4Method
 from headrace.quant.int8 import Int8Method
 from headrace.quant.native import NativeMethod
@@ -38,12 +40,16 @@ def with_rope_factors(args: EngineArgs, model: AnySpec, log: DecisionLog) -> Any
     return dataclasses.replace(model, layers=layers, max_position=longest)
 
 
-def note_stored_format(files: ModelFiles, dtype: str, quantization: str, log: DecisionLog) -> None:
-    """Notes the number format of a checkpoint that another library quantised."""
-    if files.kind != "safetensors" or (scheme := find_scheme(files.config)) is None:
+def stored_format(files: ModelFiles) -> Scheme | None:
+    """Returns the number formats of a checkpoint that another library quantised; None: it has floats."""
+    return find_scheme(files.config) if files.kind == "safetensors" else None
+
+
+def note_stored_format(scheme: Scheme | None, dtype: str, quantization: str, log: DecisionLog) -> None:
+    if scheme is None:
         return
-    how = f"its matrices are dequantised to {dtype}" if quantization == "none" else f"its matrices are packed as {quantization}"
-    log.note("checkpoint format", scheme, how)
+    how = {"none": f"dequantised to {dtype}", "stored": "multiplied as they are stored where a kernel can"}
+    log.note("checkpoint format", scheme, f"its matrices are {how.get(quantization, f'packed as {quantization}')}")
 
 
 def gguf_types(files: ModelFiles) -> Counter[str] | None:
@@ -84,8 +90,15 @@ def compute_dtype(args: EngineArgs, model: AnySpec, types: Counter[str] | None, 
 
 
 def quantization(
-    args: EngineArgs, model: AnySpec, types: Counter[str] | None, dtype: str, device: DeviceFacts, log: DecisionLog
+    args: EngineArgs,
+    model: AnySpec,
+    types: Counter[str] | None,
+    stored: Scheme | None,
+    dtype: str,
+    device: DeviceFacts,
+    log: DecisionLog,
 ) -> str:
+    """Decides the format of packed weights, none if they are floats. ``stored``: the checkpoint's, if it has one."""
     requested = args.quantization
     if requested == "none":
         return requested
@@ -95,10 +108,9 @@ def quantization(
         log.note("quantization", "none", "another library built the model: its weights stay as they are")
         return "none"
     if device.cuda:
-        if requested != "auto":
-            raise ConfigError(f"quantization {requested} is for CPUs: the packed kernels do not run on a GPU", "quantization")
-        log.note("quantization", "none", f"the packed kernels are the CPU's: weights are made {dtype}")
-        return "none"
+        return _on_gpu(args, stored, dtype, device, log)
+    if requested in FP8:
+        raise ConfigError(f"quantization {requested} is for GPUs: write int8 on a CPU", "quantization")
     if any(isinstance(mlp, MoeSpec) for mlp in model.mlps):
         if requested != "auto":
             raise ConfigError(
@@ -135,6 +147,30 @@ def quantization(
         whose = f"compiled {device.native_kernels}" if compiled else "PyTorch's"
         log.note("quantization", bits, f"{whose} kernels hold {', '.join(sorted(types))} as it is")
         return bits
+    return "none"
+
+
+def _on_gpu(args: EngineArgs, stored: Scheme | None, dtype: str, device: DeviceFacts, log: DecisionLog) -> str:
+    requested = args.quantization
+    if requested not in (*FP8, "auto"):
+        raise ConfigError(f"quantization {requested} is for CPUs: write fp8 on a GPU", "quantization")
+    refusals = [(reason, "quantization") for reason in support.fp8_product_refusals(device.device)]
+    if dtype == "float32":
+        refusals.append(("its products are of 16-bit activations: set dtype bfloat16 or float16", "dtype"))
+    if args.deterministic:
+        refusals.append(("it has no product whose rows are independent of each other", "deterministic"))
+    if requested in FP8:
+        if refusals:
+            raise ConfigError(f"quantization {requested}: {refusals[0][0]}", refusals[0][1])
+        return requested
+    formats = [] if stored is None else [rule.format for rule in stored.rules if rule.format is not None]
+    if not formats or any(each.spec.codes != "e4m3" for each in formats):
+        log.note("quantization", "none", f"the checkpoint is not of FP8, which kernels here multiply: weights are made {dtype}")
+    elif refusals:
+        log.note("quantization", "none", f"the checkpoint is of FP8, and weights are made {dtype}: {refusals[0][0]}")
+    else:
+        log.note("quantization", "stored", "the checkpoint is of FP8, which the GPU multiplies")
+        return "stored"
     return "none"
 
 

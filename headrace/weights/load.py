@@ -17,13 +17,12 @@ from torch import nn
 
 from headrace.config import Decision, MemoryLine
 from headrace.errors import ConfigError, listed
-from headrace.kernels import native
 from headrace.layers.linear import Linear
 from headrace.layers.moe import Experts
 from headrace.layers.stored import Codes, StoredMatrix
 from headrace.model_spec import ModelSpec
 from headrace.parallel.shards import Cut
-from headrace.quant.convert import Conversion, Converter
+from headrace.quant.convert import Conversion, Converter, converter
 from headrace.quant.formats.find import find_scheme
 from headrace.sources.files import ModelFiles
 from headrace.weights.checkpoint import Checkpoint, DummyCheckpoint
@@ -58,7 +57,7 @@ def load_weights(
             are packed.
         table: the names of its parameters in checkpoints.
         files: what to load, as ``find_model`` returns it. Dummy: random weights from ``seed``.
-        quantization: none, int8 or int4.
+        quantization: as of ``EngineConfig``.
 
     Raises:
         ConfigError: a tensor is missing, unexpected, of another shape than the parameter or of a type that is not
@@ -150,7 +149,7 @@ class _Loader:
             for path, layer in linears.items():
                 self._load(path, layer)
         self._check_ties()
-        conversions = {} if quantization == "none" else self._pack(linears, Converter(quantization, native.load()))
+        conversions = {} if quantization == "none" else self._pack(linears, converter(quantization))
         self._progress(self._total, self._total)
         return LoadReport(
             seconds=time.perf_counter() - start,
@@ -194,12 +193,16 @@ class _Loader:
             stored = [part for name in self._table.names(of[path]) for part in self._stored(name)]
             return converter.convert(path, linears[path], stored, is_head=path == HEAD)
 
+        if not converter.packs_head and HEAD in linears:
+            self._load(HEAD, linears[HEAD])
+            linears = {path: layer for path, layer in linears.items() if path != HEAD}
         conversions = {}
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             for path, conversion in zip(linears, pool.map(convert, linears), strict=True):
                 conversions[path] = conversion
                 if of[path] == f"{path}.weight":
-                    del self._parameters[of[path]]
+                    if "weight" not in linears[path]._parameters:
+                        del self._parameters[of[path]]
                     for name in self._table.names(of[path]):
                         self._read(name)
         return conversions

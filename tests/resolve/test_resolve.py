@@ -108,6 +108,7 @@ def test_longrope_has_one_set_of_factors_for_all_sequences() -> None:
     [
         ({"dtype": "float8"}, "dtype"),
         ({"quantization": "int3"}, "quantization"),
+        ({"quantization": "fp8"}, "quantization"),
         ({"policy": "lifo"}, "policy"),
         ({"dtype": "float32", "quantization": "int4"}, "quantization"),
         ({"dtype": "float16", "quantization": "int8"}, "quantization"),

@@ -88,6 +88,35 @@ def test_the_cpus_formats_are_refused(asked: str) -> None:
     assert caught.value.param == "quantization"
 
 
+@pytest.mark.parametrize("asked", ["fp8", "fp8_per_block"])
+def test_fp8_is_for_gpus_that_multiply_it(asked: str) -> None:
+    assert on_gpu(quantization=asked).quantization == asked
+    for changes, param in (({"dtype": "float32"}, "dtype"), ({"deterministic": True}, "deterministic")):
+        with pytest.raises(ConfigError, match=asked) as caught:
+            on_gpu(quantization=asked, **changes)
+        assert caught.value.param == param
+
+
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("quantised", "args", "chosen", "reason"),
+    [
+        (BLOCKS, {}, "stored", "which the GPU multiplies"),
+        (BLOCKS, {"quantization": "none"}, "none", "dequantised to bfloat16"),
+        (BLOCKS, {"quantization": "fp8"}, "fp8", "packed as fp8"),
+        (BLOCKS, {"dtype": "float32"}, "none", "weights are made float32"),
+        (BLOCKS, {"deterministic": True}, "none", "rows are independent"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, {}, "none", "not of FP8"),
+    ],
+)
+def test_fp8_checkpoints_are_kept(quantised: dict[str, Any], args: dict[str, Any], chosen: str, reason: str) -> None:
+    config = on_gpu(quantised=quantised, **args)
+    assert config.quantization == chosen
+    assert any(reason in why for why in reasons(config).values())
+
+
 def test_deterministic() -> None:
     assert set(on_gpu(deterministic=True).attention_backends) == {"invariant"}
     assert set(on_gpu(deterministic=True, attention_backend="invariant").attention_backends) == {"invariant"}

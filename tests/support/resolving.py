@@ -49,15 +49,19 @@ def model(
 
 
 def decide(
-    spec: ModelSpec | None = None, device: DeviceFacts = ZEN, types: tuple[str, ...] | None = None, **args: Any
+    spec: ModelSpec | None = None,
+    device: DeviceFacts = ZEN,
+    types: tuple[str, ...] | None = None,
+    quantised: dict[str, Any] | None = None,
+    **args: Any,
 ) -> EngineConfig:
-    """``types``: of the matrices in a GGUF file; None: safetensors."""
+    """``types``: of the matrices in a GGUF file; None: safetensors. ``quantised``: their ``quantization_config``."""
     files = ModelFiles(
         name="m",
         kind="safetensors" if types is None else "gguf",
         directory=Path("."),
         weight_files=[],
-        config=LlamaConfig(),
+        config=LlamaConfig(quantization_config=quantised) if quantised else LlamaConfig(),
         generation_config={"eos_token_id": []},
     )
     with pytest.MonkeyPatch.context() as patch:

@@ -6,24 +6,32 @@ scale, in the second a scale for each ``GROUP`` channels, as in DeepSeek-V3 (202
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch.nn.functional import ScalingType, pad, scaled_mm
+from torch.nn.functional import ScalingType, scaled_mm
 
 from headrace.kernels import gpu
+
+if TYPE_CHECKING:
+    from headrace.kernels.linear import triton_fp8 as kernels
+else:
+    kernels = gpu.Late("headrace.kernels.linear.triton_fp8")
 
 GROUP = 128
 """Outputs and inputs of a block."""
 E4M3_MAX = 448.0
-_LEAST_SCALE = 1e-12
+LEAST_SCALE = 1e-12
 
 FEW_ROWS = 8
-"""Up to this many rows, the Triton kernel for blocks beats cuBLASLt's. On an H200, the four products of a layer of Qwen3-8B take
-71 and 85 us at 8 rows, 88 and 84 at 16."""
+"""Up to this many rows, the Triton kernel for blocks beats cuBLASLt's. On an H200, the four products of a layer of Qwen3-8B
+take 78 and 89 us at 8 rows, 86 and 87 at 16, activations and their rounding included."""
 UNSCALED_ROWS = 256
 """Up to this many rows, cuBLASLt's product without scales and a kernel that applies them beat its product with a scale for each
-row and output: 66 and 93 us at 64 rows."""
+row and output: 81 and 103 us at 64 rows, 122 and 120 at 256."""
+
+EXACT_ROWS = 64
+"""Up to this many rows, sums of more than 14 bits take no longer: 64 and 64 us at 64 rows, 68 and 70 at 128."""
 
 
 class Fp8Weight(NamedTuple):
@@ -54,13 +62,13 @@ def quantize_rows(x: torch.Tensor, group: int, multiple: int = 1) -> tuple[torch
         codes ``[T, K]`` float8_e4m3fn; scales ``[T, K / group]`` float32, on a GPU with a contiguous first axis.
     """
     if gpu.takes(x):
-        return gpu.kernels("fp8_linear").quantize_rows(x, group, multiple)  # type: ignore[no-any-return]
+        return kernels.quantize_rows(x, group, multiple)
     return quantize_rows_ref(x, group)
 
 
 def quantize_rows_ref(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    wide = x.float().view(len(x), -1, group)
-    scales = (wide.abs().amax(-1) / E4M3_MAX).clamp_min(_LEAST_SCALE)
+    wide = x.float().view(len(x), x.shape[1] // group, group)
+    scales = (wide.abs().amax(-1) / E4M3_MAX).clamp_min(LEAST_SCALE)
     codes = (wide / scales.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX)
     return codes.view(x.shape).to(torch.float8_e4m3fn), scales
 
@@ -81,18 +89,18 @@ def fp8_linear(
         return x.new_empty(0, len(weight.codes), dtype=dtype)
     if not gpu.takes(x):
         return fp8_linear_ref(*quantize_rows_ref(x, weight.group), weight, bias, dtype)
-    kernels, weight_t = gpu.kernels("fp8_linear"), weight.codes.t()
-    few = rows <= FEW_ROWS
+    weight_t, few = weight.codes.t(), rows <= FEW_ROWS
     # cuBLASLt's blocks are of multiples of four rows.
     codes, scales = quantize_rows(x, weight.group, 4 if weight.in_blocks and not few else 1)
     if weight.in_blocks and few:
-        return kernels.blocks(codes, scales, weight, bias, dtype)  # type: ignore[no-any-return]
+        return kernels.blocks(codes, scales, weight, bias, dtype)
     if weight.in_blocks:
         recipes = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
         y = scaled_mm(codes, weight_t, scales, recipes[0], weight.scales.t(), recipes[1], output_dtype=torch.bfloat16)[:rows]
     elif rows <= UNSCALED_ROWS or dtype != torch.bfloat16:
-        y = torch._scaled_mm(codes, weight_t, weight.one, weight.one, out_dtype=torch.float32, use_fast_accum=True)
-        return kernels.scale(y, scales, weight.scales, bias, dtype)  # type: ignore[no-any-return]
+        fast = rows > EXACT_ROWS
+        y = torch._scaled_mm(codes, weight_t, weight.one, weight.one, out_dtype=torch.float32, use_fast_accum=fast)
+        return kernels.scale(y, scales, weight.scales, bias, dtype)
     else:
         y = torch._scaled_mm(codes, weight_t, scales, weight.scales.t(), out_dtype=dtype, use_fast_accum=True)
     return (y if bias is None else y + bias).to(dtype)

@@ -1,7 +1,7 @@
-"""Products of rows and weights in FP8. References: ``headrace.kernels.fp8_linear``.
+"""Products of rows and weights in FP8. References: ``headrace.kernels.linear.fp8``.
 
 Weights go from the memory to the matrix units by way of registers, many of them at a time, as in
-``headrace.kernels.triton.linear``. Numbers of e4m3 are exact in float16, and so are their products in float32.
+``headrace.kernels.linear.triton``. Numbers of e4m3 are exact in float16, and so are their products in float32.
 """
 
 # A kernel's arguments have no types of Python's, and its tuples grow.
@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.fp8_linear import GROUP, Fp8Weight
-from headrace.kernels.triton.fp8 import as_bytes, gain, mode, quantized, scale_of, to_half
-from headrace.kernels.triton.pdl import announce, begin, options, wait
+from headrace.kernels.kv_cache.triton_fp8 import as_bytes, gain, mode, quantized, scale_of, to_half
+from headrace.kernels.linear.fp8 import GROUP, Fp8Weight
+from headrace.kernels.triton_pdl import announce, begin, options, wait
 
 MAX_ROWS = 16
 _OUTPUTS = 16
@@ -52,7 +52,7 @@ def _quantize(
 
 
 def quantize_rows(x: torch.Tensor, group: int, multiple: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Kernel version of ``headrace.kernels.fp8_linear.quantize_rows``; the last axis is contiguous."""
+    """Kernel version of ``headrace.kernels.linear.fp8.quantize_rows``; the last axis is contiguous."""
     rows, width = x.shape
     groups, count = width // group, triton.cdiv(rows, multiple) * multiple
     codes = torch.empty(count, width, dtype=torch.float8_e4m3fn, device=x.device)
@@ -113,7 +113,7 @@ def scale(
 
 @triton.jit
 def _places(TILE: tl.constexpr, WARPS: tl.constexpr):
-    """Line and first channel of each run of a tile: ``TILE`` lines of ``WARPS * GROUP`` channels, ``[TILE * WARPS * GROUP / RUN]``.
+    """Line and first channel of each run of a tile of ``TILE`` lines and ``WARPS * GROUP`` channels, ``[TILE * WARPS * RUNS]``.
 
     Eight lines and a run are what a warp loads at once; a warp has a group of its own.
     """
@@ -212,7 +212,7 @@ def _few(
 def blocks(
     codes: torch.Tensor, scales: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """Kernel version of ``headrace.kernels.fp8_linear.fp8_linear_ref`` for blocks, of at most ``MAX_ROWS`` rows.
+    """Kernel version of ``headrace.kernels.linear.fp8.fp8_linear_ref`` for blocks, of at most ``MAX_ROWS`` rows.
 
     Raises:
         ValueError: codes and weight do not fit each other, or there are too many rows.

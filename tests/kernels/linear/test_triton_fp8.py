@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace.kernels import fp8_linear as ref
-from headrace.kernels.fp8_linear import GROUP, Fp8Weight, fp8_linear, quantize_rows_ref
-from headrace.kernels.triton.fp8_linear import MAX_ROWS, blocks, quantize_rows, scale
+from headrace.kernels.linear import fp8 as ref
+from headrace.kernels.linear.fp8 import GROUP, Fp8Weight, fp8_linear, quantize_rows_ref
+from headrace.kernels.linear.triton_fp8 import MAX_ROWS, blocks, quantize_rows, scale
 
 SHAPES = [(256, 128), (640, 256), (1280, 128)]
 """(in, out)"""
@@ -87,9 +87,7 @@ def test_factors_that_do_not_fit_are_refused(device: torch.device) -> None:
 @pytest.mark.parametrize("rows", [0, 1, 2, 8, 9, 17, 64, 257, 600])
 @pytest.mark.parametrize("in_blocks", [False, True], ids=["outputs", "blocks"])
 @pytest.mark.parametrize("shape", [(512, 384), (4096, 6144)], ids=str)
-def test_products_of_any_number_of_rows(
-    shape: tuple[int, int], in_blocks: bool, rows: int, out_dtype: torch.dtype
-) -> None:
+def test_products_of_any_number_of_rows(shape: tuple[int, int], in_blocks: bool, rows: int, out_dtype: torch.dtype) -> None:
     torch.manual_seed(rows)
     device = torch.device("cuda")
     weight = weight_of(*shape, in_blocks=in_blocks, device=device)

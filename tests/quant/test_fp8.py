@@ -1,0 +1,110 @@
+"""Weights in FP8: what a layer holds, how it multiplies, and what is kept of checkpoints."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headrace.kernels.linear.fp8 import quantize_rows_ref
+from headrace.layers.linear import Linear
+from headrace.layers.stored import StoredMatrix
+from headrace.quant.convert import FP8, Fp8Converter
+from headrace.quant.float_codes import TileCodes
+from headrace.quant.fp8 import Fp8BlockMethod, Fp8Method
+from headrace.quant.groups import relative_error
+
+from .packing import layer_of
+
+METHODS = {"outputs": Fp8Method, "blocks": Fp8BlockMethod}
+
+
+def floats(outputs: int, inputs: int = 256, seed: int = 0) -> torch.Tensor:
+    return 0.05 * torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(seed))
+
+
+def matrix(weight: torch.Tensor) -> StoredMatrix:
+    return StoredMatrix("BF16", lambda: weight.bfloat16())
+
+
+def tiles(outputs: int, inputs: int, tile: tuple[int, int], seed: int = 0) -> StoredMatrix:
+    generator = torch.Generator().manual_seed(seed)
+    values = (floats(outputs, inputs, seed) * 2000).clamp(-448, 448).to(torch.float8_e4m3fn)
+    scales = torch.rand(-(-outputs // tile[0]), -(-inputs // tile[1]), generator=generator) * 1e-3
+    codes = TileCodes(values, scales, tile)
+    return StoredMatrix("F8_E4M3", codes.dequantize, lambda: codes)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_floats_are_rounded_and_the_error_is_reported(name: str) -> None:
+    parts, method = [matrix(floats(256)), matrix(floats(128, seed=1))], METHODS[name]()
+    layer = Linear(256, 384, dtype=torch.bfloat16, device="cpu")
+    method.allocate(layer, torch.bfloat16, "cpu")
+    error = method.load(layer, parts)
+    exact = torch.cat([part.read() for part in parts]).float()
+    assert error == pytest.approx(relative_error(method.dequantize(layer), exact), rel=1e-3)
+    assert 0.01 < error < 0.04
+    assert "weight" not in dict(layer.named_parameters())
+    (line,) = method.memory(layer)
+    assert line.nbytes < 1.02 * exact.numel() + 4 * 384 + 8
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", METHODS)
+def test_activations_are_rounded_alike_whatever_is_beside_them(name: str, bias: bool) -> None:
+    method = METHODS[name]()
+    more = torch.randn(128) if bias else None
+    layer = layer_of(method, [matrix(floats(128))], more, torch.bfloat16)
+    x = torch.randn(17, 256).bfloat16()
+    x[3] *= 100
+    codes, scales = quantize_rows_ref(x, 128 if name == "blocks" else 256)
+    rounded = codes.double() * scales.double().repeat_interleave(256 // scales.shape[1], 1)
+    expected = rounded @ method.dequantize(layer).double().t() + (0 if layer.bias is None else layer.bias.double())
+    torch.testing.assert_close(layer(x).double(), expected, rtol=2.0**-7, atol=1e-3)
+    torch.testing.assert_close(layer(x[3:4]), layer(x)[3:4], rtol=1e-2, atol=1e-3)
+    assert layer(x.view(17, 1, 256)).shape == (17, 1, 128)
+    layer.out_dtype = torch.float32
+    assert layer(x).dtype == torch.float32
+
+
+CASES = {
+    "blocks": ([tiles(256, 256, (128, 128)), tiles(128, 256, (128, 128), 1)], Fp8BlockMethod),
+    "a scale for each output": ([tiles(48, 256, (1, 256)), tiles(16, 256, (1, 256), 1)], Fp8Method),
+    "a scale for each matrix": ([tiles(48, 256, (48, 256)), tiles(16, 256, (16, 256), 1)], Fp8Method),
+    "scales of both kinds": ([tiles(48, 256, (48, 256)), tiles(16, 256, (1, 256), 1)], Fp8Method),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("online", FP8)
+def test_codes_are_kept(name: str, online: str) -> None:
+    parts, kind = CASES[name]
+    exact = torch.cat([part.read() for part in parts])
+    layer = Linear(256, len(exact), dtype=torch.bfloat16, device="cpu")
+    done = Fp8Converter(FP8[online]).convert("x", layer, parts)
+    assert type(layer.method) is kind and done.error == 0 and "kept" in done.reason
+    assert torch.equal(layer.method.dequantize(layer), exact)
+
+
+MISFITS = {
+    "other tiles": ([tiles(64, 256, (64, 64))], "scales of such tiles"),
+    "blocks and part of a block": ([tiles(64, 256, (128, 128)), tiles(192, 256, (128, 128), 1)], "scales of such tiles"),
+    "codes beside floats": ([tiles(128, 256, (128, 128)), matrix(floats(128))], "not all of it has codes"),
+    "outputs that are no multiple": ([tiles(24, 256, (1, 256))], "24 outputs are not a multiple of 16"),
+    "floats": ([matrix(floats(64))], "which is kept"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_what_no_kernel_multiplies_stays_floats(name: str) -> None:
+    parts, reason = MISFITS[name]
+    exact = torch.cat([part.read() for part in parts])
+    layer = Linear(256, len(exact), dtype=torch.float32, device="cpu")
+    done = Fp8Converter(None).convert("x", layer, parts)
+    assert done.format == "floats" and reason in done.reason
+    assert torch.equal(layer.weight, exact)
+
+
+def test_blocks_are_asked_for_where_they_fit() -> None:
+    layer = Linear(256, 192, dtype=torch.bfloat16, device="cpu")
+    done = Fp8Converter(Fp8BlockMethod).convert("x", layer, [matrix(floats(192))])
+    assert done.format == "floats" and "192 outputs are not a multiple of 128" in done.reason

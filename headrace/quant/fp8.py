@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from headrace.kernels.linear.fp8 import E4M3_MAX, GROUP, LEAST_SCALE, Fp8Weight, dequantize, fp8_linear, quantize_rows_ref
+from headrace.kernels.linear.fp8 import fp8_linear
+from headrace.kernels.linear.fp8_reference import E4M3_MAX, GROUP, LEAST_SCALE, Fp8Weight, dequantize, quantize_rows_ref
 from headrace.layers.linear import Linear
 from headrace.layers.stored import StoredMatrix
 from headrace.quant.float_codes import TileCodes

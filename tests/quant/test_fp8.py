@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace.kernels.linear.fp8 import quantize_rows_ref
+from headrace.kernels.linear.fp8_reference import quantize_rows_ref
 from headrace.layers.linear import Linear
 from headrace.layers.stored import StoredMatrix
 from headrace.quant.convert import FP8, Fp8Converter

@@ -1,4 +1,4 @@
-"""Products of rows and weights in FP8. References: ``headrace.kernels.linear.fp8``.
+"""Products of rows and weights in FP8. References: ``headrace.kernels.linear.fp8_reference``.
 
 Weights go from the memory to the matrix units by way of registers, many of them at a time, as in
 ``headrace.kernels.linear.triton``. Numbers of e4m3 are exact in float16, and so are their products in float32.
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from headrace.kernels.kv_cache.triton_fp8 import as_bytes, gain, mode, quantized, scale_of, to_half
-from headrace.kernels.linear.fp8 import GROUP, Fp8Weight
+from headrace.kernels.linear.fp8_reference import GROUP, Fp8Weight
 from headrace.kernels.triton_pdl import announce, begin, options, wait
 
 MAX_ROWS = 16
@@ -52,7 +52,14 @@ def _quantize(
 
 
 def quantize_rows(x: torch.Tensor, group: int, multiple: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Kernel version of ``headrace.kernels.linear.fp8.quantize_rows``; the last axis is contiguous."""
+    """Kernel version of ``headrace.kernels.linear.fp8_reference.quantize_rows_ref``; the last axis is contiguous.
+
+    Args:
+        multiple: rows of any content follow until their number is a multiple of this.
+
+    Returns:
+        codes ``[T, K]`` float8_e4m3fn; scales ``[T, K / group]`` float32 with a contiguous first axis.
+    """
     rows, width = x.shape
     groups, count = width // group, triton.cdiv(rows, multiple) * multiple
     codes = torch.empty(count, width, dtype=torch.float8_e4m3fn, device=x.device)
@@ -212,7 +219,7 @@ def _few(
 def blocks(
     codes: torch.Tensor, scales: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """Kernel version of ``headrace.kernels.linear.fp8.fp8_linear_ref`` for blocks, of at most ``MAX_ROWS`` rows.
+    """Kernel version of ``headrace.kernels.linear.fp8_reference.fp8_linear_ref`` for blocks, of at most ``MAX_ROWS`` rows.
 
     Raises:
         ValueError: codes and weight do not fit each other, or there are too many rows.

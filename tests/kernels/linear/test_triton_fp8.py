@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace.kernels.linear import fp8 as ref
-from headrace.kernels.linear.fp8 import GROUP, Fp8Weight, fp8_linear, quantize_rows_ref
+from headrace.kernels.linear.fp8 import fp8_linear
+from headrace.kernels.linear.fp8_reference import GROUP, Fp8Weight, dequantize, quantize_rows_ref
 from headrace.kernels.linear.triton_fp8 import MAX_ROWS, blocks, quantize_rows, scale
 
 SHAPES = [(256, 128), (640, 256), (1280, 128)]
@@ -29,7 +29,7 @@ def check(got: torch.Tensor, x: torch.Tensor, weight: Fp8Weight, bias: torch.Ten
     """Against float64. Hopper's FP8 units keep about 14 bits of a sum."""
     codes, scales = quantize_rows_ref(x.cpu(), weight.group)
     left = codes.double() * scales.double().repeat_interleave(weight.group, 1)
-    right = ref.dequantize(Fp8Weight(*(each.cpu() for each in weight))).double().t()
+    right = dequantize(Fp8Weight(*(each.cpu() for each in weight))).double().t()
     expected = left @ right + (0 if bias is None else bias.double().cpu())
     step = 2.0**-8 if got.dtype == torch.bfloat16 else 0.0
     bound = 2.0**-12 * (left.abs() @ right.abs()) + step * expected.abs() + 1e-6

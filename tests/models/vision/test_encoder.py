@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import tiny_vision
 import torch
 from safetensors.torch import load_file, save_file
+from support.models import tiny_vision
 
 from headrace.config import EngineArgs
 from headrace.models import registry

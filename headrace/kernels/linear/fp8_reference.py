@@ -1,0 +1,59 @@
+"""References of products in FP8, and the weights that they take."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+GROUP = 128
+"""Outputs and inputs of a block."""
+E4M3_MAX = 448.0
+LEAST_SCALE = 1e-12
+
+
+class Fp8Weight(NamedTuple):
+    codes: torch.Tensor
+    """``[N, K]`` float8_e4m3fn"""
+    scales: torch.Tensor
+    """``[N, 1]`` or, of blocks, ``[N / GROUP, K / GROUP]``; float32"""
+    one: torch.Tensor
+    """1.0, on the weight's device."""
+
+    @property
+    def in_blocks(self) -> bool:
+        return len(self.scales) != len(self.codes)
+
+    @property
+    def group(self) -> int:
+        """Channels of a row of x that share a scale."""
+        return GROUP if self.in_blocks else self.codes.shape[1]
+
+
+def quantize_rows_ref(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rounds ``[T, K]`` to e4m3 with a scale of ``absmax / 448`` for each row and ``group`` channels, a divisor of K.
+
+    Returns:
+        codes ``[T, K]`` float8_e4m3fn; scales ``[T, K / group]`` float32.
+    """
+    wide = x.float().view(len(x), x.shape[1] // group, group)
+    scales = (wide.abs().amax(-1) / E4M3_MAX).clamp_min(LEAST_SCALE)
+    codes = (wide / scales.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX)
+    return codes.view(x.shape).to(torch.float8_e4m3fn), scales
+
+
+def fp8_linear_ref(
+    codes: torch.Tensor, scales: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """The product of rows that are rounded already."""
+    x = codes.float() * scales.repeat_interleave(weight.group, 1)
+    y = x @ dequantize(weight).t()
+    return (y if bias is None else y + bias.float()).to(out_dtype)
+
+
+def dequantize(weight: Fp8Weight) -> torch.Tensor:
+    """``[N, K]`` float32"""
+    scales = weight.scales
+    if weight.in_blocks:
+        scales = scales.repeat_interleave(GROUP, 0).repeat_interleave(GROUP, 1)
+    return weight.codes.float() * scales

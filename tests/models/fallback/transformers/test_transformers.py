@@ -53,7 +53,6 @@ REFUSED = {
     "llama4_text": "neither causal nor a sliding window: how far a token sees depends on its place",
     "mamba": r"backbone\.layers\.0\.mixer\.conv1d: it carries a state",
     "mpt": r"it adds biases by position to the logits \(ALiBi",
-    "prophetnet": "add_cross_attention is true",
     "qwen4_exp_text": r"model\.layers\.0\.linear_attn\.conv1d: it carries a state",
     "reformer": "none of its layers calls",
     "xlnet": "none of its layers calls",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import pkgutil
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -13,11 +16,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import headrace.sampling
 from headrace.core.plan import NewSequence
 from headrace.kernels.transfer import upload
 from headrace.options import FLOAT32_MAX, FLOAT32_TINY
 from headrace.sampling.allowed import AllowedTokens
 from headrace.sampling.bad_words import BadWords
+from headrace.sampling.feature import Feature
 from headrace.sampling.logprobs import ALL
 from headrace.sampling.penalties import Penalties
 from headrace.sampling.sampler import NOT_FINITE, NOTHING_ALLOWED
@@ -96,6 +101,21 @@ def reported(entry: Any) -> torch.Tensor:
 def check(found: torch.Tensor, wanted: torch.Tensor) -> None:
     assert ((found > 1e-37) == (wanted > 1e-37)).all()
     torch.testing.assert_close(found, wanted, rtol=2e-4, atol=1e-9)
+
+
+def leaves(kind: type[Feature]) -> Iterator[type[Feature]]:
+    """Classes of the package below ``kind`` that have no subclasses."""
+    below = [one for one in kind.__subclasses__() if one.__module__.startswith("headrace.")]
+    for one in below:
+        yield from leaves(one)
+    if not below:
+        yield kind
+
+
+def test_the_sampler_has_every_feature() -> None:
+    for module in pkgutil.iter_modules(headrace.sampling.__path__, "headrace.sampling."):
+        importlib.import_module(module.name)
+    assert {type(feature) for feature in Bench(VOCAB).sampler._features} == set(leaves(Feature))
 
 
 @pytest.mark.parametrize("name", FEATURES)

@@ -159,6 +159,9 @@ class EngineArgs(Checked):
     headrace's, so that paged KV, chunked prefill and prefix caching work. megatron: a distributed checkpoint of
     Megatron-core. auto: native if there is one, megatron for its checkpoints, else transformers; the start-up report gives
     the reason."""
+    layers_to_patch: Annotated[list[int] | None, OptionSpec(min=0, max=INT32_MAX, default="all of them")] = None
+    """Layers, from 0, whose attention is replaced by headrace's in a model of transformers or Megatron-core. All that attend
+    must be named: one that keeps its own has no paged KV cache."""
     tool_call_parser: Annotated[str, OptionSpec(metavar="FORMAT")] = "auto"
     """Format of the model's tool calls, such as hermes, llama3_json or qwen3_coder. auto recognises it from the chat template,
     and is generic where there are no known markers: a system message shows the tools and says how to call them. none looks for

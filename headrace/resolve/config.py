@@ -6,7 +6,7 @@ import dataclasses
 from importlib import metadata
 
 from headrace.config import EngineArgs, EngineConfig, SchedulerConfig
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, listed
 from headrace.model_spec import AnySpec, ModelSpec, MoeSpec
 from headrace.resolve import schedule
 from headrace.resolve.facts import DecisionLog, DeviceFacts
@@ -47,6 +47,7 @@ def resolve(
     """
     if args.num_kv_blocks is not None and args.kv_cache_memory is not None:
         raise ConfigError("give num_kv_blocks or kv_cache_memory, not both: each says how large the cache is", "num_kv_blocks")
+    check_patched_layers(args, model)
     log = DecisionLog(files.decisions)
     ranks = args.tensor_parallel_size
     if not device.cuda:
@@ -101,6 +102,25 @@ def resolve(
         graph_prompt_tokens=schedule.graph_prompt_tokens(model, num_batched) if rows else (),
         decisions=tuple(log.entries),
     )
+
+
+def check_patched_layers(args: EngineArgs, model: AnySpec) -> None:
+    """Raises ConfigError unless ``layers_to_patch`` names every layer of a foreign model."""
+    if args.layers_to_patch is None:
+        return
+    given, layers = set(args.layers_to_patch), {layer.layer for layer in model.layers}
+    if isinstance(model, ModelSpec):
+        why = f"layers_to_patch is for models of other libraries: {model.architecture} is native, with headrace's own attention"
+    elif beyond := sorted(given - layers):
+        why = f"layers_to_patch names {listed([*map(str, beyond)])}, and the model has the layers 0 to {len(layers) - 1}"
+    elif left := sorted(layers - given):
+        why = (
+            f"layers_to_patch leaves out {listed([*map(str, left)])}: a layer that keeps its own attention has no paged KV "
+            "cache, so chunks, batches and cached prefixes would be computed wrongly. Name all layers, or leave the option out"
+        )
+    else:
+        return
+    raise ConfigError(why, "layers_to_patch")
 
 
 def note_gpu_arguments(args: EngineArgs, log: DecisionLog) -> None:

@@ -32,6 +32,7 @@ OTHER: dict[str, tuple[list[str], Any]] = {
     "logit_bias": (['{"5": -1.5}'], {5: -1.5}),
     "allowed_token_ids": (["1,2,3"], [1, 2, 3]),
     "stop_token_ids": (["4,5"], [4, 5]),
+    "layers_to_patch": (["0,1"], [0, 1]),
     "structured_outputs": (['{"regex": "[ab]+"}'], StructuredOutputsParams(regex="[ab]+")),
     "limit_mm_per_prompt": (['{"image": 2}'], MediaCounts(image=2)),
     "structured_outputs_config": (['{"max_depth": 9}'], StructuredOutputsConfig(max_depth=9)),

@@ -89,5 +89,7 @@ GrammarBackend = Annotated[
     OptionSpec(hints=MappingProxyType(dict.fromkeys(("xgrammar", "outlines", "lm-format-enforcer"), _LIBRARY))),
 ]
 """Names of one backend: vLLM's, and the library's, which is SGLang's too."""
-Modality = Literal["image", "video"]
+Modality = Literal["image", "video", "audio"]
 """Kinds of media, as ``limit_mm_per_prompt`` and the parts of prompts name them."""
+MEDIA_NAMES: dict[Modality, str] = {"image": "images", "video": "videos", "audio": "audio clips"}
+"""Several media of a kind, in messages."""

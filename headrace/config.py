@@ -85,6 +85,8 @@ class MediaCounts(Checked):
     """Maximum number of pictures in a prompt."""
     video: Annotated[int, OptionSpec(min=0, max=INT32_MAX)] = 4
     """Maximum number of videos in a prompt."""
+    audio: Annotated[int, OptionSpec(min=0, max=INT32_MAX)] = 32
+    """Maximum number of audio clips in a prompt."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -325,9 +327,11 @@ class EngineArgs(Checked):
     """Time limit for capturing CUDA graphs before the engine takes requests, in seconds, most useful sizes first. The others
     are captured while the engine is idle and when steps miss them; a step without a graph replays a larger one, if there is
     one, or launches its kernels one by one."""
-    limit_mm_per_prompt: Annotated[MediaCounts, OptionSpec(metavar="JSON", default='{"image": 32, "video": 4}')] = MediaCounts()
-    """Maximum number of pictures and videos in a prompt of a multimodal model, as a JSON object such as {"image": 8}, or
-    image=8; 0 refuses them."""
+    limit_mm_per_prompt: Annotated[
+        MediaCounts, OptionSpec(metavar="JSON", default='{"image": 32, "video": 4, "audio": 32}')
+    ] = MediaCounts()
+    """Maximum number of pictures, videos and audio clips in a prompt of a multimodal model, as a JSON object such as
+    {"image": 8}, or image=8; 0 refuses them."""
     mm_encoder: choices.MMEncoder = "auto"
     """Vision encoder of a multimodal model. auto loads it. none leaves it out, which saves its memory: prompts then bring
     features that were encoded elsewhere."""

@@ -27,7 +27,7 @@ def picture_rules(args: EngineArgs, files: ModelFiles) -> MediaRules | None:
     """Returns the rules by which the model reads pictures; None: it reads text alone, or has no usable processor."""
     vision = choose(args, files).spec.vision
     try:
-        return None if vision is None else media_rules(vision.model_type, files.directory, files.config)
+        return None if vision is None or vision.features_only else media_rules(vision.model_type, files.directory, files.config)
     except ConfigError:
         return None
 
@@ -70,6 +70,10 @@ class FeatureEncoder:
         spec = choose(args, files).spec
         if spec.vision is None:
             raise ConfigError("the model reads text alone: it has no vision encoder", "model")
+        if spec.vision.features_only:
+            raise ConfigError(
+                f"audio clips of {spec.vision.model_type} are not encoded here: the model takes their features", "model"
+            )
         device = probe(args.device)
         dtype = compute_dtype(args, spec, gguf_types(files), device, DecisionLog(files.decisions))
         self._rules = media_rules(spec.vision.model_type, files.directory, files.config)

@@ -48,7 +48,8 @@ class MultiModalPrompt(TypedDict):
     prompt: NotRequired[str]
     prompt_token_ids: NotRequired[list[int]]
     multi_modal_data: MultiModalData | Mapping[str, Any]
-    """Media in a form that ``MultiModalData.of`` takes, or URLs of features: ``image_feature_urls``, ``video_feature_urls``."""
+    """Media in a form that ``MultiModalData.of`` takes, or URLs of features: ``image_feature_urls``, ``video_feature_urls``,
+    ``audio_feature_urls``."""
     mm_processor_kwargs: NotRequired[Mapping[str, Any]]
     """Options of the model's processor."""
     add_special_tokens: NotRequired[bool]

@@ -42,9 +42,9 @@ def input_processor(
         try:
             multimodal, loader = _multimodal(text, args, media)
         except ConfigError as error:
-            logger.warning("pictures and videos are refused: %s", error.message)
+            logger.warning("media are refused: %s", error.message)
             text_alone = error.message
-    elif getattr(text.files.config, "vision_config", None) is not None:
+    elif any(getattr(text.files.config, part, None) is not None for part in ("vision_config", "audio_config")):
         from headrace.multimodal.families import why_text_alone
 
         text_alone = why_text_alone(text.files.config)
@@ -70,10 +70,10 @@ def _multimodal(text: ModelText, args: EngineArgs, media: MediaFacts) -> tuple[M
     from headrace.multimodal.processor import MultiModalProcessor
 
     if text.tokenizer is None:
-        raise ConfigError("the placeholders of pictures need a tokenizer", "skip_tokenizer_init")
+        raise ConfigError("the placeholders of media need a tokenizer", "skip_tokenizer_init")
     counts = args.limit_mm_per_prompt
     rules = media_rules(media.model_type, text.files.directory, text.files.config)
-    limits: dict[Modality, int] = {"image": counts.image, "video": counts.video}
+    limits: dict[Modality, int] = {"image": counts.image, "video": counts.video, "audio": counts.audio}
     processor = MultiModalProcessor(rules, text.tokenizer, media, limits, args.mm_processor_cache_bytes)
     return processor, MediaLoader(args)
 
@@ -93,6 +93,8 @@ def with_image_processor(info: EngineInfo, multimodal: MultiModalProcessor | Non
         return info
     line = Decision("image processor", "none", "the model's files have none that can be used: prompts have text alone")
     if multimodal is not None:
+        if multimodal.backend == "none":  # The model takes features alone.
+            return info
         found = "torchvision can be imported" if multimodal.backend == "torchvision" else "torchvision cannot be imported"
         line = Decision("image processor", multimodal.backend, f"{found}; the two round differently")
     return msgspec.structs.replace(info, decisions=[*info.decisions, line])

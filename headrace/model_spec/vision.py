@@ -1,4 +1,4 @@
-"""VisionSpec: what the engine needs to know of a model that reads pictures and videos."""
+"""VisionSpec: what the engine needs to know of a model that reads pictures and videos, or audio."""
 
 from __future__ import annotations
 
@@ -15,3 +15,5 @@ class VisionSpec:
     """Tokens of one picture see each other both ways."""
     own_experts: bool = False
     """Mixtures have separate experts for tokens of items."""
+    features_only: bool = False
+    """The engine has no encoder of the model's media: prompts bring features."""

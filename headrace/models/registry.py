@@ -125,5 +125,5 @@ def name_table(spec: ModelSpec) -> NameTable:
     whole = build(spec.whole, "float32", "meta")
     table = _BY_ARCHITECTURE[spec.architecture].names(whole)
     if spec.vision is not None:
-        table = vision.with_vision_names(table)
+        table = vision.with_media_names(table, spec.vision)
     return table if spec.shard is None else shard_table(table, whole, build(spec, "float32", "meta"), spec.shard)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError
+from headrace.multimodal.audio import AudioRules
 from headrace.multimodal.ernie4_5_vl import ErnieRules
 from headrace.multimodal.gemma3 import Gemma3Rules
 from headrace.multimodal.idefics3 import Idefics3Rules, SmolVLMRules
@@ -28,6 +29,7 @@ _RULES: dict[str, Callable[[Path, Any], MediaRules]] = {
     "internvl": InternVLRules,
     "idefics3": Idefics3Rules,
     "smolvlm": SmolVLMRules,
+    "qwen2_audio": lambda folder, config: AudioRules(),
 }
 _LLAVA: dict[str, Callable[[Path, Any], MediaRules]] = {"pixtral": PixtralRules}
 """Rules by the type of the vision part, where they differ from the default."""
@@ -39,11 +41,13 @@ _REASONS = {
 
 
 def why_text_alone(config: Any) -> str:
-    """Explains why a model with a vision part reads no pictures."""
+    """Explains why a model with a part for media reads none."""
+    heard, seen = (getattr(config, part, None) is not None for part in ("audio_config", "vision_config"))
+    media = "audio clips" if heard and not seen else "pictures"
     if config.model_type in _RULES:
-        return f"pictures of {config.model_type} are for its native implementation, which does not run here (model_impl)"
+        return f"{media} of {config.model_type} are for its native implementation, which does not run here (model_impl)"
     reason = _REASONS.get(config.model_type)
-    return f"pictures of {config.model_type} are not supported" + (f": {reason}" if reason else "")
+    return f"{media} of {config.model_type} are not supported" + (f": {reason}" if reason else "")
 
 
 def media_rules(model_type: str, folder: Path, config: Any) -> MediaRules:

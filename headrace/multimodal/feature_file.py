@@ -1,23 +1,27 @@
-"""Features of pictures and videos as safetensors: read with the format's own library, after its header is bounded."""
+"""Features of pictures, videos and audio as safetensors: read with the format's own library, after its header is bounded."""
 
 from __future__ import annotations
 
+from headrace.choices import Modality
 from headrace.core.media import TensorData
-from headrace.multimodal.items import Features, split_features, wrong
+from headrace.multimodal.items import Features, audio_features, split_features, wrong
 
 _MAX_HEADER_BYTES = 2**16
 _LENGTH_BYTES = 8
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"}
 
 
-def read_features(data: bytes, param: str) -> Features:
+def read_features(data: bytes, modality: Modality, param: str) -> Features:
     """The features of one picture or video: tensors ``features``, ``grid_thw``, and where the model has them ``deepstack``,
-    ``second_per_grid`` and ``timestamps``, as in ``MultiModalData.of``. ``MultiModalProcessor`` checks their numbers.
+    ``second_per_grid`` and ``timestamps``, as in ``MultiModalData.of``; of an audio clip ``features`` alone.
+    ``MultiModalProcessor`` checks their numbers.
 
     Raises:
         RequestError: the bytes are no safetensors, or the tensors are not what they should be; names ``param`` or the tensor.
     """
     tensors = _tensors(data, param)
+    if modality == "audio":
+        return audio_features(tensors, param)
     grids = tensors.get("grid_thw")
     if grids is not None and len(grids.shape) == 2 and grids.shape[0] > 1:  # There may be a million.
         count = grids.shape[0]

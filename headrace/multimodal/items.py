@@ -1,4 +1,4 @@
-"""The media of a prompt, decoded: pictures, videos, and features that were encoded elsewhere.
+"""The media of a prompt, decoded: pictures, videos, and features that were encoded elsewhere, as audio always is.
 
 ``MultiModalData`` is what a prompt carries under ``multi_modal_data``; ``MultiModalData.of`` makes one of the dict that vLLM
 documents. Media have been fetched and decoded before (``media.py``): nothing here opens a URL or a path.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -29,7 +29,7 @@ VIDEO_METADATA = frozenset(
     {"fps", "total_num_frames", "frames_indices", "do_sample_frames", "duration", "width", "height", "video_backend"}
 )
 _EMBEDS = ("features", "grid_thw", "deepstack", "second_per_grid", "timestamps")
-_MODALITIES: tuple[Modality, ...] = ("image", "video")
+AUDIO_ALONE = "audio is taken as features alone, [n, hidden size] of the language model"
 _LARGEST = {"float32": 3.4028234663852886e38, "bfloat16": 3.3895313892515355e38, "float16": 65504.0}
 _LARGEST_BITS, _LARGEST_BITS_IN_FLOAT16 = 0x7F7F, 0x477F
 """Bits of positive numbers of bfloat16: the largest, and the largest that float16 holds."""
@@ -78,12 +78,12 @@ class Video:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Features:
-    """The features of one picture or video, encoded elsewhere. Checked against the model by ``MultiModalProcessor``."""
+    """The features of one picture, video or audio clip, encoded elsewhere. ``MultiModalProcessor`` checks that they fit."""
 
     rows: TensorData
     """``[n, hidden]``: a row for each token of the language model."""
     grid: tuple[int, int, int]
-    """Temporal patches, and patches of height and width before they are merged."""
+    """Temporal patches, and patches of height and width before they are merged; of audio rows, 1 and 1."""
     deepstack: TensorData | None = None
     """``[levels, n, hidden]``, for models whose first layers get features too."""
     second_per_grid: float | None = None
@@ -99,23 +99,28 @@ class MultiModalData:
 
     images: Sequence[Picture | Features] = ()
     videos: Sequence[Video | Features] = ()
+    audios: Sequence[Features] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.images or self.videos)
+        return any(self.by_modality.values())
+
+    @property
+    def by_modality(self) -> dict[Modality, Sequence[Picture | Video | Features]]:
+        return {"image": self.images, "video": self.videos, "audio": self.audios}
 
     def items(self) -> Iterator[tuple[Modality, Picture | Video | Features]]:
-        for image in self.images:
-            yield "image", image
-        for video in self.videos:
-            yield "video", video
+        for modality, media in self.by_modality.items():
+            for medium in media:
+                yield modality, medium
 
     @classmethod
     def of(cls, data: Any) -> MultiModalData:
         """Makes the media of a prompt of vLLM's dict.
 
         Args:
-            data: ``{"image": one or a list, "video": one or a list, "image_embeds": {...}, "video_embeds": {...}}`` with PIL
-                pictures or arrays ``[h, w, 3]`` uint8, arrays ``[n, h, w, 3]`` or (array, metadata), and for ``*_embeds``
+            data: ``{"image": one or a list, "video": one or a list, "audio": one or a list, "image_embeds": {...},
+                "video_embeds": {...}}`` with PIL pictures or arrays ``[h, w, 3]`` uint8, arrays ``[n, h, w, 3]`` or (array,
+                metadata), for audio ``{"features": [n, hidden]}``, and for ``*_embeds``
                 ``{"features": [n, hidden], "grid_thw": [k, 3], "deepstack"?: [levels, n, hidden], "second_per_grid"?: [k],
                 "timestamps"?: [temporal patches of all]}``, or a list of those. ``MediaLoader.load_features`` has replaced
                 URLs of features.
@@ -127,24 +132,23 @@ class MultiModalData:
             return data
         if not isinstance(data, Mapping):
             raise wrong("multi_modal_data", f"must be a dict, not {shown(data)}")
-        known = {name for modality in _MODALITIES for name in (modality, f"{modality}_embeds")}
+        known = {"image", "video", "audio", "image_embeds", "video_embeds"}
         if unknown := sorted(map(str, set(data) - known)):
             raise wrong("multi_modal_data", f"has no part named {unknown[0]!r}; it may have {', '.join(sorted(known))}")
         media: dict[Modality, list[Any]] = {}
-        for modality in _MODALITIES:
+        for modality, read in _READERS.items():
             plain, embeds = data.get(modality), data.get(f"{modality}_embeds")
             if plain is not None and embeds is not None:
                 raise wrong(
                     f"multi_modal_data.{modality}_embeds", f"and {modality} in one prompt have no order: give one of them"
                 )
-            read = _picture if modality == "image" else _video
             where = f"multi_modal_data.{modality}"
             media[modality] = (
                 split_features(embeds, f"{where}_embeds")
                 if embeds is not None
                 else [read(one, f"{where}[{index}]") for index, one in enumerate(_listed(plain, modality))]
             )
-        return cls(tuple(media["image"]), tuple(media["video"]))
+        return cls(*(tuple(media[modality]) for modality in _READERS))
 
 
 def tensor_data(value: Any, where: str) -> TensorData:
@@ -291,6 +295,32 @@ def _video(value: Any, where: str) -> Video:
     if not 0 < len(frames) <= MAX_FRAMES:
         raise wrong(where, f"has {len(frames)} frames; expected 1 to {MAX_FRAMES}")
     return Video(frames, checked_metadata(metadata, len(frames), f"{where}.metadata"))
+
+
+def audio_features(value: Any, where: str) -> Features:
+    """The features of one audio clip, of ``{"features": [n, hidden]}``, also with ``TensorData`` in place of the tensor.
+
+    Raises:
+        RequestError: it is none; names the part.
+    """
+    if isinstance(value, Features):
+        return value
+    if not isinstance(value, Mapping) or value.get("features") is None:
+        raise refused(where, f'{AUDIO_ALONE}: give {{"features": tensor}}')
+    if unknown := sorted(map(str, set(value) - {"features"})):
+        raise wrong(where, f"has no part named {unknown[0]!r}: audio has features alone")
+    rows = _checked(tensor_data(value["features"], f"{where}.features"), 2, f"{where}.features")
+    if not rows.shape[0]:
+        raise wrong(f"{where}.features", "has no rows")
+    return Features(rows, (rows.shape[0], 1, 1))
+
+
+_READERS: dict[Modality, Callable[[Any, str], Picture | Video | Features]] = {
+    "image": _picture,
+    "video": _video,
+    "audio": audio_features,
+}
+"""Read one medium, in the order of the fields of ``MultiModalData``."""
 
 
 def checked_metadata(metadata: Mapping[str, Any], num_frames: int, where: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from headrace.choices import Modality
+from headrace.choices import MEDIA_NAMES, Modality
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError, QueueFullError, RequestError
 from headrace.host.jobs import ProcessLimits
@@ -39,7 +39,7 @@ from headrace.text.content import MediaPart
 FindFeatures = Callable[[str, Modality, str], Features]
 """(id of an upload, what it stands for, parameter) -> its features. Raises RequestError where there are none."""
 
-FEATURE_URLS: dict[str, Modality] = {"image_feature_urls": "image", "video_feature_urls": "video"}
+FEATURE_URLS: dict[str, Modality] = {f"{modality}_feature_urls": modality for modality in MEDIA_NAMES}
 """Entry of ``multi_modal_data`` -> what the features at its URLs stand for."""
 BASE64_PIECE = 1 << 16
 """Characters that are decoded at once, a multiple of 4: about a millisecond."""
@@ -147,10 +147,10 @@ class MediaLoader:
                 for task in tasks.values():
                     task.cancel()
                 await asyncio.gather(*tasks.values(), return_exceptions=True)
-            media: dict[Modality, list[Any]] = {"image": [], "video": []}
+            media: dict[Modality, list[Any]] = {modality: [] for modality in MEDIA_NAMES}
             for part in parts:
                 media[part.modality].append(tasks[part.modality, _key(part.value)].result())
-            yield MultiModalData(tuple(media["image"]), tuple(media["video"]))
+            yield MultiModalData(tuple(media["image"]), tuple(media["video"]), tuple(media["audio"]))
 
     def load(self, parts: Sequence[MediaPart]) -> MultiModalData:
         """Loads like ``loaded``, for callers without an event loop; waits for all of the media."""
@@ -180,7 +180,7 @@ class MediaLoader:
                 if urls and data.get(other) is not None:
                     raise wrong(where, f"and {other} in one prompt have no order: give one of them")
         found = self.load(parts)
-        loaded = {"image_embeds": list(found.images), "video_embeds": list(found.videos)}
+        loaded = {"image_embeds": list(found.images), "video_embeds": list(found.videos), "audio": list(found.audios)}
         others = {name: value for name, value in data.items() if name not in FEATURE_URLS}
         return others | {name: features for name, features in loaded.items() if features}, parts
 
@@ -190,7 +190,7 @@ class MediaLoader:
         for part in parts:
             counts[part.modality] = counts.get(part.modality, 0) + 1
             if counts[part.modality] > self._counts[part.modality]:
-                most = f"at most {self._counts[part.modality]} {part.modality}s in a prompt (limit_mm_per_prompt)"
+                most = f"at most {self._counts[part.modality]} {MEDIA_NAMES[part.modality]} in a prompt (limit_mm_per_prompt)"
                 raise refused(part.param, f"this server takes {most}")
 
     def prepare(self) -> None:
@@ -204,7 +204,7 @@ class MediaLoader:
     async def _load(self, part: MediaPart, find: FindFeatures | None, share: _Share) -> Picture | Video | Features:
         if part.encoded:
             return await self._features(part, find, share)
-        if not isinstance(part.value, str):
+        if not isinstance(part.value, str) or part.modality == "audio":
             return _in_memory(part)
         charge = functools.partial(share.charge, param=part.param)
         data = await self._bytes(part.value, part.param, charge, share.tenant)
@@ -222,7 +222,7 @@ class MediaLoader:
             return find(value, part.modality, where)
         read = self._bytes if kind == "url" else self._decoded
         content = await read(value, where, functools.partial(share.charge, param=where), share.tenant)
-        return await self.decoder.threads.run(share.tenant, lambda: read_features(content, where))
+        return await self.decoder.threads.run(share.tenant, lambda: read_features(content, part.modality, where))
 
     async def _bytes(self, url: str, param: str, charge: Admit, tenant: str) -> bytes:
         """The content that a URL names. ``charge``: is called with its bytes before they take memory."""
@@ -315,19 +315,20 @@ def _read_below(directory: Path, path: str, most: int, charge: Admit) -> bytes:
     return data
 
 
-def _in_memory(part: MediaPart) -> Picture | Video:
-    """A picture or video that Python's caller has."""
+def _in_memory(part: MediaPart) -> Picture | Video | Features:
+    """A picture, a video or features of audio that Python's caller has."""
     try:
         data = MultiModalData.of({part.modality: [part.value]})
     except RequestError as error:
         message = error.message.replace(f"multi_modal_data.{part.modality}[0]", part.param)
         raise RequestError(message, part.param, code=error.code) from None
-    item: Picture | Video = (data.images or data.videos)[0]  # type: ignore[assignment]
-    return item
+    return next(medium for _, medium in data.items())
 
 
 def _key(value: Any) -> Any:
     """Equal for references to the same medium."""
     if isinstance(value, str):
         return value
-    return tuple(sorted(value.items())) if isinstance(value, dict) else id(value)
+    # Features of Python's callers are dicts too, of tensors.
+    refers = isinstance(value, dict) and all(isinstance(word, str) for item in value.items() for word in item)
+    return tuple(sorted(value.items())) if refers else id(value)

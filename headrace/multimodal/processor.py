@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.choices import Modality
+from headrace.choices import MEDIA_NAMES, Modality
 from headrace.core.media import ItemInputs, MediaFacts, RopePositions
 from headrace.errors import ConfigError, RequestError
 from headrace.host.bounded_cache import BoundedCache
@@ -81,7 +81,7 @@ class MultiModalProcessor:
     def _id(self, token: str) -> int:
         found = self._tokenizer.token_to_id(token)
         if found is None:
-            raise ConfigError(f"the tokenizer has no token {token}, which stands for pictures", "tokenizer")
+            raise ConfigError(f"the tokenizer has no token {token}, which stands for media", "tokenizer")
         return found
 
     @property
@@ -118,7 +118,7 @@ class MultiModalProcessor:
         """Explains why the model takes no media of a kind."""
         token = self._rules.placeholders.get(modality)
         why = f"its tokenizer has no {token}" if token else f"the processor of {self._facts.model_type} reads none"
-        return f"the model takes no {modality}s: {why}"
+        return f"the model takes no {MEDIA_NAMES[modality]}: {why}"
 
     def check_options(self, kwargs: Mapping[str, Any]) -> None:
         """Raises RequestError that names what is wrong in ``mm_processor_kwargs``."""
@@ -177,13 +177,13 @@ class MultiModalProcessor:
 
     def _placed(self, prompt: str | list[int], data: MultiModalData) -> list[tuple[Modality, Picture | Video | Features, str]]:
         """The media in the order of their placeholders, each with its name in errors."""
-        by_modality: dict[Modality, Sequence[Any]] = {"image": data.images, "video": data.videos}
+        by_modality = data.by_modality
         for modality, media in by_modality.items():
             if media and modality not in self._placeholders:
                 raise RequestError(self._refusal(modality), f"multi_modal_data.{modality}")
-            if len(media) > self.limits.get(modality, 0):
+            if len(media) > (most := self.limits.get(modality, 0)):
                 raise RequestError(
-                    f"the prompt has {len(media)} {modality}s; this engine takes at most {self.limits.get(modality, 0)} "
+                    f"the prompt has {len(media)} {MEDIA_NAMES[modality]}; this engine takes at most {most} "
                     "(limit_mm_per_prompt)",
                     f"multi_modal_data.{modality}",
                 )
@@ -192,7 +192,7 @@ class MultiModalProcessor:
             if order.count(modality) != len(media):
                 raise RequestError(
                     f"the prompt has {order.count(modality)} placeholders {self._placeholders.get(modality, '')} for "
-                    f"{len(media)} {modality}s: each needs one",
+                    f"{len(media)} {MEDIA_NAMES[modality]}: each needs one",
                     f"multi_modal_data.{modality}",
                 )
         media_of = {modality: iter(enumerate(media)) for modality, media in by_modality.items()}
@@ -211,7 +211,7 @@ class MultiModalProcessor:
         for match in self._spelt.finditer(prompt):
             if match[0] not in of_text:
                 raise RequestError(
-                    f"the prompt spells {match[0]}, which stands for features of a picture; write {', '.join(of_text)}",
+                    f"the prompt spells {match[0]}, which stands for features of media; write {', '.join(of_text)}",
                     "prompt",
                 )
             yield of_text[match[0]]
@@ -330,12 +330,13 @@ class MultiModalProcessor:
     def _features(self, features: Features, modality: Modality, where: str) -> Processed:
         """Checks the features of one item against the model."""
         facts, rows, deep = self._facts, features.rows, features.deepstack
-        where = where.replace(modality, f"{modality}_embeds", 1)
+        if modality != "audio":
+            where = where.replace(modality, f"{modality}_embeds", 1)
         if rows.shape[1] != facts.hidden_size:
             raise misfit(f"{where}.features", f"hidden size {facts.hidden_size}", rows.shape[1])
-        if modality == "image" and features.second_per_grid is not None:
+        if modality != "video" and features.second_per_grid is not None:
             raise misfit(f"{where}.second_per_grid", "none, since it is for videos", features.second_per_grid)
-        if features.timestamps is not None and (modality == "image" or not self._rules.timestamped):
+        if features.timestamps is not None and (modality != "video" or not self._rules.timestamped):
             raise misfit(f"{where}.timestamps", "none, since the prompt says no times", f"{len(features.timestamps)} numbers")
         expansion = self._rules.expansion(features, modality, where)
         if rows.shape[0] != expansion.num_rows:

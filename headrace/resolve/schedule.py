@@ -103,7 +103,7 @@ ENCODER_TOKENS = 16_384
 
 def encoder_tokens(args: EngineArgs, model: AnySpec, max_model_len: int, num_batched: int) -> int:
     """Encoder work of a step: by default it may compute pictures alone. 0: there is no encoder."""
-    if model.vision is None or args.mm_encoder == "none":
+    if model.vision is None or model.vision.features_only or args.mm_encoder == "none":
         return 0
     return args.max_num_encoder_tokens or min(max(max_model_len, num_batched), ENCODER_TOKENS)
 

@@ -1,4 +1,4 @@
-"""FeatureStore: features of pictures and videos that clients upload once and refer to many times."""
+"""FeatureStore: features of pictures, videos and audio that clients upload once and refer to many times."""
 
 from __future__ import annotations
 
@@ -129,4 +129,4 @@ class FeatureStore:
 
 
 def _named(modality: Modality) -> str:
-    return "a picture" if modality == "image" else "a video"
+    return {"image": "a picture", "video": "a video", "audio": "an audio clip"}[modality]

@@ -42,6 +42,8 @@ def load_vision(files: ModelFiles, config: EngineConfig, timeline: Timeline) -> 
     if config.model.vision is None:
         return None, ""
     reason = "asked for (mm_encoder none)" if config.args.mm_encoder == "none" else ""
+    if config.model.vision.features_only:
+        reason = f"audio clips of {config.model.vision.model_type} are taken as features alone"
     counts = config.args.limit_mm_per_prompt
     if not reason and not counts.image and not counts.video:
         reason = "prompts have no pictures and no videos (limit_mm_per_prompt)"

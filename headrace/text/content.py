@@ -1,4 +1,4 @@
-"""Content of chat messages: text, and for multimodal models pictures and videos, as chat templates take them."""
+"""Content of chat messages: text, and for multimodal models pictures, videos and audio, as chat templates take them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from headrace.options import shown
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Type of a text part -> its field."""
 _URL_PARTS: dict[str, Modality] = {"image_url": "image", "video_url": "video"}
-_FEATURE_PARTS: dict[str, Modality] = {"image_embeds": "image", "video_embeds": "video"}
-_OBJECT_PARTS: dict[str, Modality] = {"image_pil": "image", "image": "image", "video": "video"}
+_FEATURE_PARTS: dict[str, Modality] = {"image_embeds": "image", "video_embeds": "video", "audio_embeds": "audio"}
+_OBJECT_PARTS: dict[str, Modality] = {"image_pil": "image", "image": "image", "video": "video", "audio": "audio"}
 """Objects in memory, from Python."""
+_SOUND_PARTS = ("input_audio", "audio_url")
 _DETAILS = ("auto", "low", "high", "original")
 
 
 @dataclasses.dataclass(frozen=True)
 class MediaPart:
-    """A picture or video of a conversation, not loaded yet."""
+    """A picture, video or audio clip of a conversation, not loaded yet."""
 
     modality: Modality
     value: Any
@@ -47,7 +48,7 @@ def blame_part(error: RequestError, parts: Sequence[MediaPart]) -> bool:
 
     Returns: whether the error is of a medium that was such a part.
     """
-    named = re.match(r"multi_modal_data\.(image|video)(?:_embeds)?\[(\d+)\]", error.param or "")
+    named = re.match(r"multi_modal_data\.(image|video|audio)(?:_embeds)?\[(\d+)\]", error.param or "")
     own = [part for part in parts if named is not None and part.modality == named[1]]
     if named is None or not own:
         return False
@@ -122,7 +123,8 @@ def content_of(where: str, content: Any, strict: bool, media: ConversationMedia 
         found = _media(place, part, strict)
         if found is not None:
             media.parts.append(found)
-            parts.append({"type": found.modality})
+            # Templates of Qwen2-Audio look for the key.
+            parts.append({"type": found.modality, **({"audio": ""} if found.modality == "audio" else {})})
             continue
         text = _text(place, part, strict, [*_URL_PARTS, *_FEATURE_PARTS, *([] if strict else _OBJECT_PARTS)])
         if parts and parts[-1]["type"] == "text":
@@ -142,6 +144,10 @@ def _text(where: str, part: Any, strict: bool, others: Sequence[str] = ()) -> st
     if not isinstance(kind, str):
         raise wrong_type(f"{where}.type", "a string")
     field = None if strict and kind != "text" else _TEXT_PARTS.get(kind)
+    if kind in _SOUND_PARTS and others:
+        raise unsupported(
+            f"{where}.type", f"{where}.type {kind} is not supported: audio is taken as features alone, audio_embeds"
+        )
     if field is None:
         read = ", ".join(["text", *others])
         raise unsupported(f"{where}.type", f"{where}.type is not supported: the model reads {read}, not {shown(kind)}")

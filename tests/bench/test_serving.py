@@ -238,7 +238,7 @@ def test_features_are_sent_or_uploaded_before(form: Literal["features", "upload"
         files = [base64.b64decode(part["data"]) for part in parts]
         assert not server.uploads
     assert len(set(files)) == 8 and report["requests"]["failed"] == 2
-    features = read_features(files[0], "data")
+    features = read_features(files[0], "image", "data")
     assert (features.rows.dtype, features.rows.shape, features.grid) == ("bfloat16", (6, 16), (1, 4, 6))
     assert features.deepstack is not None and features.deepstack.shape == (2, 6, 16)
 

@@ -138,9 +138,9 @@ def test_names_of_vllm() -> None:
 
 
 def test_an_unknown_field_of_an_object_is_a_mistake_of_the_configuration() -> None:
-    with pytest.raises(ConfigError, match="audio is not a parameter") as caught:
-        EngineArgs(limit_mm_per_prompt={"audio": 1})  # type: ignore[arg-type]
-    assert caught.value.param == "limit_mm_per_prompt.audio"
+    with pytest.raises(ConfigError, match="depth is not a parameter") as caught:
+        EngineArgs(limit_mm_per_prompt={"depth": 1})  # type: ignore[arg-type]
+    assert caught.value.param == "limit_mm_per_prompt.depth"
 
 
 @pytest.mark.parametrize("name", ONLY)

@@ -84,8 +84,16 @@ def trainer(_: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
 def pictures(checkpoint: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
     folder = checkpoint.parent / "pictures"
     tiny_vision.save("qwen2_5_vl", folder)
+    tiny_vision.save("qwen2_audio", checkpoint.parent / "audio")
     names: dict[str, Any] = {}
-    yield names, {'"Qwen/Qwen2.5-VL-7B-Instruct"': f"{str(folder)!r}, num_kv_blocks=64, max_model_len=512"}
+    small = "num_kv_blocks=64, max_model_len=512"
+    yield (
+        names,
+        {
+            '"Qwen/Qwen2.5-VL-7B-Instruct"': f"{str(folder)!r}, {small}",
+            '"Qwen/Qwen2-Audio-7B-Instruct"': f"{str(checkpoint.parent / 'audio')!r}, {small}",
+        },
+    )
     assert len(names["output"].outputs[0].token_ids) > 0
 
 

@@ -165,7 +165,7 @@ def test_what_keeps_pictures_out_is_said(tmp_path: Path) -> None:
     tokens = {"prompt_token_ids": list(b"text alone")}
     (expected,), image = generate(own.llm, tokens), own.theirs.config.image_token_id
     for llm, why in (
-        (engine(own.folder, skip_tokenizer_init=True), "the placeholders of pictures need a tokenizer"),
+        (engine(own.folder, skip_tokenizer_init=True), "the placeholders of media need a tokenizer"),
         (engine(tmp_path), "has no image processor that can be used"),
     ):
         (found,) = generate(llm, tokens, detokenize=False)

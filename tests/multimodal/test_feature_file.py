@@ -16,7 +16,7 @@ from headrace.multimodal.feature_file import read_features
 
 def refused(data: bytes, param: str = "") -> str:
     with pytest.raises(RequestError) as error:
-        read_features(data, "p")
+        read_features(data, "image", "p")
     assert error.value.param == f"p{param}"
     return error.value.message
 
@@ -24,13 +24,13 @@ def refused(data: bytes, param: str = "") -> str:
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_features(dtype: Any) -> None:
     rows = np.arange(16).reshape(2, 8).astype(dtype)
-    found = read_features(save(tensors(features=rows, second_per_grid=np.array([0.5], np.float32))), "p")
+    found = read_features(save(tensors(features=rows, second_per_grid=np.array([0.5], np.float32))), "image", "p")
     assert (found.rows.shape, found.grid, found.second_per_grid, found.deepstack) == ((2, 8), (1, 2, 4), 0.5, None)
     assert found.rows.data == rows.tobytes()
 
 
 def test_deepstack() -> None:
-    found = read_features(save(tensors(deepstack=np.zeros((3, 2, 8), np.float16))), "p")
+    found = read_features(save(tensors(deepstack=np.zeros((3, 2, 8), np.float16))), "image", "p")
     assert found.deepstack is not None
     assert found.deepstack.shape == (3, 2, 8)
 
@@ -87,5 +87,5 @@ def test_wrong_bytes() -> None:
         assert "not safetensors" in refused(header(json.dumps(wrong).encode(), bytes(64)))
     unknown = {"x" * 1000: {"dtype": "F8_E4M3", "shape": [8], "data_offsets": [0, 8]}}
     with pytest.raises(RequestError) as error:
-        read_features(header(json.dumps(unknown).encode(), bytes(8)), "p")
+        read_features(header(json.dumps(unknown).encode(), bytes(8)), "image", "p")
     assert len(error.value.param or "") < 100

@@ -315,7 +315,9 @@ def test_uploads_are_seen_by_their_own_key_alone(llm: SeeingLLM) -> None:
         ({"data": 5}, "data"),
         ({"data": "?"}, "data"),
         ({"data": "AAAA"}, "data"),
-        ({"data": base64.b64encode(FEATURES).decode(), "modality": "audio"}, "modality"),
+        ({"data": base64.b64encode(FEATURES).decode(), "modality": "sound"}, "modality"),
+        ({"data": base64.b64encode(FEATURES).decode(), "modality": ["audio"]}, "modality"),
+        ({"data": base64.b64encode(FEATURES).decode(), "modality": "audio"}, "data"),
         ({"data": base64.b64encode(FEATURES).decode(), "other": 1}, "other"),
         ({"data": base64.b64encode(save(tensors(features=np.ones((2, 9), np.float32)))).decode()}, "data.features"),
         ({"data": base64.b64encode(save(tensors(grid_thw=None))).decode()}, "data.grid_thw"),
@@ -323,6 +325,35 @@ def test_uploads_are_seen_by_their_own_key_alone(llm: SeeingLLM) -> None:
 )
 def test_malformed_uploads(api: Api, body: Any, param: str) -> None:
     refused(api, body, param, path="/v1/features")
+
+
+def audio(**value: str) -> dict[str, Any]:
+    return {"type": "audio_embeds", "audio_embeds": value}
+
+
+def test_features_of_audio(api: Api, llm: SeeingLLM) -> None:
+    sent, wide = (
+        base64.b64encode(save({"features": np.ones((5, width), np.float32)})).decode() for width in (HIDDEN, HIDDEN + 1)
+    )
+    answer = chat(api, text("hear"), audio(data=sent))
+    assert prompt(llm) == "[user]hear" + "\x01" * 5 + "\n[assistant]"
+    details = answer["usage"]["prompt_tokens_details"]
+    assert (details["audio_tokens"], details["image_tokens"]) == (5, 0)
+    refused(api, user(audio(data=wide)), "messages[0].content[0].audio_embeds.features")
+    raw = {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}}
+    assert "audio is taken as features alone" in refused(api, user(raw), "messages[0].content[0].type")
+    with running(llm) as server, server.openai() as client:
+        http = client._client
+        made = http.post(f"{server.url}/v1/features", json={"data": sent, "modality": "audio"}).json()
+        assert (made["modality"], made["num_tokens"], made["grid_thw"]) == ("audio", 5, [5, 1, 1])
+        asked = user(audio(ref=made["id"]))
+        assert (
+            http.post(f"{server.url}/v1/chat/completions", json=asked).json()["usage"]["prompt_tokens_details"]["audio_tokens"]
+            == 5
+        )
+        error = http.post(f"{server.url}/v1/chat/completions", json=user(embeds(ref=made["id"]))).json()["error"]
+        assert error["param"] == "messages[0].content[0].image_embeds.ref"
+        assert error["message"].endswith("are of an audio clip, not of a picture")
 
 
 def test_uploads_have_limits(llm: SeeingLLM) -> None:
@@ -338,7 +369,7 @@ def test_uploads_have_limits(llm: SeeingLLM) -> None:
 
 def test_the_store_forgets_and_refuses() -> None:
     now = [0.0]
-    features = read_features(FEATURES, "data")
+    features = read_features(FEATURES, "image", "data")
     store = FeatureStore(ServerSettings(features_ttl=10.0, features_bytes=2 * 1200), lambda: now[0])
     first = store.put("a", "image", features)
     second = store.put("a", "image", features)

@@ -97,15 +97,18 @@ def test_deep_values_are_refused() -> None:
         deep = deep[0]
 
 
-@pytest.mark.parametrize("kind", ["image_url", "video_url", "image_embeds", "video_embeds", "input_audio"])
+@pytest.mark.parametrize("kind", ["image_url", "video_url", "image_embeds", "video_embeds", "audio_embeds", "input_audio"])
 def test_a_model_of_text_refuses_media(kind: str) -> None:
     message = refused("messages[0].content[1].type", {"type": "text", "text": "a"}, {"type": kind, kind: {}}, media=False)
     assert "the model reads text" in message
 
 
 def test_a_model_that_sees_says_what_it_reads() -> None:
+    message = refused("messages[0].content[0].type", {"type": "input_file", "input_file": {}})
+    read = "text, image_url, video_url, image_embeds, video_embeds, audio_embeds"
+    assert message.endswith(f"the model reads {read}, not 'input_file'")
     message = refused("messages[0].content[0].type", {"type": "input_audio", "input_audio": {}})
-    assert message.endswith("the model reads text, image_url, video_url, image_embeds, video_embeds, not 'input_audio'")
+    assert message.endswith("input_audio is not supported: audio is taken as features alone, audio_embeds")
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,14 @@ _AROUND_TEXT = {
     "internvl": "InternVLForConditionalGeneration",
     "idefics3": "Idefics3ForConditionalGeneration",
     "smolvlm": "SmolVLMForConditionalGeneration",
+    "qwen2_audio": "Qwen2AudioForConditionalGeneration",
 }
 """Model types of models around the text part of others -> their architectures."""
 VISION_NAME = re.compile(
     r"(?:model\.)?(?:visual|vision_tower|multi_modal_projector|vision_model|connector|resampler_model)\..*"
 )
 """Checkpoint names of the vision part."""
+_AUDIO_NAME = re.compile(r"(?:model\.)?(?:audio_tower|multi_modal_projector)\..*")
 _PREFIXES = (
     {"model.": "model.language_model."},
     {"model.": "model.text_model."},
@@ -36,8 +38,10 @@ _PREFIXES = (
 
 
 def vision_spec(config: HFConfig) -> VisionSpec | None:
-    """The vision part of a model; None: it reads text alone, or its pictures are not supported."""
+    """The part of a model that reads media; None: it reads text alone, or its media are not supported."""
     kind, vision = config.model_type, getattr(config, "vision_config", None)
+    if kind == "qwen2_audio" and is_around_text(config):
+        return VisionSpec(model_type=kind, features_only=True)
     if vision is None:
         return None
     if kind in _QWEN:
@@ -53,14 +57,14 @@ def vision_spec(config: HFConfig) -> VisionSpec | None:
 
 
 def is_around_text(config: HFConfig) -> bool:
-    """Whether the text part of a model is a separate model, whose inputs get features of pictures."""
+    """Whether the text part of a model is a separate model, whose inputs get features of media."""
     architecture = _AROUND_TEXT.get(config.model_type)
     return architecture is not None and architecture in (getattr(config, "architectures", None) or [architecture])
 
 
-def with_vision_names(table: NameTable) -> NameTable:
-    """Extends the table of a text model to checkpoints that hold it beside a vision part."""
-    table.ignore(VISION_NAME)
+def with_media_names(table: NameTable, spec: VisionSpec) -> NameTable:
+    """Extends the table of a text model to checkpoints that hold it beside a part that reads media."""
+    table.ignore(_AUDIO_NAME if spec.features_only else VISION_NAME)
     for prefixes in _PREFIXES:
         table.elsewhere(prefixes)
     return table

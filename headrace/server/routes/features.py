@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from headrace.choices import Modality
+from headrace.choices import MEDIA_NAMES, Modality
 from headrace.errors import RequestError, missing, unknown, unsupported, wrong_type
 from headrace.server.body import check_content_encoding, json_object
 from headrace.server.errors import JSON, ApiError, shown
@@ -28,7 +28,7 @@ _SCHEMA: dict[str, Any] = {
                 "schema": {
                     "type": "object",
                     "properties": {
-                        "modality": {"enum": ["image", "video"], "default": "image"},
+                        "modality": {"enum": list(MEDIA_NAMES), "default": "image"},
                         "data": {"type": "string", "description": "safetensors in base64"},
                     },
                     "required": ["data"],
@@ -43,7 +43,7 @@ _SCHEMA: dict[str, Any] = {
 
 @router.post("/v1/features", openapi_extra=_SCHEMA)
 async def upload(request: Request) -> Response:
-    """Keeps the features of one picture or video, safetensors, which prompts then name by their id."""
+    """Keeps the features of one picture, video or audio clip, safetensors, which prompts then name by their id."""
     state = serving(request)
     state.check_ready()
     processor = state.llm.inputs.multimodal
@@ -55,7 +55,7 @@ async def upload(request: Request) -> Response:
         from headrace.multimodal.feature_file import read_features
 
         content = _decoded(data, state.settings.max_feature_bytes) if isinstance(data, str) else bytes(data)
-        features = read_features(content, "data")
+        features = read_features(content, modality, "data")
         processor.check_features(features, modality, "data")
         return features
 
@@ -105,8 +105,8 @@ async def _given(request: Request, state: Serving) -> tuple[bytearray | str, Mod
 
 
 def _check_modality(modality: Any) -> None:
-    if modality not in ("image", "video"):
-        raise RequestError("modality must be image or video", "modality")
+    if modality not in list(MEDIA_NAMES):
+        raise RequestError("modality must be image, video or audio", "modality")
 
 
 def _decoded(text: str, most: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Tiny random models that read pictures, saved as checkpoints with a tokenizer of bytes and a processor."""
+"""Tiny random models that read pictures or audio, saved as checkpoints with a tokenizer of bytes and a processor."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ SPECIAL = (
     *("<fake_token_around_image>", "<global-img>", "<video>"),
     *("<|IMAGE_START|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_END|>"),
     *("<|VIDEO_START|>", "<|VIDEO_PLACEHOLDER|>", "<|VIDEO_END|>"),
+    "<|AUDIO|>",
 )
 IDS = {token: 256 + index for index, token in enumerate(SPECIAL)}
 VOCAB = 288
@@ -26,7 +27,8 @@ CONTEXT = 2048
 TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}]{% if message.content is string %}{{ message.content }}{% else %}"
     "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% elif part.type == 'image' %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% else %}<|vision_start|><|video_pad|><|vision_end|>{% endif %}{% endfor %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% elif part.type == 'audio' %}<|AUDIO|>{% else %}"
+    "<|vision_start|><|video_pad|><|vision_end|>{% endif %}{% endfor %}"
     "{% endif %}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 _TEXT: dict[str, Any] = {
@@ -240,6 +242,22 @@ def _configs() -> dict[str, tuple[type[PreTrainedModel], dict[str, Any], dict[st
             transformers.SmolVLMForConditionalGeneration,
             idefics,
             _IDEFICS_PROCESSOR | {"image_processor_type": "SmolVLMImageProcessor"},
+        ),
+        "qwen2_audio": (
+            transformers.Qwen2AudioForConditionalGeneration,
+            {
+                "text_config": _TEXT | {"model_type": "qwen2"},
+                "audio_config": {
+                    "d_model": 32,
+                    "encoder_layers": 1,
+                    "encoder_attention_heads": 2,
+                    "encoder_ffn_dim": 48,
+                    "num_mel_bins": 16,
+                    "max_source_positions": 20,
+                },
+                "audio_token_index": IDS["<|AUDIO|>"],
+            },
+            {},
         ),
     }
 

@@ -1,4 +1,4 @@
-"""A fake engine whose model sees: a picture or video is one token for each of its rows of pixels, or of its features."""
+"""A fake engine whose model sees and hears: a medium is one token for each of its rows of pixels, or of its features."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from support.byte_tokenizer import BOS, ByteTokenizer
 from support.server.fakes import FakeLLM, SeededInputs
 
 HIDDEN = 8
-IMAGE, VIDEO = "<image>", "<video>"
-_MODALITIES: dict[str, Modality] = {IMAGE: "image", VIDEO: "video"}
+IMAGE, VIDEO, AUDIO = "<image>", "<video>", "<audio>"
+_MODALITIES: dict[str, Modality] = {IMAGE: "image", VIDEO: "video", AUDIO: "audio"}
 FEATURE_TOKEN = 1
 
 
@@ -42,7 +42,7 @@ def _written(part: dict[str, Any]) -> str:
 
 
 class SeeingProcessor:
-    limits: Mapping[Modality, int] = {"image": 8, "video": 2}
+    limits: Mapping[Modality, int] = {"image": 8, "video": 2, "audio": 2}
     written: Mapping[str, str] = {}
 
     def __init__(self) -> None:
@@ -68,9 +68,9 @@ class SeeingProcessor:
         self, prompt: str | list[int], data: MultiModalData, kwargs: Mapping[str, Any], *, add_special_tokens: bool
     ) -> PreparedPrompt:
         assert isinstance(prompt, str)
-        media: dict[str, list[Any]] = {"image": list(data.images), "video": list(data.videos)}
+        media: dict[str, list[Any]] = {"image": list(data.images), "video": list(data.videos), "audio": list(data.audios)}
         ids, items, inputs = [BOS] if add_special_tokens else [], [], []
-        places = {"image": 0, "video": 0}
+        places = {"image": 0, "video": 0, "audio": 0}
         while prompt:
             at, mark = min((prompt.find(mark) % 2**40, mark) for mark in _MODALITIES)
             if mark not in prompt:
@@ -83,12 +83,13 @@ class SeeingProcessor:
             where = f"multi_modal_data.{modality}[{places[modality]}]"
             places[modality] += 1
             if isinstance(medium, Features):
-                self.check_features(medium, modality, where.replace(modality, f"{modality}_embeds", 1))
+                named = where if modality == "audio" else where.replace(modality, f"{modality}_embeds", 1)
+                self.check_features(medium, modality, named)
             rows = _rows(medium)
             items.append(Item(len(ids), len(ids) + rows, False, False, f"{len(self.seen)}"))
             inputs.append(ItemInputs(modality, ((0, rows),), {}))
             ids += [FEATURE_TOKEN] * rows
-        assert not media["image"] and not media["video"]
+        assert not any(media.values())
         return PreparedPrompt([*ids, *prompt.encode()], tuple(items), tuple(inputs), None)
 
     def image_tokens(self, width: int, height: int) -> int:

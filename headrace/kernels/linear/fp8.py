@@ -51,12 +51,13 @@ def fp8_linear(
     if weight.in_blocks and few:
         return kernels.blocks(codes, scales, weight, bias, dtype)
     if weight.in_blocks:
+        # Rounded once: a bias is added before.
+        wide = dtype if dtype == torch.bfloat16 and bias is None else torch.float32
         recipes = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
-        y = scaled_mm(codes, weight_t, scales, recipes[0], weight.scales.t(), recipes[1], output_dtype=torch.bfloat16)[:rows]
-    elif rows <= UNSCALED_ROWS or dtype != torch.bfloat16:
+        y = scaled_mm(codes, weight_t, scales, recipes[0], weight.scales.t(), recipes[1], output_dtype=wide)[:rows]
+        return (y if bias is None else y + bias).to(dtype)
+    if rows <= UNSCALED_ROWS or dtype != torch.bfloat16:
         fast = rows > EXACT_ROWS
         y = torch._scaled_mm(codes, weight_t, weight.one, weight.one, out_dtype=torch.float32, use_fast_accum=fast)
         return kernels.scale(y, scales, weight.scales, bias, dtype)
-    else:
-        y = torch._scaled_mm(codes, weight_t, scales, weight.scales.t(), out_dtype=dtype, use_fast_accum=True)
-    return (y if bias is None else y + bias).to(dtype)
+    return torch._scaled_mm(codes, weight_t, scales, weight.scales.t(), bias=bias, out_dtype=dtype, use_fast_accum=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace.kernels.linear.fp8 import fp8_linear
+from headrace.kernels.linear.fp8 import EXACT_ROWS, fp8_linear
 from headrace.kernels.linear.fp8_reference import GROUP, Fp8Weight, dequantize, quantize_rows_ref
 from headrace.kernels.linear.triton_fp8 import MAX_ROWS, blocks, quantize_rows, scale
 
@@ -25,14 +25,15 @@ def rows_of(count: int, inputs: int, dtype: torch.dtype = torch.float32) -> torc
     return x.to(dtype)
 
 
-def check(got: torch.Tensor, x: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None) -> None:
-    """Against float64. Hopper's FP8 units keep about 14 bits of a sum."""
-    codes, scales = quantize_rows_ref(x, weight.group)
+def check(got: torch.Tensor, x: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None, error: float = 2.0**-12) -> None:
+    """Compares with float64. ``error``: of a sum, over the sum of its terms' sizes."""
+    # On the CPU, since PyTorch's division by 448 is a product with its rounded inverse on a GPU.
+    codes, scales = (each.to(x.device) for each in quantize_rows_ref(x.cpu(), weight.group))
     left = codes.double() * scales.double().repeat_interleave(weight.group, 1)
     right = dequantize(weight).double().t()
     expected = left @ right + (0 if bias is None else bias.double())
     step = 2.0**-8 if got.dtype == torch.bfloat16 else 0.0
-    bound = 2.0**-12 * (left.abs() @ right.abs()) + step * expected.abs() + 1e-6
+    bound = error * (left.abs() @ right.abs()) + step * expected.abs() + 1e-6
     assert bool(((got.double() - expected).abs() <= bound).all())
 
 
@@ -94,4 +95,5 @@ def test_products_of_any_number_of_rows(shape: tuple[int, int], in_blocks: bool,
     x, bias = rows_of(rows, shape[0], torch.bfloat16).to(device), torch.randn(shape[1], device=device, dtype=torch.bfloat16)
     got = fp8_linear(x, weight, bias, out_dtype)
     assert got.shape == (rows, shape[1]) and got.dtype == out_dtype
-    check(got, x, weight, bias)
+    # Fast sums keep about 14 bits.
+    check(got, x, weight, bias, 2.0**-12 if in_blocks or rows <= EXACT_ROWS else 2.0**-10)

@@ -17,10 +17,10 @@ from headrace.options import INT32_MAX
 from headrace.server.sampling import limit
 from headrace.server.schema import ChatBody, CompletionBody, TokenizeBody
 from headrace.server.state import Serving
-from headrace.server.transcript import Transcript
 from headrace.text.answers import AnswerFormats
 from headrace.text.content import ConversationMedia, MediaPart, blame_part
 from headrace.text.effort import EffortVariables
+from headrace.text.transcript import Transcript
 
 if TYPE_CHECKING:
     from headrace.multimodal.media import FindFeatures

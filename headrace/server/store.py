@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace.server.settings import ServerSettings
-from headrace.server.transcript import Transcript
+from headrace.text.transcript import Transcript
 
 _OVERHEAD = 512
 """Bytes of an entry beside its texts."""

@@ -18,8 +18,8 @@ from support.server.scripted import ScriptedLLM
 from headrace.errors import EngineError
 from headrace.server.settings import ServerSettings
 from headrace.server.store import ResponseStore, StoredItem
-from headrace.server.transcript import Transcript
 from headrace.text.tokenizer import Tokenizer
+from headrace.text.transcript import Transcript
 
 TOOL: dict[str, Any] = {
     "type": "function",

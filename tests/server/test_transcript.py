@@ -13,8 +13,8 @@ from support.server.harness import client
 from support.server.scripted import ScriptedLLM
 
 from headrace.server.settings import ServerSettings
-from headrace.server.transcript import Transcript
 from headrace.text.tokenizer import Tokenizer
+from headrace.text.transcript import Transcript
 
 WORDS = "The mill stands by the river."
 

@@ -21,7 +21,7 @@ from headrace.server.shape.parts import events_of
 from headrace.server.sse import ChunkAnswer
 from headrace.server.state import Serving
 from headrace.server.tools import Tools, names_function, offered, parallel_calls
-from headrace.server.transcript import Transcript
+from headrace.text.transcript import Transcript
 
 router = APIRouter()
 

@@ -19,7 +19,7 @@ from headrace.server.shape.responses import NAMES, NO_COMPACTION, ResponsesAnswe
 from headrace.server.shape.turns import late_system, renamed
 from headrace.server.state import Serving, serving
 from headrace.server.store import Stored, StoredItem
-from headrace.server.transcript import Transcript
+from headrace.text.transcript import Transcript
 
 router = APIRouter()
 _MOST_ITEMS = 100

@@ -44,7 +44,7 @@ from headrace.server.shape.turns import ContentPart, Turns, checked, image_part,
 from headrace.server.sse import Answer
 from headrace.server.state import Serving
 from headrace.server.store import Stored, StoredItem
-from headrace.server.transcript import Transcript
+from headrace.text.transcript import Transcript
 
 NAMES = {
     "messages": "input",

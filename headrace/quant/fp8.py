@@ -36,10 +36,10 @@ class Fp8Method(PackedMethod):
     def load(self, layer: Linear, parts: Sequence[StoredMatrix]) -> float:
         codes, scales, error, size = [], [], 0.0, 0.0
         for part in parts:
-            if isinstance(part.codes, TileCodes):
+            if isinstance(part.codes, TileCodes) and self.holds(part.codes):
                 held = part.codes.values.to(self._device), self.stored_scales(part.codes).to(self._device)
             else:
-                exact = part.read().to(self._device).float()
+                exact = part.exact().to(self._device).float()
                 held = self.rounded(exact)
                 # In float64 only the two sums: a matrix of float64 would be the largest thing in memory.
                 error += float((dequantize(self._weight(*held)) - exact).square().sum(dtype=torch.float64))

@@ -104,6 +104,20 @@ def test_what_no_kernel_multiplies_stays_floats(name: str) -> None:
     assert torch.equal(layer.weight, exact)
 
 
+@pytest.mark.parametrize("kind", [Fp8Method, Fp8BlockMethod])
+def test_codes_of_another_kind_are_rounded_beside_floats(kind: type[Fp8Method]) -> None:
+    """A fused matrix has parts of which one is stored in blocks, one with a scale for each output, and one as floats."""
+    parts = [tiles(128, 256, (128, 128)), tiles(128, 256, (1, 256), 1), matrix(floats(128))]
+    exact = torch.cat([part.exact().float() for part in parts])
+    layer = Linear(256, len(exact), dtype=torch.bfloat16, device="cpu")
+    done = Fp8Converter(kind).convert("x", layer, parts)
+    assert type(layer.method) is kind and 0 < done.error < 0.04
+    held = layer.method.dequantize(layer)
+    assert relative_error(held, exact) < 0.04
+    kept = slice(128) if kind is Fp8BlockMethod else slice(128, 256)
+    assert torch.equal(held[kept], exact[kept])
+
+
 def test_blocks_are_asked_for_where_they_fit() -> None:
     layer = Linear(256, 192, dtype=torch.bfloat16, device="cpu")
     done = Fp8Converter(Fp8BlockMethod).convert("x", layer, [matrix(floats(192))])

@@ -46,7 +46,7 @@ def cached_and_prompt(usage: dict[str, Any]) -> tuple[int, int]:
 
 
 class Session:
-    """What a client does: it sends the whole conversation in each turn."""
+    """Sends the whole conversation in each turn, as a client does."""
 
     def __init__(self, server: Server, recording: str) -> None:
         self.server = server

@@ -48,7 +48,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_mistyped_model(folder: Path) -> None:
-    """By every command that runs a model."""
+    """Every command that runs a model refuses it."""
     names = {"MODEL": str(folder / "qwen33"), "PICTURE": str(folder / "picture.png")}
     found = outcomes([[names.get(word, word) for word in words] for words in COMMANDS.values()])
     for name, (code, said) in zip(COMMANDS, found, strict=True):

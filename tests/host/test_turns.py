@@ -83,7 +83,7 @@ def test_errors_reach_who_waits_for_them() -> None:
 
 
 def test_who_waits_may_leave_and_errors_keep_nothing() -> None:
-    """Of a request that is refused in a thread nothing is left, without the garbage collector."""
+    """A request that is refused in a thread leaves nothing behind, without the garbage collector."""
 
     class Body:
         pass

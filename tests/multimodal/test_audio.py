@@ -121,7 +121,7 @@ def test_a_cached_prefix_covers_equal_clips_alone(own: Served) -> None:
 
 
 def test_every_way_to_give_features_is_the_same(own: Served) -> None:
-    """As an object, in a conversation as an object or as safetensors, and at a URL."""
+    """Features are given as an object, in a conversation as an object or as safetensors, and at a URL."""
     clip = sound(12)
     file = base64.b64encode(save({"features": clip})).decode()
     url = f"data:application/octet-stream;base64,{file}"

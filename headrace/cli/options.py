@@ -374,6 +374,6 @@ def check_names(args: EngineArgs) -> EngineArgs:
 
 
 ENGINE_FIELDS: Group[EngineArgs] = Group.of(EngineArgs)
-"""For commands that may run no engine; ``check_names`` is theirs to call."""
+"""Engine options of commands that may run no engine; these commands call ``check_names`` themselves."""
 ENGINE_OPTIONS = EngineGroup.of(EngineArgs)
 SAMPLING_OPTIONS = SamplingGroup.of(SamplingParams).changed("max_tokens", default=f"{MAX_TOKENS}, within the context")

@@ -578,7 +578,7 @@ class EngineConfig:
     device: str
     dtype: str
     quantization: str
-    """none, int8 or int4."""
+    """none, or a name of ``headrace.quant.registry``."""
     attention_backends: tuple[str, ...]
     """Name of the backend of each layer."""
     num_threads: int

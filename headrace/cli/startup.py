@@ -62,8 +62,7 @@ def _named(info: EngineInfo) -> dict[str, Any]:
 
 
 def headline(info: EngineInfo) -> Text:
-    packed = "in FP8, as stored" if info.quantization == "stored" else info.quantization
-    weights = info.dtype if info.quantization == "none" else f"{info.dtype}, weights {packed}"
+    weights = info.dtype if info.quantization == "none" else f"{info.dtype}, weights {info.quantization}"
     return Text.assemble(
         (info.model, "bold"),
         f"  {info.architecture} on {info.device}, {weights}; context {info.max_model_len:,} tokens, "

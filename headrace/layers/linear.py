@@ -14,7 +14,7 @@ from headrace.config import MemoryLine
 from headrace.errors import ConfigError
 from headrace.kernels.linear import linear
 from headrace.layers.embedding import Embedding
-from headrace.layers.stored import StoredMatrix
+from headrace.layers.stored import Codes, StoredMatrix
 from headrace.parallel.group import Group
 
 
@@ -48,6 +48,9 @@ class Linear(nn.Module):
         """``[..., in_features] -> [..., out_features]``"""
         return self.method.apply(self, x)
 
+    def memory(self) -> list[MemoryLine]:
+        return self.method.memory(self)
+
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}{', bias' if self.bias is not None else ''}, {self.method.format}"
 
@@ -76,6 +79,11 @@ class LinearMethod(ABC):
                 reasons.append(f"{size} {what} are not a multiple of {multiple}")
         return reasons
 
+    @classmethod
+    def holds(cls, codes: Codes) -> bool:
+        """Returns whether the method holds a checkpoint's codes and their scales as they are."""
+        return False
+
     @abstractmethod
     def allocate(self, layer: Linear, dtype: torch.dtype, device: str | torch.device) -> None:
         """Registers on the layer what holds its weights, in place of what held them before. ``dtype``: of the activations."""
@@ -102,8 +110,13 @@ class LinearMethod(ABC):
 
     def memory(self, layer: Linear) -> list[MemoryLine]:
         """Reports the layer's buffers. Parameters are counted with the model's, since layers may share them."""
-        nbytes = sum(buffer.nbytes for buffer in layer.buffers())
-        return [MemoryLine("packed weights", nbytes, self.format)] if nbytes else []
+        return packed_memory(layer, self.format)
+
+
+def packed_memory(layer: nn.Module, format: str) -> list[MemoryLine]:
+    """Reports the buffers of a layer, in which its method of this format holds the weights."""
+    nbytes = sum(buffer.nbytes for buffer in layer.buffers())
+    return [MemoryLine("packed weights", nbytes, format)] if nbytes else []
 
 
 class UnquantizedMethod(LinearMethod):

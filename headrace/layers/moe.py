@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from headrace.config import MemoryLine
 from headrace.kernels.moe import held_experts, moe_mlp, route, router_logits
+from headrace.layers.linear import packed_memory
 from headrace.layers.mlp import GatedMLP
 from headrace.layers.stored import StoredMatrix
 from headrace.model_spec import MoeSpec
@@ -71,6 +73,9 @@ class Experts(nn.Module):
             experts = held_experts(experts, *self.spec.held)
         return self.method.apply(self, x, experts, weights, plus)
 
+    def memory(self) -> list[MemoryLine]:
+        return self.method.memory(self)
+
 
 class ExpertsMethod:
     """The matrices of one ``Experts``, as float parameters ``gate_up_proj`` and ``down_proj``. Number formats override it."""
@@ -108,6 +113,10 @@ class ExpertsMethod:
     def dequantize(self, layer: Experts, matrix: str) -> torch.Tensor:
         """Returns what ``apply`` multiplies by, ``[num_experts, N, K]`` float32."""
         return layer.get_parameter(matrix).detach().float()
+
+    def memory(self, layer: Experts) -> list[MemoryLine]:
+        """Reports the layer's buffers."""
+        return packed_memory(layer, self.format)
 
 
 class MoeMLP(nn.Module):

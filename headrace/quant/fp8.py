@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
+from headrace.kernels import support
 from headrace.kernels.linear.fp8 import fp8_linear
 from headrace.kernels.linear.fp8_reference import E4M3_MAX, GROUP, LEAST_SCALE, Fp8Weight, dequantize, quantize_rows_ref
 from headrace.layers.linear import Linear
-from headrace.layers.stored import StoredMatrix
+from headrace.layers.stored import Codes, StoredMatrix
+from headrace.quant.candidates import EngineFacts, Keep, Limit, Round
 from headrace.quant.float_codes import TileCodes
 from headrace.quant.packed import PackedMethod
 
@@ -25,9 +27,8 @@ class Fp8Method(PackedMethod):
     multiples = 16, 16
 
     @classmethod
-    def holds(cls, codes: TileCodes) -> bool:
-        """Whether the method holds the codes and their scales as they are."""
-        return codes.tile[1] >= codes.values.shape[1] + codes.first[1]
+    def holds(cls, codes: Codes) -> bool:
+        return isinstance(codes, TileCodes) and codes.tile[1] >= codes.values.shape[1] + codes.first[1]
 
     def allocate(self, layer: Linear, dtype: torch.dtype, device: str | torch.device) -> None:
         super().allocate(layer, dtype, device)
@@ -85,8 +86,10 @@ class Fp8BlockMethod(Fp8Method):
     multiples = GROUP, GROUP
 
     @classmethod
-    def holds(cls, codes: TileCodes) -> bool:
-        return codes.tile == (GROUP, GROUP) and codes.first == (0, 0) and len(codes.values) % GROUP == 0
+    def holds(cls, codes: Codes) -> bool:
+        if not isinstance(codes, TileCodes) or codes.tile != (GROUP, GROUP):
+            return False
+        return codes.first == (0, 0) and len(codes.values) % GROUP == 0
 
     @staticmethod
     def stored_scales(codes: TileCodes) -> torch.Tensor:
@@ -99,3 +102,21 @@ class Fp8BlockMethod(Fp8Method):
         scales = (blocks.abs().amax((1, 3)) / E4M3_MAX).clamp_min(LEAST_SCALE)
         codes = (blocks / scales[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX)
         return codes.view(weight.shape).to(torch.float8_e4m3fn), scales
+
+
+def _limits(engine: EngineFacts) -> list[Limit]:
+    if engine.device == "cpu":
+        return [Limit("it is for GPUs: write int8 on a CPU")]
+    limits = [Limit(reason) for reason in support.fp8_product_refusals(engine.device)]
+    if engine.dtype == "float32":
+        limits.append(Limit("its products are of 16-bit activations: set dtype bfloat16 or float16", "dtype"))
+    if engine.deterministic:
+        limits.append(Limit("it has no product whose rows are independent of each other", "deterministic"))
+    return limits
+
+
+KEEP_FP8 = Keep(methods=(Fp8Method, Fp8BlockMethod), codes=TileCodes, keeps=frozenset({"e4m3"}), title="FP8", limits_of=_limits)
+
+
+def round_to_fp8(method: type[Fp8Method]) -> Round:
+    return Round(by=method, to="FP8", limits_of=_limits)

@@ -9,15 +9,13 @@ from headrace.cache.fp8 import check_alignment
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError
 from headrace.kernels import support
-from headrace.model_spec import AnySpec, ForeignSpec, MoeSpec, RopeSpec
+from headrace.model_spec import AnySpec, ForeignSpec, RopeSpec
 from headrace.model_spec.kv import FP8_KV
-from headrace.quant.convert import FP8
+from headrace.quant import registry
+from headrace.quant.candidates import EngineFacts
 from headrace.quant.formats.find import find_scheme
-from headrace.quant.formats.gguf import INT4_TYPES, INT8_TYPES, PLAIN_TYPES
+from headrace.quant.formats.gguf import PLAIN_TYPES
 from headrace.quant.formats.scheme import Scheme
-from headrace.quant.int4 import Int4Method
-from headrace.quant.int8 import Int8Method
-from headrace.quant.native import NativeMethod
 from headrace.resolve.facts import DecisionLog, DeviceFacts, matrices
 from headrace.sources.files import ModelFiles
 
@@ -48,8 +46,8 @@ def stored_format(files: ModelFiles) -> Scheme | None:
 def note_stored_format(scheme: Scheme | None, dtype: str, quantization: str, log: DecisionLog) -> None:
     if scheme is None:
         return
-    how = {"none": f"dequantised to {dtype}", "stored": "multiplied as they are stored where a kernel can"}
-    log.note("checkpoint format", scheme, f"its matrices are {how.get(quantization, f'packed as {quantization}')}")
+    how = f"dequantised to {dtype}" if quantization == "none" else registry.find(quantization).stored
+    log.note("checkpoint format", scheme, f"its matrices are {how}")
 
 
 def gguf_types(files: ModelFiles) -> Counter[str] | None:
@@ -71,9 +69,10 @@ def compute_dtype(args: EngineArgs, model: AnySpec, types: Counter[str] | None, 
     if args.dtype != "auto":
         return args.dtype
     quantised = types is not None and not types.keys() <= PLAIN_TYPES
-    if args.quantization in ("int8", "int4"):
-        log.note("dtype", "bfloat16", f"the packed {args.quantization} kernels are fastest in bfloat16")
-        return "bfloat16"
+    fastest = None if args.quantization in ("auto", "none") else registry.find(args.quantization).dtype
+    if fastest is not None:
+        log.note("dtype", fastest, f"the packed {args.quantization} kernels are fastest in {fastest}")
+        return fastest
     source = "quantised" if quantised else model.dtype
     if device.cuda:
         dtype = source if source in ("bfloat16", "float16") else "bfloat16"
@@ -107,71 +106,22 @@ def quantization(
             raise ConfigError(f"quantization {requested} is for native models: leave it at auto or none", "quantization")
         log.note("quantization", "none", "another library built the model: its weights stay as they are")
         return "none"
-    if device.cuda:
-        return _on_gpu(args, stored, dtype, device, log)
-    if requested in FP8:
-        raise ConfigError(f"quantization {requested} is for GPUs: write int8 on a CPU", "quantization")
-    if any(isinstance(mlp, MoeSpec) for mlp in model.mlps):
-        if requested != "auto":
-            raise ConfigError(
-                f"quantization {requested} does not pack the experts of a mixture: set quantization none", "quantization"
-            )
-        log.note("quantization", "none", "the experts of a mixture are not packed")
-        return "none"
-    compiled = device.native_kernels not in ("", "portable")
-    method = NativeMethod if compiled else Int8Method if requested == "int8" else Int4Method
-    misfits = [why for outputs, inputs in matrices(model) for why in method.supports(inputs, outputs, "cpu")]
-    if requested in ("int8", "int4"):
-        if dtype != "bfloat16" and not compiled:
-            raise ConfigError(
-                f"{requested} with dtype {dtype} needs the native kernels, which are not available here, and PyTorch's packed "
-                f"{requested} kernel is made for bfloat16: leave dtype at auto or bfloat16, or set quantization none",
-                "quantization",
-            )
-        if misfits:
-            raise ConfigError(f"no packed {requested} kernel fits this model: a matrix has {misfits[0]}", "quantization")
+    engine = EngineFacts(
+        device=device.device,
+        native_kernels=device.native_kernels,
+        dtype=dtype,
+        asked_dtype=args.dtype != "auto",
+        deterministic=args.deterministic,
+        model=model,
+        matrices=tuple(matrices(model)),
+    )
+    if requested != "auto":
+        if limit := registry.refusal(requested, engine):
+            raise ConfigError(f"quantization {requested}: {limit.reason}", limit.param)
         return requested
-    packable = INT4_TYPES | INT8_TYPES if compiled else INT4_TYPES
-    if types is None:
-        log.note("quantization", "none", "the checkpoint is not a quantised GGUF file")
-    elif dtype != "bfloat16" and args.dtype != "auto":
-        log.note("quantization", "none", f"the weights are made {dtype}, for exact results")
-    elif dtype != "bfloat16" and not compiled:
-        log.note("quantization", "none", f"PyTorch's packed kernels are made for bfloat16, and this CPU computes in {dtype}")
-    elif others := sorted(types.keys() - packable):
-        log.note("quantization", "none", f"no packed kernel here holds {', '.join(others)} as it is")
-    elif misfits:
-        log.note("quantization", "none", f"no packed kernel fits this model: a matrix has {misfits[0]}")
-    else:
-        bits = "int4" if types.keys() & INT4_TYPES else "int8"
-        whose = f"compiled {device.native_kernels}" if compiled else "PyTorch's"
-        log.note("quantization", bits, f"{whose} kernels hold {', '.join(sorted(types))} as it is")
-        return bits
-    return "none"
-
-
-def _on_gpu(args: EngineArgs, stored: Scheme | None, dtype: str, device: DeviceFacts, log: DecisionLog) -> str:
-    requested = args.quantization
-    if requested not in (*FP8, "auto"):
-        raise ConfigError(f"quantization {requested} is for CPUs: write fp8 on a GPU", "quantization")
-    refusals = [(reason, "quantization") for reason in support.fp8_product_refusals(device.device)]
-    if dtype == "float32":
-        refusals.append(("its products are of 16-bit activations: set dtype bfloat16 or float16", "dtype"))
-    if args.deterministic:
-        refusals.append(("it has no product whose rows are independent of each other", "deterministic"))
-    if requested in FP8:
-        if refusals:
-            raise ConfigError(f"quantization {requested}: {refusals[0][0]}", refusals[0][1])
-        return requested
-    formats = [] if stored is None else [rule.format for rule in stored.rules if rule.format is not None]
-    if not formats or any(each.spec.codes != "e4m3" for each in formats):
-        log.note("quantization", "none", f"the checkpoint is not of FP8, which kernels here multiply: weights are made {dtype}")
-    elif refusals:
-        log.note("quantization", "none", f"the checkpoint is of FP8, and weights are made {dtype}: {refusals[0][0]}")
-    else:
-        log.note("quantization", "stored", "the checkpoint is of FP8, which the GPU multiplies")
-        return "stored"
-    return "none"
+    name, why = registry.automatic(engine, types, stored)
+    log.note("quantization", name, why)
+    return name
 
 
 def kv_dtype(args: EngineArgs, model: AnySpec, dtype: str, device: DeviceFacts) -> str:

@@ -22,8 +22,9 @@ from headrace.layers.moe import Experts
 from headrace.layers.stored import Codes, StoredMatrix
 from headrace.model_spec import ModelSpec
 from headrace.parallel.shards import Cut
-from headrace.quant.convert import Conversion, Converter, converter
+from headrace.quant.convert import Conversion, Converter
 from headrace.quant.formats.find import find_scheme
+from headrace.quant.registry import find
 from headrace.sources.files import ModelFiles
 from headrace.weights.checkpoint import Checkpoint, DummyCheckpoint
 from headrace.weights.names import NameTable, Slice
@@ -92,6 +93,7 @@ class _Loader:
         self._table = table
         self._checkpoint = checkpoint
         self._parameters = dict(model.named_parameters())
+        self._device = next(model.parameters()).device
         self._progress = progress or (lambda done, total: None)
         self._done = 0
         self._total = sum(self._nbytes(name) for name in checkpoint.tensors)
@@ -142,14 +144,17 @@ class _Loader:
             if isinstance(module, Experts)
             for matrix in module.shapes
         }
+        chosen = None if quantization == "none" else Converter(self._device, find(quantization))
+        conversions = {} if chosen is None else self._prepare(chosen)
         for parameter in self._table.parameters():
             if parameter not in matrices:
                 self._fill(parameter, experts.get(parameter))
-        if quantization == "none":
+        if chosen is None:
             for path, layer in linears.items():
                 self._load(path, layer)
         self._check_ties()
-        conversions = {} if quantization == "none" else self._pack(linears, converter(quantization))
+        if chosen is not None:
+            conversions |= self._pack(linears, chosen)
         self._progress(self._total, self._total)
         return LoadReport(
             seconds=time.perf_counter() - start,
@@ -160,6 +165,12 @@ class _Loader:
             errors={f"{path}.weight": conversion.error for path, conversion in conversions.items()},
             decisions=(*self._checkpoint.decisions(), *_decisions(conversions)),
         )
+
+    def _prepare(self, converter: Converter) -> dict[str, Conversion]:
+        """Chooses the methods of experts, which allocate before they load."""
+        found = {path: converter.prepare(one) for path, one in self._model.named_modules() if isinstance(one, Experts)}
+        self._parameters = dict(self._model.named_parameters())
+        return {path: conversion for path, conversion in found.items() if conversion is not None}
 
     def _fill(self, parameter: str, experts: Experts | None) -> None:
         """``experts``: whose matrix it is; None: it is no matrix."""
@@ -266,8 +277,8 @@ def _memory(model: nn.Module) -> tuple[MemoryLine, ...]:
     lines = [MemoryLine("weights", plain, dtypes)]
     held: Counter[tuple[str, str]] = Counter()
     for module in model.modules():
-        if isinstance(module, Linear):
-            held.update({(line.name, line.detail): line.nbytes for line in module.method.memory(module)})
+        if isinstance(module, Linear | Experts):
+            held.update({(line.name, line.detail): line.nbytes for line in module.memory()})
     lines += [MemoryLine(name, nbytes, detail) for (name, detail), nbytes in sorted(held.items())]
     return tuple(lines)
 

@@ -17,7 +17,7 @@ class LoadReport:
     """Bytes that the tensors take in the files."""
     num_tensors: int
     quantization: str
-    """none, int8 or int4."""
+    """The quantization, as ``EngineConfig`` names it."""
     memory: tuple[MemoryLine, ...]
     """Sums to all bytes of the weights, second copies included."""
     errors: Mapping[str, float]

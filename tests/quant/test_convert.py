@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from gguf.quants import dequantize
@@ -12,14 +14,15 @@ from headrace.errors import ConfigError
 from headrace.kernels.native import NativeKernels, load
 from headrace.layers.linear import Linear
 from headrace.layers.stored import StoredMatrix
-from headrace.quant import convert
-from headrace.quant.convert import AMX_ROWS, INT4_ROWS, INT8_ROWS, IntegerConverter
+from headrace.quant.convert import Converter
 from headrace.quant.gguf_blocks import decode
 from headrace.quant.groups import relative_error
 from headrace.quant.hybrid import HybridMethod
 from headrace.quant.int4 import Int4Method
 from headrace.quant.int8 import Int8Method
+from headrace.quant.integers import AMX_ROWS, INT4_ROWS, INT8_ROWS, NativeIntegers, TorchIntegers
 from headrace.quant.native import NativeMethod
+from headrace.quant.registry import find
 
 COLUMNS = 256
 
@@ -30,6 +33,13 @@ def vector_kernels() -> NativeKernels:
     if found is None or found.tile == "portable":
         pytest.skip("no native products here")
     return found
+
+
+def converter(quantization: str, kernels: NativeKernels | None, device: str = "cpu") -> Converter:
+    """The CPU's, with these compiled kernels or without."""
+    bits = int(quantization.removeprefix("int"))
+    candidates = NativeIntegers(bits, lambda: kernels), TorchIntegers(bits)
+    return Converter(torch.device(device), dataclasses.replace(find(quantization), candidates={device: candidates}))
 
 
 def stored(kind: Type, rows: int, seed: int = 0) -> StoredMatrix:
@@ -71,7 +81,7 @@ CASES = {
 def test_native(vector_kernels: NativeKernels, name: str, bias: bool) -> None:
     pieces, bits, is_exact = CASES[name]
     module = target(pieces, bias=bias)
-    done = IntegerConverter("int4", vector_kernels).convert("layers.0.mlp.down_proj", module, pieces)
+    done = converter("int4", vector_kernels).convert("layers.0.mlp.down_proj", module, pieces)
     method = module.method.packed if isinstance(module.method, HybridMethod) else module.method
     assert isinstance(method, NativeMethod)
     assert method.bits == bits
@@ -89,7 +99,7 @@ def test_native(vector_kernels: NativeKernels, name: str, bias: bool) -> None:
 def test_without_native(name: str, bias: bool) -> None:
     pieces, bits, _ = CASES[name]
     module = target(pieces, bias=bias)
-    done = IntegerConverter("int4", None).convert("layers.0.mlp.down_proj", module, pieces)
+    done = converter("int4", None).convert("layers.0.mlp.down_proj", module, pieces)
     method = module.method
     assert isinstance(method, HybridMethod)
     assert isinstance(method.packed, Int4Method if bits == 4 else Int8Method)
@@ -106,7 +116,7 @@ def test_without_native(name: str, bias: bool) -> None:
 
 def test_the_head_keeps_eight_bits(vector_kernels: NativeKernels) -> None:
     pieces = [stored(Type.Q4_1, 32)]
-    done = IntegerConverter("int4", vector_kernels).convert("lm_head", target(pieces), pieces, is_head=True)
+    done = converter("int4", vector_kernels).convert("lm_head", target(pieces), pieces, is_head=True)
     assert "8 bits" in done.format
     assert done.error == 0
     assert "head" in done.reason
@@ -114,17 +124,17 @@ def test_the_head_keeps_eight_bits(vector_kernels: NativeKernels) -> None:
 
 def test_int8_widens_what_has_fewer_bits(vector_kernels: NativeKernels) -> None:
     pieces = [stored(Type.Q4_1, 32)]
-    done = IntegerConverter("int8", vector_kernels).convert("x", target(pieces), pieces)
+    done = converter("int8", vector_kernels).convert("x", target(pieces), pieces)
     assert "8 bits" in done.format
     assert done.error == 0
-    assert IntegerConverter("int8", vector_kernels).convert("x", target([floats(32)]), [floats(32)]).error < 0.01
+    assert converter("int8", vector_kernels).convert("x", target([floats(32)]), [floats(32)]).error < 0.01
 
 
 def test_scales_beyond_half_precision_go_elsewhere(vector_kernels: NativeKernels) -> None:
     weight = torch.randn(16, 64) * 1e7
     pieces = [StoredMatrix("F32", lambda: weight)]
     layer = target(pieces)
-    done = IntegerConverter("int4", vector_kernels).convert("x", layer, pieces)
+    done = converter("int4", vector_kernels).convert("x", layer, pieces)
     assert isinstance(layer.method, HybridMethod)
     assert isinstance(layer.method.packed, Int4Method)
     assert done.error < 0.12
@@ -141,25 +151,25 @@ def test_scales_that_are_no_number_do_too(vector_kernels: NativeKernels) -> None
 def test_shapes_that_no_kernel_takes(vector_kernels: NativeKernels) -> None:
     for kernels in (vector_kernels, None):
         with pytest.raises(ConfigError, match=r"int4 cannot hold layers\.3\.mlp\.down_proj: 40 inputs") as error:
-            IntegerConverter("int4", kernels).convert("layers.3.mlp.down_proj", target([floats(16, 40)]), [floats(16, 40)])
+            converter("int4", kernels).convert("layers.3.mlp.down_proj", target([floats(16, 40)]), [floats(16, 40)])
         assert error.value.param == "quantization"
     with pytest.raises(ConfigError, match="20 outputs"):
-        IntegerConverter("int4", None).convert("x", target([floats(20, 64)]), [floats(20, 64)])
+        converter("int4", None).convert("x", target([floats(20, 64)]), [floats(20, 64)])
     # PyTorch's kernel alone wants outputs by sixteens; int8 has a kernel for 48 inputs, if not the native one.
     for quantization, inputs, in_groups in (("int4", 64, True), ("int8", 48, False)):
         layer, pieces = target([floats(20, inputs)]), [floats(20, inputs)]
-        IntegerConverter(quantization, vector_kernels).convert("x", layer, pieces)
+        converter(quantization, vector_kernels).convert("x", layer, pieces)
         method = layer.method.packed if isinstance(layer.method, HybridMethod) else layer.method
         assert isinstance(method, NativeMethod) == in_groups
     with pytest.raises(ConfigError, match="quantization must be one of"):
-        IntegerConverter("int3", None)
+        find("int3")
 
 
 def test_amx_keeps_a_copy_for_many_rows(vector_kernels: NativeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert.torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     pieces = [stored(Type.Q4_1, 32)]
     layer = target(pieces, bias=True)
-    IntegerConverter("int4", vector_kernels).convert("x", layer, pieces)
+    converter("int4", vector_kernels).convert("x", layer, pieces)
     assert isinstance(layer.method, HybridMethod)
     assert isinstance(layer.method.packed, NativeMethod)
     assert layer.method.crossover == AMX_ROWS
@@ -172,7 +182,7 @@ def test_error_is_sampled_over_all_pieces() -> None:
     fine, coarse = stored(Type.Q8_0, 600), floats(600)
     pieces = [StoredMatrix("Q4_1", fine.read, lambda: decode(random_blocks(Type.Q4_1, 600, COLUMNS), Type.Q4_1)), coarse]
     layer = target(pieces)
-    done = IntegerConverter("int4", None).convert("x", layer, pieces)
+    done = converter("int4", None).convert("x", layer, pieces)
     true = relative_error(layer.method.dequantize(layer), exact(pieces))
     assert done.error == pytest.approx(true, rel=0.05)
 
@@ -182,5 +192,5 @@ def test_a_matrix_is_packed_for_the_device_that_holds_it(quantization: str) -> N
     """No packed kernel runs elsewhere than on the CPU; a copy of the weights there would not be served."""
     layer = Linear(COLUMNS, 32, dtype=torch.bfloat16, device="meta")
     with pytest.raises(ConfigError, match="runs on cpu, not on meta"):
-        IntegerConverter(quantization, load()).convert("layers.0.mlp.down_proj", layer, [floats(32)])
+        converter(quantization, load(), "meta").convert("layers.0.mlp.down_proj", layer, [floats(32)])
     assert layer.weight.device.type == "meta"

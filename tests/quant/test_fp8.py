@@ -8,10 +8,11 @@ import torch
 from headrace.kernels.linear.fp8_reference import quantize_rows_ref
 from headrace.layers.linear import Linear
 from headrace.layers.stored import StoredMatrix
-from headrace.quant.convert import FP8, Fp8Converter
+from headrace.quant.convert import Conversion, Converter
 from headrace.quant.float_codes import TileCodes
 from headrace.quant.fp8 import Fp8BlockMethod, Fp8Method
 from headrace.quant.groups import relative_error
+from headrace.quant.registry import find
 
 from .packing import layer_of
 
@@ -24,6 +25,10 @@ def floats(outputs: int, inputs: int = 256, seed: int = 0) -> torch.Tensor:
 
 def matrix(weight: torch.Tensor) -> StoredMatrix:
     return StoredMatrix("BF16", lambda: weight.bfloat16())
+
+
+def convert(quantization: str, layer: Linear, parts: list[StoredMatrix]) -> Conversion:
+    return Converter(torch.device("cpu"), find(quantization)).convert("x", layer, parts)
 
 
 def tiles(outputs: int, inputs: int, tile: tuple[int, int], seed: int = 0) -> StoredMatrix:
@@ -75,19 +80,22 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("online", FP8)
+@pytest.mark.parametrize("online", ["fp8", "fp8_per_block", "stored"])
 def test_codes_are_kept(name: str, online: str) -> None:
     parts, kind = CASES[name]
     exact = torch.cat([part.read() for part in parts])
     layer = Linear(256, len(exact), dtype=torch.bfloat16, device="cpu")
-    done = Fp8Converter(FP8[online]).convert("x", layer, parts)
+    done = convert(online, layer, parts)
     assert type(layer.method) is kind and done.error == 0 and "kept" in done.reason
     assert torch.equal(layer.method.dequantize(layer), exact)
 
 
 MISFITS = {
-    "other tiles": ([tiles(64, 256, (64, 64))], "scales of such tiles"),
-    "blocks and part of a block": ([tiles(64, 256, (128, 128)), tiles(192, 256, (128, 128), 1)], "scales of such tiles"),
+    "other tiles": ([tiles(64, 256, (64, 64))], "FP8 with such scales"),
+    "blocks and part of a block": (
+        [tiles(64, 256, (128, 128)), tiles(192, 256, (128, 128), 1)],
+        "FP8 with such scales",
+    ),
     "codes beside floats": ([tiles(128, 256, (128, 128)), matrix(floats(128))], "not all of it has codes"),
     "outputs that are no multiple": ([tiles(24, 256, (1, 256))], "24 outputs are not a multiple of 16"),
     "floats": ([matrix(floats(64))], "which is kept"),
@@ -99,18 +107,18 @@ def test_what_no_kernel_multiplies_stays_floats(name: str) -> None:
     parts, reason = MISFITS[name]
     exact = torch.cat([part.read() for part in parts])
     layer = Linear(256, len(exact), dtype=torch.float32, device="cpu")
-    done = Fp8Converter(None).convert("x", layer, parts)
+    done = convert("stored", layer, parts)
     assert done.format == "floats" and reason in done.reason
     assert torch.equal(layer.weight, exact)
 
 
-@pytest.mark.parametrize("kind", [Fp8Method, Fp8BlockMethod])
-def test_codes_of_another_kind_are_rounded_beside_floats(kind: type[Fp8Method]) -> None:
+@pytest.mark.parametrize(("name", "kind"), [("fp8", Fp8Method), ("fp8_per_block", Fp8BlockMethod)])
+def test_codes_of_another_kind_are_rounded_beside_floats(name: str, kind: type[Fp8Method]) -> None:
     """A fused matrix has parts of which one is stored in blocks, one with a scale for each output, and one as floats."""
     parts = [tiles(128, 256, (128, 128)), tiles(128, 256, (1, 256), 1), matrix(floats(128))]
     exact = torch.cat([part.exact().float() for part in parts])
     layer = Linear(256, len(exact), dtype=torch.bfloat16, device="cpu")
-    done = Fp8Converter(kind).convert("x", layer, parts)
+    done = convert(name, layer, parts)
     assert type(layer.method) is kind and 0 < done.error < 0.04
     held = layer.method.dequantize(layer)
     assert relative_error(held, exact) < 0.04
@@ -120,5 +128,5 @@ def test_codes_of_another_kind_are_rounded_beside_floats(kind: type[Fp8Method]) 
 
 def test_blocks_are_asked_for_where_they_fit() -> None:
     layer = Linear(256, 192, dtype=torch.bfloat16, device="cpu")
-    done = Fp8Converter(Fp8BlockMethod).convert("x", layer, [matrix(floats(192))])
+    done = convert("fp8_per_block", layer, [matrix(floats(192))])
     assert done.format == "floats" and "192 outputs are not a multiple of 128" in done.reason

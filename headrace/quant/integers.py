@@ -1,0 +1,150 @@
+"""Integers of 4 and 8 bits on CPUs: which kernel holds a matrix, with how many bits, and which GGUF files are kept so."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import cast
+
+import torch
+
+from headrace.kernels import native
+from headrace.kernels.native import NativeKernels
+from headrace.layers.linear import LinearMethod
+from headrace.layers.stored import StoredMatrix
+from headrace.model_spec import MoeSpec
+from headrace.quant.candidates import Candidate, EngineFacts, LayerFacts, Limit
+from headrace.quant.formats.gguf import INT4_TYPES, INT8_TYPES
+from headrace.quant.groups import GroupCodes
+from headrace.quant.hybrid import HybridMethod
+from headrace.quant.int4 import Int4Method
+from headrace.quant.int8 import Int8Method
+from headrace.quant.native import NativeMethod
+from headrace.quant.packed import PackedMethod, kept_codes
+
+INT4_ROWS = 16
+"""Most rows for which PyTorch's packed int4 product is faster than a bfloat16 one (two Zen 4 cores, milliseconds of the
+products of a step of the embedded model: 14 and 26 at 8 rows, 27 and 31 at 16, 53 and 41 at 32)."""
+INT8_ROWS = 6
+"""Most rows for its packed int8 product (12 and 23 at 4 rows, 28 and 26 at 8)."""
+AMX_ROWS = 32
+"""Rows above which a CPU with AMX multiplies bfloat16 faster than any CPU multiplies bytes: by its peak rate, which is
+eight times that of the vector units; to be measured on such a machine."""
+
+
+class Integers(Candidate):
+    """Keeps the integers of a checkpoint, and rounds everything else.
+
+    Args:
+        bits: 4 or 8, of matrices that the checkpoint does not say more about.
+    """
+
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+
+    def limits(self, engine: EngineFacts) -> list[Limit]:
+        if any(isinstance(mlp, MoeSpec) for mlp in engine.model.mlps):
+            return [Limit("it does not pack the experts of a mixture: set quantization none")]
+        return []
+
+    def bits_of(self, layer: LayerFacts) -> int:
+        """Codes of the output head have 8 bits, since its errors go straight into the logits."""
+        return max(self._part_bits(part, layer.is_head) for part in layer.parts)
+
+    def _part_bits(self, part: StoredMatrix, is_head: bool) -> int:
+        """4 for what is stored with 4 bits, 8 for what is stored with more; floats as asked."""
+        if is_head or self.bits == 8 or part.kind == "Q6_K":
+            return 8
+        return part.codes.bits if isinstance(part.codes, GroupCodes) else self.bits
+
+    def reason(self, layer: LayerFacts) -> str:
+        bits = self.bits_of(layer)
+        kept = all(kept_codes(part, bits) is not None for part in layer.parts)
+        why = "whose integers are kept" if kept else f"rounded to {bits} bits"
+        return why + ("; the output head is always of 8 bits" if layer.is_head and self.bits == 4 else "")
+
+
+class NativeIntegers(Integers):
+    """The compiled kernels' formats. Without vector instructions these are slower than PyTorch's.
+
+    Args:
+        kernels: finds the compiled kernels.
+    """
+
+    def __init__(self, bits: int, kernels: Callable[[], NativeKernels | None] = native.load) -> None:
+        super().__init__(bits)
+        self._load = kernels
+
+    @property
+    def _kernels(self) -> NativeKernels | None:
+        found = self._load()
+        return None if found is None or found.tile == "portable" else found
+
+    def limits(self, engine: EngineFacts) -> list[Limit]:
+        absent = [] if engine.compiled else [Limit("the native kernels are not available here")]
+        return [*super().limits(engine), *absent]
+
+    def supports(self, in_features: int, out_features: int, device: str) -> list[str]:
+        return NativeMethod.supports(in_features, out_features, device)
+
+    def concerns(self, layer: LayerFacts) -> bool:
+        return self._kernels is not None
+
+    def method(self, layer: LayerFacts) -> LinearMethod:
+        method = NativeMethod(cast(NativeKernels, self._kernels), self.bits_of(layer))
+        if layer.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+            return HybridMethod(method, AMX_ROWS)
+        return method
+
+
+class TorchIntegers(Integers):
+    """PyTorch's formats, with a copy in floats for many rows."""
+
+    def _method(self, bits: int) -> tuple[type[PackedMethod], int]:
+        return (Int4Method, INT4_ROWS) if bits == 4 else (Int8Method, INT8_ROWS)
+
+    def limits(self, engine: EngineFacts) -> list[Limit]:
+        limits = super().limits(engine)
+        if engine.dtype != "bfloat16":
+            made = f"PyTorch's packed int{self.bits} kernel is made for bfloat16"
+            limits.append(Limit(f"{made}: leave dtype at auto or bfloat16, or set quantization none"))
+        return limits
+
+    def supports(self, in_features: int, out_features: int, device: str) -> list[str]:
+        return self._method(self.bits)[0].supports(in_features, out_features, device)
+
+    def misfits(self, layer: LayerFacts) -> list[str]:
+        return self._method(self.bits_of(layer))[0].supports(*layer.shape)
+
+    def method(self, layer: LayerFacts) -> LinearMethod:
+        kind, rows = self._method(self.bits_of(layer))
+        return HybridMethod(kind(), rows)
+
+    def reason(self, layer: LayerFacts) -> str:
+        coarse = "; PyTorch's int8 kernel has one scale for each output" if self.bits_of(layer) == 8 else ""
+        return super().reason(layer) + coarse
+
+
+def integers_of_file(engine: EngineFacts, types: Counter[str] | None) -> tuple[int, str]:
+    """Decides how a checkpoint is held on a CPU where the user leaves it open.
+
+    Args:
+        types: the matrices of a GGUF file by type; None: it is none.
+
+    Returns:
+        Bits of the integers that are kept, 0: weights become floats; and why.
+    """
+    if any(isinstance(mlp, MoeSpec) for mlp in engine.model.mlps):
+        return 0, "the experts of a mixture are not packed"
+    if types is None:
+        return 0, "the checkpoint is not a quantised GGUF file"
+    if engine.dtype != "bfloat16" and engine.asked_dtype:
+        return 0, f"the weights are made {engine.dtype}, for exact results"
+    if engine.dtype != "bfloat16" and not engine.compiled:
+        return 0, f"PyTorch's packed kernels are made for bfloat16, and this CPU computes in {engine.dtype}"
+    packable = INT4_TYPES | INT8_TYPES if engine.compiled else INT4_TYPES
+    if others := sorted(types.keys() - packable):
+        return 0, f"no packed kernel here holds {', '.join(others)} as it is"
+    whose = f"compiled {engine.native_kernels}" if engine.compiled else "PyTorch's"
+    kept = f"{whose} kernels hold {', '.join(sorted(types))} as it is"
+    return (4 if types.keys() & INT4_TYPES else 8), kept

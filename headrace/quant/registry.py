@@ -1,0 +1,144 @@
+"""The quantizations: what ``--quantization`` may name, and how each holds the weights on each type of device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+
+from headrace.errors import ConfigError
+from headrace.layers.moe import ExpertsMethod
+from headrace.quant.candidates import Candidate, EngineFacts, Limit
+from headrace.quant.formats.scheme import Scheme
+from headrace.quant.fp8 import KEEP_FP8, Fp8BlockMethod, Fp8Method, round_to_fp8
+from headrace.quant.groups import GROUP
+from headrace.quant.integers import NativeIntegers, TorchIntegers, integers_of_file
+
+STORED = "stored"
+"""The quantization that keeps what a checkpoint stores, where kernels multiply it. Users name it with ``auto``."""
+_SCALES = 4 / GROUP
+"""Most bytes that the scales of a weight take."""
+_DEVICES = {"cpu": "CPU", "cuda": "GPU"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """Declares how the matrices of a native model are held."""
+
+    name: str
+    candidates: Mapping[str, tuple[Candidate, ...]]
+    """Type of device -> candidates for its matrices, in order of preference."""
+    experts: Mapping[str, tuple[type[ExpertsMethod], ...]] = dataclasses.field(default_factory=dict)
+    """The same for the experts of mixtures. Those that none supports stay floats."""
+    floats: bool
+    """Whether matrices that no candidate holds stay floats; they are refused otherwise."""
+    packs_head: bool
+    """Whether the output head is held so too; it stays floats otherwise."""
+    copies: bool
+    """Whether floats may be kept beside the packed weights."""
+    nbytes: float
+    """Most bytes of a weight, with its scales."""
+    head_nbytes: float = 1 + _SCALES
+    """Most bytes of a weight of the output head, where it is packed."""
+    dtype: str | None = None
+    """The dtype of activations with which its kernels are fastest, which ``auto`` takes; None: any."""
+    stored: str
+    """The fate of a quantised checkpoint's matrices, for reports."""
+
+
+def _integers(bits: int) -> Quantization:
+    return Quantization(
+        name=f"int{bits}",
+        candidates={"cpu": (NativeIntegers(bits), TorchIntegers(bits))},
+        floats=False,
+        packs_head=True,
+        copies=True,
+        nbytes=bits / 8 + _SCALES,
+        dtype="bfloat16",
+        stored=f"packed as int{bits}",
+    )
+
+
+def _fp8(name: str, method: type[Fp8Method] | None) -> Quantization:
+    """``method``: to which floats are rounded; None: they stay floats."""
+    candidates = (KEEP_FP8,) if method is None else (KEEP_FP8, round_to_fp8(method))
+    return Quantization(
+        name=name,
+        # CPUs multiply FP8 by converting it, so that tests can.
+        candidates={"cuda": candidates, "cpu": candidates},
+        floats=True,
+        packs_head=False,
+        copies=False,
+        nbytes=1 + _SCALES,
+        stored="multiplied as they are stored where a kernel can" if method is None else f"packed as {name}",
+    )
+
+
+QUANTIZATIONS: Mapping[str, Quantization] = {
+    each.name: each
+    for each in (
+        _integers(8),
+        _integers(4),
+        _fp8("fp8", Fp8Method),
+        _fp8("fp8_per_block", Fp8BlockMethod),
+        _fp8(STORED, None),
+    )
+}
+"""Each by its name. The first that serves a type of device is named to those who ask for one that does not."""
+
+
+def find(name: str) -> Quantization:
+    """Returns the quantization of this name. Raises ConfigError for any other than those of ``EngineConfig``."""
+    if name not in QUANTIZATIONS:
+        raise ConfigError(f"quantization must be one of none, {', '.join(QUANTIZATIONS)}, not {name!r}", "quantization")
+    return QUANTIZATIONS[name]
+
+
+def refusal(name: str, engine: EngineFacts) -> Limit | None:
+    """Returns why an engine cannot have the quantization that was asked for; None: it can."""
+    quantization = find(name)
+    candidates = quantization.candidates.get(engine.device)
+    if candidates is None:
+        theirs = " and ".join(f"{_DEVICES[device]}s" for device in quantization.candidates)
+        instead = next(each.name for each in QUANTIZATIONS.values() if engine.device in each.candidates)
+        return Limit(f"it is for {theirs}: write {instead} on a {_DEVICES[engine.device]}")
+    limits = {candidate: candidate.limits(engine) for candidate in candidates}
+    usable = [candidate for candidate, found in limits.items() if not found]
+    if not usable:
+        first = [found[0] for found in limits.values()]
+        return Limit("; ".join(dict.fromkeys(limit.reason for limit in first)), first[0].param)
+    if quantization.floats:
+        return None
+    for outputs, inputs in engine.matrices:
+        reasons = [candidate.supports(inputs, outputs, engine.device) for candidate in usable]
+        if all(reasons):
+            return Limit(f"no packed kernel fits this model: a matrix has {reasons[0][0]}")
+    return None
+
+
+def automatic(engine: EngineFacts, types: Counter[str] | None, stored: Scheme | None) -> tuple[str, str]:
+    """Chooses the quantization of a native model where the user leaves it open.
+
+    Args:
+        types: the matrices of a GGUF file by type; None: it is none.
+        stored: the number formats of another quantised checkpoint; None: it has floats.
+
+    Returns:
+        Its name, or none; and why.
+    """
+    if engine.device == "cpu":
+        bits, why = integers_of_file(engine, types)
+        limit = refusal(f"int{bits}", engine) if bits else None
+        if limit is not None:
+            return "none", limit.reason
+        return (f"int{bits}" if bits else "none"), why
+    codes = {rule.format.spec.codes for rule in stored.rules if rule.format is not None} if stored is not None else set()
+    candidates = QUANTIZATIONS[STORED].candidates[engine.device]
+    wanted = [candidate for candidate in candidates if candidate.keeps & codes]
+    if not codes or codes - frozenset().union(*(candidate.keeps for candidate in wanted)):
+        theirs = " or ".join(candidate.title for candidate in candidates)
+        return "none", f"the checkpoint is not of {theirs}, which kernels here multiply: weights are made {engine.dtype}"
+    title = " and ".join(candidate.title for candidate in wanted)
+    for limit in (limit for candidate in wanted for limit in candidate.limits(engine)):
+        return "none", f"the checkpoint is of {title}, and weights are made {engine.dtype}: {limit.reason}"
+    return STORED, f"the checkpoint is of {title}, which the GPU multiplies"

@@ -1,0 +1,141 @@
+"""A quantization is declared once: loading, estimates and refusals follow from the declaration."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import get_args
+
+import pytest
+import torch
+from support.resolving import HOPPER, ZEN, model
+
+from headrace.choices import Quantization as Choice
+from headrace.errors import ConfigError
+from headrace.layers.linear import Linear
+from headrace.layers.moe import Experts, ExpertsMethod
+from headrace.layers.stored import StoredMatrix
+from headrace.model_spec import MoeSpec
+from headrace.quant.candidates import EngineFacts, Limit, Round
+from headrace.quant.convert import Converter
+from headrace.quant.int8 import Int8Method
+from headrace.quant.packed import PackedMethod
+from headrace.quant.registry import QUANTIZATIONS, STORED, find, refusal
+from headrace.resolve.facts import DeviceFacts, matrices
+
+NATIVE = dataclasses.replace(ZEN, native_kernels="avx512_vnni")
+CPU = torch.device("cpu")
+
+
+def facts(device: DeviceFacts, hidden: int = 64, **changes: object) -> EngineFacts:
+    spec = model(hidden=hidden)
+    known = EngineFacts(
+        device=device.device,
+        native_kernels=device.native_kernels,
+        dtype="bfloat16",
+        asked_dtype=False,
+        deterministic=False,
+        model=spec,
+        matrices=tuple(matrices(spec)),
+    )
+    return dataclasses.replace(known, **changes)  # type: ignore[arg-type]
+
+
+def matrix(outputs: int, inputs: int) -> StoredMatrix:
+    weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(outputs))
+    return StoredMatrix("BF16", lambda: weight.bfloat16())
+
+
+def test_users_may_name_all_but_what_is_stored() -> None:
+    assert set(get_args(get_args(Choice)[0])) == {"none", "auto", *QUANTIZATIONS} - {STORED}
+
+
+def test_a_device_is_told_of_a_quantization_that_serves_it() -> None:
+    assert refusal("int4", facts(HOPPER)) == Limit("it is for CPUs: write fp8 on a GPU")
+    assert refusal("fp8", facts(ZEN)) == Limit("it is for GPUs: write int8 on a CPU")
+
+
+def test_a_matrix_may_be_any_candidates() -> None:
+    """Widths of 48 are no groups of 32, and PyTorch's int8 kernel holds them."""
+    assert refusal("int8", facts(NATIVE, 48)) is None
+    limit = refusal("int4", facts(NATIVE, 48))
+    assert limit is not None and "48 inputs are not a multiple of 32" in limit.reason
+    # The one candidate that holds them is made for another dtype.
+    assert refusal("int8", facts(NATIVE, 48, dtype="float32")) is not None
+
+
+def test_every_reason_of_candidates_that_the_engine_cannot_use_is_told() -> None:
+    limit = refusal("int4", facts(ZEN, dtype="float16"))
+    assert limit is not None
+    assert "native kernels are not available" in limit.reason and "int4 kernel is made for bfloat16" in limit.reason
+
+
+class Stubborn(Int8Method):
+    """Holds wide layers alone, and none whose numbers are large."""
+
+    format = "stubborn"
+    multiples = 1, 64
+
+    def load(self, layer: Linear, parts: Sequence[StoredMatrix]) -> float:
+        if any(part.exact().abs().max() > 100 for part in parts):
+            raise OverflowError("its numbers are large")
+        return super().load(layer, parts)
+
+
+def candidate(method: type[PackedMethod]) -> Round:
+    return Round(by=method, to=method.format, limits_of=lambda engine: [])
+
+
+@pytest.mark.parametrize("floats", [False, True])
+def test_the_first_candidate_without_reasons_takes_the_layer(floats: bool) -> None:
+    """The report has the reasons of those before it."""
+    both = dataclasses.replace(find("int8"), candidates={"cpu": (candidate(Stubborn), candidate(Int8Method))}, floats=floats)
+    converter = Converter(CPU, both)
+    wide, narrow, odd = (Linear(inputs, 16, dtype=torch.bfloat16, device="cpu") for inputs in (64, 48, 24))
+    assert converter.convert("wide", wide, [matrix(16, 64)]).reason == "stored as BF16, rounded to stubborn"
+    done = converter.convert("narrow", narrow, [matrix(16, 48)])
+    assert type(narrow.method) is Int8Method
+    assert done.reason == f"stored as BF16, rounded to {Int8Method.format}; 48 inputs are not a multiple of 64"
+    large = torch.full((16, 64), 1000.0)
+    again = Linear(64, 16, dtype=torch.bfloat16, device="cpu")
+    done = converter.convert("again", again, [StoredMatrix("F32", lambda: large)])
+    assert type(again.method) is Int8Method and done.reason.endswith("; its numbers are large")
+    if floats:
+        done = converter.convert("odd", odd, [matrix(16, 24)])
+        assert done.format == "floats" and "24 inputs are not a multiple of 16" in done.reason
+        assert torch.equal(odd.weight, matrix(16, 24).read())
+    else:
+        with pytest.raises(ConfigError, match="int8 cannot hold odd: 24 inputs are not a multiple of 64"):
+            converter.convert("odd", odd, [matrix(16, 24)])
+
+
+def test_floats_come_back_where_a_candidate_gave_up_and_none_follows() -> None:
+    alone = dataclasses.replace(find("int8"), candidates={"cpu": (candidate(Stubborn),)}, floats=True)
+    layer = Linear(64, 16, dtype=torch.bfloat16, device="cpu")
+    done = Converter(CPU, alone).convert("x", layer, [StoredMatrix("F32", lambda: torch.full((16, 64), 1000.0))])
+    assert done.format == "floats" and torch.equal(layer.weight, torch.full((16, 64), 1000.0).bfloat16())
+
+
+class WideExperts(ExpertsMethod):
+    format = "wide experts"
+
+    @classmethod
+    def supports(cls, hidden_size: int, spec: MoeSpec, device: str) -> list[str]:
+        return [] if hidden_size >= 64 else [f"{hidden_size} inputs are few"]
+
+
+class AnyExperts(ExpertsMethod):
+    format = "any experts"
+
+
+@pytest.mark.parametrize(("hidden", "kind", "against"), [(64, WideExperts, ""), (32, AnyExperts, "; 32 inputs are few")])
+def test_experts_walk_alike(hidden: int, kind: type[ExpertsMethod], against: str) -> None:
+    named = dataclasses.replace(find("fp8"), experts={"cpu": (WideExperts, AnyExperts)})
+    layer = Experts(
+        hidden, MoeSpec(num_experts=4, top_k=2, intermediate_size=32, act="silu"), dtype=torch.bfloat16, device="cpu"
+    )
+    done = Converter(CPU, named).prepare(layer)
+    assert done is not None and type(layer.method) is kind
+    assert (done.format, done.reason) == (kind.format, f"quantization fp8{against}")
+    assert layer.down_proj.dtype == torch.bfloat16
+    assert Converter(CPU, find("fp8")).prepare(layer) is None

@@ -26,6 +26,7 @@ from headrace.bench.options import (
     ThroughputOptions,
 )
 from headrace.cli.errors import EXIT_FAILURE, print_error
+from headrace.cli.help import Command
 from headrace.cli.options import ENGINE_OPTIONS, EngineGroup, Group, command
 from headrace.cli.startup import plain_width
 from headrace.config import EngineArgs
@@ -61,7 +62,7 @@ BENCH_ENGINE = _BenchGroup(EngineArgs, ENGINE_OPTIONS.changed("enable_prefix_cac
 REPORT_OPTIONS: Group[ReportOptions] = Group.of(ReportOptions)
 
 
-@app.command("latency")
+@app.command("latency", cls=Command)
 @command(args=BENCH_ENGINE, options=Group.of(LatencyOptions), to=REPORT_OPTIONS)
 def latency(args: EngineArgs, options: LatencyOptions, to: ReportOptions) -> None:
     """One request at a time: time to the first token, between tokens, and to the end."""
@@ -97,7 +98,7 @@ def latency(args: EngineArgs, options: LatencyOptions, to: ReportOptions) -> Non
     emit(report, [times, shares], to)
 
 
-@app.command("throughput")
+@app.command("throughput", cls=Command)
 @command(args=BENCH_ENGINE, options=Group.of(ThroughputOptions), to=REPORT_OPTIONS)
 def throughput(args: EngineArgs, options: ThroughputOptions, to: ReportOptions) -> None:
     """Offline: tokens per second of prompts and outputs, alone or compared with other engines.
@@ -193,7 +194,7 @@ def _with_pictures(load: Workload, args: EngineArgs) -> Workload:
     return dataclasses.replace(load, pictures=dataclasses.replace(pictures, features=features))
 
 
-@app.command("serve")
+@app.command("serve", cls=Command)
 @command(load=Group.of(LoadOptions), to=REPORT_OPTIONS)
 def serve(load: LoadOptions, to: ReportOptions) -> None:
     """Load a running server: times to the first token, between events, and to the end, over HTTP streams."""
@@ -239,7 +240,7 @@ def _sent_pictures(load: LoadOptions, size: str) -> SentPictures:
     return SentPictures(pictures, load.image_form or "png")
 
 
-@app.command("calibrate")
+@app.command("calibrate", cls=Command)
 @command(args=ENGINE_OPTIONS, options=Group.of(CalibrateOptions), to=REPORT_OPTIONS)
 def calibrate(args: EngineArgs, options: CalibrateOptions, to: ReportOptions) -> None:
     """Measure how long the engine's steps take under random traffic, for `headrace simulate`.
@@ -265,7 +266,7 @@ def calibrate(args: EngineArgs, options: CalibrateOptions, to: ReportOptions) ->
 _BY_MODE = ("enable_prefix_caching", "skip_tokenizer_init", "sparse_prefill", "sparse_threshold")
 
 
-@app.command("longcontext")
+@app.command("longcontext", cls=Command)
 @command(
     args=ENGINE_OPTIONS.without(*_BY_MODE).changed("sparse_min_tokens", default="0"),
     options=Group.of(LongContextOptions),

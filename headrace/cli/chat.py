@@ -7,8 +7,10 @@ import contextlib
 import dataclasses
 import json
 import queue
+import sys
 import threading
-from collections.abc import Coroutine
+import time
+from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,11 +20,12 @@ from rich.console import Console
 from rich.text import Text
 
 from headrace.cli.errors import EXIT_FAILURE, describe, print_error, printable
-from headrace.cli.options import ENGINE_FIELDS, MAX_TOKENS, SAMPLING_OPTIONS, Group, check_names, command
+from headrace.cli.options import ENGINE_FIELDS, MAX_TOKENS, SAMPLING_OPTIONS, Group, check_names, checked_fields, command
 from headrace.cli.own_options import ChatOptions
 from headrace.cli.prompts import picture_part, read_stdin
+from headrace.cli.terminal import LineEditor, MarkdownReply, PlainReply
 from headrace.config import EngineArgs
-from headrace.errors import ConfigError, EngineError, RequestError
+from headrace.errors import ConfigError, EngineError, RequestError, did_you_mean
 from headrace.host.user_files import check_output, write_output
 
 if TYPE_CHECKING:
@@ -31,14 +34,25 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _ELSEWHERE = "is an option of an engine started here, and --url names one that runs elsewhere"
 
-HELP = """\
-/help            this list
-/reset           forget the conversation, keep the system message
-/system [TEXT]   set the system message (without TEXT: remove it); begins a new conversation
-/image FILE      show a picture with the next message; several make several
-/save FILE       write the conversation as JSON
-/quit            leave (so does the end of the input)
-A line that ends with \\ goes on in the next one. Ctrl-C stops a reply."""
+COMMANDS = {
+    "/help": "this list",
+    "/reset": "forget the conversation, keep the system message",
+    "/undo": "forget the last message and its reply",
+    "/regenerate": "reply to the last message again",
+    "/system [TEXT]": "set the system message (without TEXT: remove it); begins a new conversation",
+    "/model NAME": "talk to another model of the server",
+    "/set [NAME [VALUE]]": "set a sampling parameter (without VALUE: as the model has it; without NAME: show them)",
+    "/tokens": "say how many tokens the conversation has",
+    "/image FILE": "show a picture with the next message; several make several",
+    "/save FILE": "write the conversation as JSON",
+    "/quit": "leave (so does the end of the input)",
+}
+HELP = (
+    "\n".join(f"{usage.ljust(20)} {what}" for usage, what in COMMANDS.items())
+    + """
+A line that ends with \\ goes on in the next one, as with Alt-Enter. Ctrl-C stops a reply."""
+)
+_WITH_PATH = frozenset({"/image", "/save"})
 
 
 @command(
@@ -68,7 +82,7 @@ def chat(args: EngineArgs, sampling: dict[str, Any], options: ChatOptions) -> No
         )
         try:
             loop.wait(talker.start())
-            conversation = Conversation(talker, loop, console, options.system, args.max_media_bytes)
+            conversation = Conversation(talker, loop, console, options.system, args.max_media_bytes, options.markdown)
             conversation.run()
         finally:
             loop.wait(talker.close())
@@ -114,13 +128,37 @@ class LoopThread:
 class Conversation:
     """Reads lines, keeps the messages, prints the replies as they come."""
 
-    def __init__(self, talker: Talker, loop: LoopThread, console: Console, system: str | None, max_media_bytes: int) -> None:
+    def __init__(
+        self,
+        talker: Talker,
+        loop: LoopThread,
+        console: Console,
+        system: str | None,
+        max_media_bytes: int,
+        markdown: bool = False,
+    ) -> None:
         self._talker = talker
         self._loop = loop
         self._console = console
         self.interactive = read_stdin().isatty()
         self._system = system
         self._max_media_bytes = max_media_bytes
+        self._markdown = markdown and self.interactive and sys.stdout.isatty()
+        self._commands: dict[str, Callable[[str], object]] = {
+            "/help": lambda _: self._console.print(HELP, markup=False, highlight=False),
+            "/reset": lambda _: self._reset(),
+            "/undo": lambda _: self._undo(),
+            "/regenerate": lambda _: self._regenerate(),
+            "/system": self._begin,
+            "/model": self._choose,
+            "/set": self._set,
+            "/tokens": lambda _: self._count(),
+            "/image": self._show,
+            "/save": self._save,
+        }
+        self._read_line: Callable[[str], str] = lambda _: input()
+        if self.interactive:
+            self._read_line = LineEditor([*self._commands, "/quit"], _WITH_PATH).read
         self.failed = False
         """A message has had no whole reply, or a command has failed."""
         self.messages: Messages = []
@@ -148,7 +186,7 @@ class Conversation:
         lines: list[str] = []
         while True:
             try:
-                line = input(("... " if lines else "> ") if self.interactive else "")
+                line = self._read_line("... " if lines else "> ")
             except EOFError:
                 return "\n".join(lines) if lines else None
             except KeyboardInterrupt:
@@ -163,23 +201,57 @@ class Conversation:
     def _obey(self, text: str) -> bool:
         """Runs a /command. False: leave."""
         word, _, rest = text.strip().partition(" ")
-        rest = rest.strip()
         if word == "/quit":
             return False
-        if word == "/help":
-            self._console.print(HELP, markup=False, highlight=False)
-        elif word == "/reset":
-            self._reset()
-        elif word == "/system":
-            self._system = rest or None
-            self._reset()
-        elif word == "/image":
-            self._show(rest)
-        elif word == "/save":
-            self._save(rest)
+        if word in self._commands:
+            self._commands[word](rest.strip())
         else:
-            self._fail(f"there is no {word}; /help lists what there is")
+            self._fail(f"there is no {word}{did_you_mean(word, self._commands)}; /help lists what there is")
         return True
+
+    def _begin(self, system: str) -> None:
+        self._system = system or None
+        self._reset()
+
+    def _undo(self) -> bool:
+        """Forgets the last message, with what followed it. False: there is none."""
+        asked = [at for at, message in enumerate(self.messages) if message["role"] == "user"]
+        if not asked:
+            self._fail("there is no message yet")
+            return False
+        del self.messages[asked[-1] :]
+        return True
+
+    def _regenerate(self) -> None:
+        last = [message for message in self.messages if message["role"] == "user"][-1:]
+        if self._undo():
+            self._reply(last[0])
+
+    def _choose(self, name: str) -> None:
+        try:
+            self._talker.choose(name)
+        except ConfigError as error:
+            self._fail(error.message)
+
+    def _set(self, words: str) -> None:
+        name, _, value = words.partition(" ")
+        try:
+            if value:
+                self._talker.sampling.update(checked_fields({name: _json(value)}))
+            elif name:
+                self._talker.sampling.pop(name, None)
+        except RequestError as error:
+            self._fail(describe(error))
+            return
+        shown = ", ".join(f"{name} {value}" for name, value in self._talker.sampling.items())
+        self._console.print(shown or "sampling as the model has it", markup=False, highlight=False)
+
+    def _count(self) -> None:
+        usage = self._talker.usage
+        if usage is None:
+            self._fail("the number of tokens is not known")
+        else:
+            self._console.print(f"{usage.prompt_tokens:,} tokens before the last reply, {usage.completion_tokens:,} in it")
 
     def _fail(self, message: str) -> None:
         print_error(message)
@@ -210,7 +282,10 @@ class Conversation:
         """One message and its reply. The start of a stopped reply is kept; a refused message is dropped, with its pictures."""
         pictures, self._pictures = self._pictures, []
         content = [*pictures, {"type": "text", "text": text}] if pictures else text
-        self.messages.append({"role": "user", "content": content})
+        self._reply({"role": "user", "content": content})
+
+    def _reply(self, message: dict[str, Any]) -> None:
+        self.messages.append(message)
         try:
             reply = self._stream()
         except (RequestError, EngineError) as error:
@@ -231,18 +306,38 @@ class Conversation:
                 await stream.aclose()  # type: ignore[attr-defined]
                 pieces.put(None)
 
+        began = first = time.monotonic()
         future = self._loop.submit(pump())
         said: list[str] = []
+        view = MarkdownReply(Console()) if self._markdown else PlainReply()
         try:
             while (piece := pieces.get()) is not None:
+                if not said:
+                    first = time.monotonic()
                 said.append(piece)
-                print(printable(piece), end="", flush=True)
+                view.write(piece)
             future.result()
         except KeyboardInterrupt:
             future.cancel()
             with contextlib.suppress(CancelledError):
                 future.result()
-            self._console.print(" [dim](stopped)[/dim]", end="")
+            view.write(" (stopped)")
         finally:
-            print(flush=True)
+            view.close()
+        if self.interactive and said and self._talker.usage is not None:
+            self._console.print(Text(speed(self._talker.usage.completion_tokens, began, first, time.monotonic()), "dim"))
         return "".join(said)
+
+
+def speed(num_tokens: int, began: float, first: float, end: float) -> str:
+    """A reply's tokens and how fast they came."""
+    rate = f", {(num_tokens - 1) / (end - first):.1f} a second" if num_tokens > 1 and end > first else ""
+    return f"{num_tokens:,} tokens{rate}, the first after {first - began:.2f} s"
+
+
+def _json(text: str) -> Any:
+    """A JSON value, or the text itself where it is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

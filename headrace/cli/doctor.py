@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from headrace.cli.options import ENGINE_OPTIONS, Group, command
 from headrace.cli.own_options import DoctorOptions
@@ -24,6 +26,7 @@ from headrace.processes.spawn import spawn
 
 if TYPE_CHECKING:
     from headrace.engine.info import EngineInfo
+    from headrace.parity import Line, Parity
 
 
 @command(args=ENGINE_OPTIONS, options=Group.of(DoctorOptions))
@@ -70,15 +73,14 @@ def _with_picture_tokens(info: EngineInfo, args: EngineArgs, sizes: list[tuple[i
 
 
 def _compare(args: EngineArgs, as_json: bool) -> None:
-    from headrace.cli.parity import as_json as encoded
-    from headrace.cli.parity import print_parity
     from headrace.parity import measure
 
     errors = Console(stderr=True)
     with errors.status("comparing") as status:
         result = measure(args, lambda what: status.update(what))
     if as_json:
-        sys.stdout.write(encoded(result) + "\n")
+        report = dataclasses.asdict(result) | {"passed": result.passed}
+        sys.stdout.write(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
     else:
         for note in result.notes:
             errors.print(f"note: {note}", style="yellow", highlight=False, soft_wrap=True)
@@ -86,11 +88,36 @@ def _compare(args: EngineArgs, as_json: bool) -> None:
     raise typer.Exit(0 if result.passed else 1)
 
 
+def print_parity(console: Console, parity: Parity) -> None:
+    """A line for each implementation and dtype, and the verdict."""
+    from headrace.bench.report import table
+    from headrace.cli.startup import plain_width
+
+    plain_width(console)
+    rows: list[Sequence[str | Text]] = []
+    for line in parity.lines:
+        if line.passed is None and line.note:
+            rows.append((line.name, line.dtype, "", "", "", "", Text(f"not compared: {line.note}", style="dim")))
+            continue
+        errors = f"{line.max_error:.1e}", f"{line.mean_error:.1e}", f"{line.agreement:.1%}"
+        rows.append((line.name, line.dtype, *errors, line.diverging or "none", _verdict(line)))
+    title = f"{parity.architecture}: logprobs of {parity.tokens} tokens against {parity.reference}"
+    columns = ("implementation", "dtype", "largest difference", "mean", "same token", "first diverging layer", "verdict")
+    console.print(table(title, columns, rows, "llrrrll"))
+    console.print(Text("parity" if parity.passed else "no parity", style="bold green" if parity.passed else "bold red"))
+
+
+def _verdict(line: Line) -> Text:
+    if line.passed is None:
+        return Text("reference", style="dim")
+    return Text("pass", style="green") if line.passed else Text(f"fail: {line.note}", style="red")
+
+
 async def _loaded(args: EngineArgs) -> EngineInfo:
     spawned = spawn(origin=process_start())
-    from headrace.cli.announce import AnnouncedLLM
+    from headrace.cli.startup import AnnouncedLLM
 
-    llm = AnnouncedLLM(args, Console(stderr=True), report=False, spawned=spawned)
+    llm = AnnouncedLLM(args, Console(stderr=True), spawned=spawned)
     try:
         await llm.start()
         return llm.info

@@ -13,6 +13,7 @@ from headrace.cli.config import app as config_app
 from headrace.cli.doctor import doctor
 from headrace.cli.encode import encode
 from headrace.cli.explain import explain
+from headrace.cli.help import Command
 from headrace.cli.run import run
 from headrace.cli.serve import serve
 from headrace.cli.simulate import simulate
@@ -21,6 +22,7 @@ app = typer.Typer(
     name="headrace",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # One screen of plain text; --help-all has panels.
     context_settings={"help_option_names": ["-h", "--help"]},
     help="An LLM inference and serving engine. Start with: headrace serve",
 )
@@ -41,12 +43,12 @@ def main(
     """An LLM inference and serving engine. Start with: headrace serve"""
 
 
-app.command("serve")(serve)
-app.command("run")(run)
-app.command("chat")(chat)
+app.command("serve", cls=Command)(serve)
+app.command("run", cls=Command)(run)
+app.command("chat", cls=Command)(chat)
 app.add_typer(bench_app, name="bench")
-app.command("encode")(encode)
-app.command("doctor")(doctor)
-app.command("simulate")(simulate)
-app.command("explain")(explain)
+app.command("encode", cls=Command)(encode)
+app.command("doctor", cls=Command)(doctor)
+app.command("simulate", cls=Command)(simulate)
+app.command("explain", cls=Command)(explain)
 app.add_typer(config_app, name="config")

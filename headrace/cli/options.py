@@ -24,6 +24,7 @@ from typer.models import ArgumentInfo
 
 from headrace.cli.config_file import field_name, match, read_config
 from headrace.cli.errors import reported
+from headrace.cli.help import HELP_ALL
 from headrace.cli.units import parse_size
 from headrace.config import EngineArgs
 from headrace.constrain.fields import folded
@@ -204,8 +205,8 @@ CONFIG = Annotated[
 
 
 def command(**groups: Group[Any]) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Expands each parameter named in ``groups`` into its options, adds ``--debug`` and, unless a group has an option of that
-    name, ``--config``, and reports errors as one line.
+    """Expands each parameter named in ``groups`` into its options, adds ``--debug``, ``--help-all`` and, unless a group has an
+    option of that name, ``--config``, and reports errors as one line.
 
     A parameter ``sources`` of the function gets the Setting of every option.
     """
@@ -217,10 +218,11 @@ def command(**groups: Group[Any]) -> Callable[[Callable[..., Any]], Callable[...
         parameters.append(inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=DEBUG))
         if groups and "config" not in keys:
             parameters.append(inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=CONFIG))
+        parameters.append(inspect.Parameter("help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=HELP_ALL))
         parameters.sort(key=_place)
 
         @functools.wraps(function)
-        def run(*, debug: bool, config: _Invocation | None = None, **values: Any) -> None:
+        def run(*, debug: bool, help_all: bool = False, config: _Invocation | None = None, **values: Any) -> None:
             with reported(debug):
                 in_file = {}
                 if config is not None and config.path is not None:

@@ -19,6 +19,9 @@ class LogOptions(Checked):
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Log level. debug adds lines about each request from the engine process."""
+    report: Annotated[bool, OptionSpec(flags=("--report",))] = False
+    """Print all about the start: seconds of each phase, memory, attention of each layer, every decision with its reason, as
+    `headrace doctor` does."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,8 @@ class ChatOptions(Checked):
     """The system message to begin with."""
     chat_template: Annotated[str | None, OptionSpec(metavar="FILE|TEMPLATE")] = None
     """Jinja file, or the template itself, that replaces the model's chat template."""
+    markdown: bool = True
+    """Render replies as Markdown on a terminal."""
 
     def validate(self) -> None:
         super().validate()

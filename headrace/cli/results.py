@@ -11,11 +11,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from headrace.cli.errors import print_note
+from headrace.cli.errors import print_note, printable
 from headrace.errors import ConfigError, EngineError
 from headrace.host.user_files import check_output, is_stream, open_stream
+
+if TYPE_CHECKING:
+    from headrace.outputs import RequestOutput
 
 
 def line_key(record: Mapping[str, Any]) -> str:
@@ -132,6 +135,38 @@ class ResultFile:
             if isinstance(error, EngineError):
                 raise EngineError(f"{str(error).partition(chr(10))[0]}; {kept}") from error
             print_note(kept)
+
+
+class Texts:
+    """Results for a person at a terminal. Where there is one text it is written as it comes.
+
+    Args:
+        several: there are several texts; each has its number before it.
+    """
+
+    def __init__(self, *, several: bool) -> None:
+        self._several = several
+        self._written = 0
+
+    def show(self, so_far: RequestOutput) -> None:
+        """Writes what is new of the only text."""
+        if not self._several:
+            text = so_far.outputs[0].text
+            self._write(text[self._written :])
+            self._written = len(text)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Writes the texts of a result; errors are reported elsewhere."""
+        for output in record.get("outputs", ()):
+            if self._several:
+                number = f"{record['line']}" if len(record["outputs"]) == 1 else f"{record['line']}.{output['index'] + 1}"
+                self._write(f"[{number}] {output['text']}")
+            self._write("\n")
+            if output["finish_reason"] == "length":
+                print_note(f"stopped at {len(output['token_ids']):,} tokens; --max-tokens or the context sets the limit")
+
+    def _write(self, text: str) -> None:
+        print(printable(text), end="", flush=True)
 
 
 def _refuse_same(source: Path | None, targets: list[Path | int]) -> None:

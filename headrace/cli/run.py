@@ -7,12 +7,13 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import sys
 import uuid
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -30,7 +31,7 @@ from headrace.cli.prompts import (
     picture_part,
     read_stdin,
 )
-from headrace.cli.results import ResultFile, line_key
+from headrace.cli.results import ResultFile, Texts, line_key
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError, EngineDeadError, EngineError, QueueFullError, RequestError
 from headrace.host.clock import process_start
@@ -77,6 +78,9 @@ class RunOptions(Checked):
     """Write the results of prompts that cannot be run here, and not among the others."""
     unordered: Annotated[bool, OptionSpec(flags=("--unordered",))] = False
     """Write each result as soon as it is there, not in the order of the input."""
+    format: Literal["auto", "text", "json"] = "auto"
+    """Form of the results. text: for a person to read, as it comes where there is one. json: a line a prompt. auto: text for
+    prompts from arguments on a terminal, else json."""
     chat: Annotated[bool, OptionSpec(flags=("--chat",))] = False
     """Take each argument as a user's message, not as raw text."""
     image: Annotated[tuple[str, ...], OptionSpec(metavar="FILE")] = ()
@@ -98,12 +102,20 @@ class RunOptions(Checked):
             raise ConfigError("it is for messages (--chat); a raw prompt has no place for a picture", "--image")
         if self.resume and not (self.input and self.output):
             raise ConfigError("it continues a file of results: it needs --input and --output", "--resume")
+        if self.format == "text" and (self.input or self.output):
+            raise ConfigError("text is for prompts in arguments, on standard output", "--format")
         if self.source is not None:
             check_regular(self.source, "--input", "; - is standard input")
         for name in self.image:
             check_regular(Path(name), "--image")
         if self.error_file is not None and self.output is not None and self.error_file.resolve() == self.output.resolve():
             raise ConfigError("errors cannot go to the file of the results", "--error-file")
+
+    @property
+    def as_text(self) -> bool:
+        return self.format == "text" or (
+            self.format == "auto" and bool(self.prompts) and not self.output and sys.stdout.isatty()
+        )
 
     @property
     def source(self) -> Path | None:
@@ -118,7 +130,7 @@ class RunOptions(Checked):
     options=Group.of(RunOptions),
 )
 def run(args: EngineArgs, sampling: dict[str, Any], options: RunOptions) -> None:
-    """Generate for prompts from arguments or a JSONL file; results are JSONL, a line a prompt.
+    """Generate for prompts from arguments or a JSONL file; results are text on a terminal, else JSONL, a line a prompt.
 
     A prompt that cannot be run is reported with its line number and does not stop the others; the exit code is then 1. When
     the engine dies, the prompts in flight are run again.
@@ -131,6 +143,12 @@ def run(args: EngineArgs, sampling: dict[str, Any], options: RunOptions) -> None
                     f"sampling options ({', '.join(sampling)}) are not for batch lines: their bodies say everything", "--input"
                 )
     with contextlib.ExitStack() as stack:
+        if options.as_text:
+            jobs, _ = _jobs(options, stack, args.max_media_bytes)
+            texts = Texts(several=len(options.prompts) > 1 or sampling.get("n", 1) > 1)
+            if asyncio.run(_run_all(args, sampling, options, jobs, None, texts, texts)):
+                raise typer.Exit(EXIT_FAILURE)
+            return
         results = errors = stack.enter_context(ResultFile(options.output, source, resume=options.resume))
         if options.error_file is not None:
             errors = ResultFile(options.error_file, source, resume=options.resume, option="--error-file")
@@ -180,23 +198,26 @@ async def _run_all(
     options: RunOptions,
     jobs: Iterable[PromptJob],
     total: int | None,
-    results: ResultFile,
-    errors: ResultFile,
+    results: ResultFile | Texts,
+    errors: ResultFile | Texts,
 ) -> int:
     """Runs every prompt, several at a time. Returns the number of failed ones."""
     spawned = spawn(origin=process_start())
-    from headrace.cli.announce import AnnouncedLLM
+    from headrace.cli.startup import AnnouncedLLM
     from headrace.frontend.progress import ProgressBar
 
     failed = 0
     console = Console(stderr=True)
-    llm = AnnouncedLLM(args.for_whole_outputs(), console, report=False, spawned=spawned)
-    progress_bar = ProgressBar(total, shown=options.progress and console.is_terminal)
+    show = results.show if isinstance(results, Texts) else None
+    llm = AnnouncedLLM(args if show else args.for_whole_outputs(), console, spawned=spawned)
+    progress_bar = ProgressBar(total, shown=options.progress and console.is_terminal and show is None)
     try:
         await llm.start()
         with progress_bar.bar:
             window = min(AHEAD * llm.info.max_num_seqs * args.data_parallel_size, args.max_queue_len)
-            async with contextlib.aclosing(_outcomes(llm, sampling, iter(jobs), window, options.unordered)) as outcomes:
+            async with contextlib.aclosing(
+                _outcomes(_Runner(llm, sampling, show).run, iter(jobs), window, options.unordered)
+            ) as outcomes:
                 async for job, result in outcomes:
                     error = _error(result)
                     (results if error is None else errors).write(_record(job, result))
@@ -227,10 +248,12 @@ def _num_tokens(result: Outcome) -> int:
 
 
 async def _outcomes(
-    llm: AsyncLLM, sampling: dict[str, Any], jobs: Iterator[PromptJob], window: int, unordered: bool
+    run: Callable[[PromptJob], Coroutine[Any, Any, RequestOutput | BatchAnswer]],
+    jobs: Iterator[PromptJob],
+    window: int,
+    unordered: bool,
 ) -> AsyncGenerator[tuple[PromptJob, Outcome]]:
     """Yields every job with its result or error, with up to ``window`` jobs in flight."""
-    run = _Runner(llm, sampling).run
     under_way: deque[tuple[PromptJob, asyncio.Task[RequestOutput | BatchAnswer]]] = deque()
     # Lines are read in a thread: one that is slow to come holds up no result.
     reader: asyncio.Task[PromptJob | None] | None = None
@@ -265,11 +288,12 @@ async def _outcomes(
 
 
 class _Runner:
-    """Runs the jobs of one engine."""
+    """Runs the jobs of one engine. ``show`` gets an answer's beginnings while it is generated."""
 
-    def __init__(self, llm: AsyncLLM, sampling: dict[str, Any]) -> None:
+    def __init__(self, llm: AsyncLLM, sampling: dict[str, Any], show: Callable[[RequestOutput], None] | None = None) -> None:
         self._llm = llm
         self._sampling = sampling
+        self._show = show
 
     @functools.cached_property
     def _serving(self) -> Serving:
@@ -282,7 +306,7 @@ class _Runner:
         if job.error is not None:
             raise job.error
         if job.kind != BATCH:
-            return await _generate(self._llm, self._sampling, job)
+            return await _generate(self._llm, self._sampling, job, self._show)
         if self._sampling:
             raise RequestError("sampling options are not for batch lines: their bodies say everything")
         from headrace.server.batch import answered
@@ -299,7 +323,9 @@ class _Runner:
         raise RequestError(reason)
 
 
-async def _generate(llm: AsyncLLM, sampling: dict[str, Any], job: PromptJob) -> RequestOutput:
+async def _generate(
+    llm: AsyncLLM, sampling: dict[str, Any], job: PromptJob, show: Callable[[RequestOutput], None] | None
+) -> RequestOutput:
     given = sampling | job.sampling
     params = llm.inputs.default_sampling.replace(given)
     # A line's "max_tokens": null asks for the rest of the context.
@@ -314,6 +340,8 @@ async def _generate(llm: AsyncLLM, sampling: dict[str, Any], job: PromptJob) -> 
             result: RequestOutput | None = None
             async for so_far in llm.generate(prompt, params, f"run-{job.number}", default_max_tokens=default):
                 result = so_far
+                if show is not None:
+                    show(so_far)
             if result is None:
                 raise EngineError("the engine gave no answer")
             if not result.error:

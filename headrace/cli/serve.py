@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+from functools import partial
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -14,7 +15,7 @@ from headrace.cli.own_options import LogOptions
 from headrace.config import EngineArgs
 from headrace.host.clock import process_start
 from headrace.processes.spawn import spawn
-from headrace.server.listen import listen
+from headrace.server.listen import address, listen
 from headrace.server.settings import ServerSettings
 from headrace.server.supervisor import supervised
 
@@ -60,9 +61,10 @@ def serve(args: EngineArgs, settings: ServerSettings, logging: LogOptions) -> No
     server = supervised()
     # Before anything else is imported: the engine's process imports its own part beside this one.
     spawned = spawn(origin=process_start() if server.restarts else began)
-    from headrace.cli.announce import AnnouncedLLM
+    from headrace.cli.startup import AnnouncedLLM, print_report, print_summary
     from headrace.server.run import run
 
     console = Console(stderr=True)
-    llm = AnnouncedLLM(args, console, chat_template=settings.chat_template, spawned=spawned)
+    report = print_report if logging.report else partial(print_summary, address=address(settings, sockets))
+    llm = AnnouncedLLM(args, console, report, chat_template=settings.chat_template, spawned=spawned)
     run(llm, settings, sockets, server.ready)

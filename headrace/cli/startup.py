@@ -1,18 +1,24 @@
-"""The start-up report: seconds of each phase, use of memory, attention backend of each layer, decisions."""
+"""An engine client that prints its start-up, and the report: seconds of each phase, use of memory, attention backend of each
+layer, decisions."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 from rich.console import Console, Group, RenderableType
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
 from headrace.bench.report import add_row, table
-from headrace.engine.info import EngineInfo, LayerLine
+from headrace.config import EngineArgs
+from headrace.engine.info import EngineInfo, LayerLine, Progress
 from headrace.errors import human_size, ranges
+from headrace.frontend.async_llm import AsyncLLM
+from headrace.processes.spawn import Spawned
 
 PLAIN_WIDTH = 160
 """Width of the report where no terminal gives one."""
@@ -30,6 +36,40 @@ def print_report(console: Console, info: EngineInfo, *, environment: bool = Fals
     console.print(render(info, environment=environment))
 
 
+QUESTIONED = (
+    *("model", "model_impl", "dtype", "quantization", "generation_config", "max_model_len", "attention_backend"),
+    *("sparse_prefill", "tool calls", "reasoning"),
+)
+"""Decisions that the summary shows."""
+
+
+def print_summary(console: Console, info: EngineInfo, address: str) -> None:
+    """One screen: what is served, how fast it started, the decisions that a user may question, and how to reach it."""
+    plain_width(console)
+    slowest = sorted((phase for phase in info.timeline if phase.seconds >= 0.1), key=lambda phase: -phase.seconds)
+    phases = ", ".join(f"{phase.name} {phase.seconds:.1f}" for phase in slowest)
+    largest = sorted((line for line in info.memory if line.nbytes > 2**20), key=lambda line: -line.nbytes)
+    rows = [(line.name, line.value, line.reason) for line in info.decisions if line.name in QUESTIONED]
+    console.print(
+        headline(info),
+        f"{human_size(sum(line.nbytes for line in info.memory))} of memory: "
+        + ", ".join(f"{line.name} {human_size(line.nbytes)}" for line in largest),
+        f"started in {sum(phase.seconds for phase in info.timeline):.1f} s: {phases}",
+        decisions(rows),
+        Text("--report and headrace doctor say the rest of what was decided, and why\n", "dim"),
+        Text.assemble((address, "bold"), "   try: ", (example(address), "bold")),
+        sep="\n",
+        highlight=False,
+    )
+
+
+def example(address: str) -> str:
+    """A command that talks to the server."""
+    if "://" in address:
+        return f"headrace chat --url {address}"
+    return f"curl --unix-socket {address} http://localhost/v1/models"
+
+
 def render(info: EngineInfo, *, environment: bool = False) -> RenderableType:
     """The whole report; empty parts are left out."""
     parts: list[RenderableType] = [headline(info)]
@@ -42,7 +82,7 @@ def render(info: EngineInfo, *, environment: bool = False) -> RenderableType:
     if info.layers:
         parts.append(layers(info))
     if info.decisions:
-        parts.append(decisions(info))
+        parts.append(decisions([(line.name, line.value, line.reason) for line in info.decisions]))
     return Group(*(item for part in parts for item in (part, Text())))
 
 
@@ -131,6 +171,45 @@ def _sees(line: LayerLine) -> str:
     return ", ".join(words)
 
 
-def decisions(info: EngineInfo) -> Table:
-    rows = [(line.name, line.value, line.reason) for line in info.decisions]
+def decisions(rows: Sequence[tuple[str, str, str]]) -> Table:
     return table("Decisions", ("setting", "value", "because"), rows, "lll")
+
+
+class AnnouncedLLM(AsyncLLM):
+    """Prints to ``console``: the progress, only where that is a terminal, and at its end what ``report`` prints."""
+
+    def __init__(
+        self,
+        args: EngineArgs,
+        console: Console,
+        report: Callable[[Console, EngineInfo], None] | None = None,
+        *,
+        chat_template: str | None = None,
+        spawned: Spawned | None = None,
+    ) -> None:
+        self._console = console
+        self._report = report
+        self._status: Status | None = None
+        super().__init__(args, on_progress=self._show, chat_template=chat_template, spawned=spawned)
+
+    async def start(self) -> None:
+        with self._console.status("starting the engine") as self._status:
+            try:
+                await super().start()
+            finally:
+                self._status = None
+
+    def serving(self) -> None:
+        super().serving()
+        if self._report is not None:
+            self._report(self._console, self.info)
+
+    def _show(self, progress: Progress) -> None:
+        if self._status is not None:
+            self._status.update(Text(describe(progress)))
+
+
+def describe(progress: Progress) -> str:
+    """One line: "weights 42 % model.layers.3..." """
+    share = "" if progress.fraction is None else f" {progress.fraction:.0%}"
+    return f"{progress.phase}{share} {progress.detail}".rstrip()

@@ -6,7 +6,7 @@ import errno
 import logging
 import socket
 import ssl
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from headrace.errors import ConfigError
@@ -33,11 +33,17 @@ def listen(settings: ServerSettings) -> list[socket.socket]:
         sockets = _tcp_sockets(dict.fromkeys((family, str(address[0])) for family, _, _, _, address in addresses), port)
     except OSError as error:
         raise ConfigError(f"cannot listen on {settings.host}:{port}: {error.strerror or error}", "port") from error
-    port = sockets[0].getsockname()[1]
+    logger.info("listening on %s", address(settings, sockets))
+    return sockets
+
+
+def address(settings: ServerSettings, sockets: Sequence[socket.socket]) -> str:
+    """The URL of the server, or the path of its Unix domain socket."""
+    if settings.uds is not None:
+        return settings.uds
     scheme = "http" if settings.tls_cert is None else "https"
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    logger.info("listening on %s://%s:%d", scheme, host, port)
-    return sockets
+    return f"{scheme}://{host}:{sockets[0].getsockname()[1]}"
 
 
 def _tcp_sockets(addresses: Iterable[tuple[int, str]], port: int) -> list[socket.socket]:

@@ -44,11 +44,11 @@ class BatchLLM(FakeLLM):
 
 @pytest.fixture(autouse=True)
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    import headrace.cli.announce
     import headrace.cli.run
+    import headrace.cli.startup
 
     monkeypatch.setattr(BatchLLM, "made", [])
-    monkeypatch.setattr(headrace.cli.announce, "AnnouncedLLM", BatchLLM)
+    monkeypatch.setattr(headrace.cli.startup, "AnnouncedLLM", BatchLLM)
     monkeypatch.setattr(headrace.cli.run, "spawn", lambda origin: None)
     monkeypatch.setattr(headrace.cli.run, "RESTART_POLL_SECONDS", 0.001)
 

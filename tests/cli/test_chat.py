@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from headrace.bench.client import Usage
 from headrace.cli import talk
 from headrace.cli.chat import Conversation, LoopThread
 from headrace.cli.main import app
@@ -29,11 +30,16 @@ class Echo:
     """Replies with what was said last, in pieces."""
 
     name = "echo"
+    usage: Usage | None = None
 
     def __init__(self, *, hang: bool = False, error: Exception | None = None) -> None:
         self.asked: list[list[dict[str, Any]]] = []
         self.left = False
+        self.sampling: dict[str, Any] = {}
         self._hang, self._error = hang, error
+
+    def choose(self, name: str) -> None:
+        raise ConfigError(f"there is no {name}")
 
     async def start(self) -> None: ...
 
@@ -95,6 +101,28 @@ def test_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytes
     assert json.loads(saved.read_text())[0] == {"role": "system", "content": "be kind"}
     said = capsys.readouterr().err
     assert "name of a file" in said and "there is no /nonsense" in said and "/reset" in said
+
+
+def test_a_reply_is_tried_again_and_taken_back(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    talker = Echo()
+    conversation = converse(["/undo", "one", "two", "/regenerate", "/undo", "three"], monkeypatch, talker)
+    said = [[message["content"] for message in messages] for messages in talker.asked]
+    assert said == [["one"], ["one", "one", "two"], ["one", "one", "two"], ["one", "one", "three"]]
+    assert [message["content"] for message in conversation.messages] == ["one", "one", "three", "three"]
+    assert capsys.readouterr().err.count("there is no message yet") == 1
+
+
+def test_parameters_and_models_are_chosen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    talker = Echo()
+    lines = ["/set temperature 0.5", "/set stop x", "/set top_k -7", "/set nonsense 1", "/tokens", "/model other"]
+    converse(lines, monkeypatch, talker)
+    assert talker.sampling == {"temperature": 0.5, "stop": ["x"]}
+    said = capsys.readouterr().err
+    assert "temperature 0.5, stop ['x']" in said and "top_k must be" in said and "nonsense is not a parameter" in said
+    assert "number of tokens is not known" in said and "there is no other" in said
+    talker.usage = Usage(prompt_tokens=1200, completion_tokens=3)
+    converse(["/set temperature", "/tokens"], monkeypatch, talker)
+    assert talker.sampling == {"stop": ["x"]} and "1,200 tokens before" in capsys.readouterr().err
 
 
 def test_pictures_go_with_the_next_message(
@@ -164,7 +192,9 @@ def test_a_server_is_asked_for_its_first_model() -> None:
 
     assert ask(server(handler, sampling={"top_k": 3})) == "hello"
     body = json.loads(seen[1].content)
-    assert body == {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True, "top_k": 3}
+    assert body == {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True, "top_k": 3} | {
+        "stream_options": {"include_usage": True}
+    }
     assert seen[1].headers["authorization"] == "Bearer key"
 
 
@@ -320,7 +350,7 @@ def test_engine_options_mean_nothing_to_a_server() -> None:
 
 def test_a_chat_template_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[dict[str, Any]] = []
-    monkeypatch.setattr("headrace.cli.announce.AnnouncedLLM", lambda *_, **options: given.append(options))
+    monkeypatch.setattr("headrace.cli.startup.AnnouncedLLM", lambda *_, **options: given.append(options))
     monkeypatch.setattr(talk, "spawn", lambda **_: None)
     talk.EngineTalker(EngineArgs(), Console(), {}, "{{ messages }}")
     assert given[0]["chat_template"] == "{{ messages }}"

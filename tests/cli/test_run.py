@@ -30,7 +30,7 @@ class FakeLLM:
     made: list[FakeLLM] = []
     first_refused = 0
 
-    def __init__(self, args: Any, console: Any, *, report: bool, spawned: Any) -> None:
+    def __init__(self, args: Any, console: Any, *, spawned: Any) -> None:
         self.args, self.closed, self.params, self.most, self.now = args, False, [], 0, 0
         self.info = SimpleNamespace(max_num_seqs=2)
         self.inputs = SimpleNamespace(
@@ -102,11 +102,11 @@ class FakeLLM:
 
 @pytest.fixture(autouse=True)
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    import headrace.cli.announce
     import headrace.cli.run
+    import headrace.cli.startup
 
     monkeypatch.setattr(FakeLLM, "made", [])
-    monkeypatch.setattr(headrace.cli.announce, "AnnouncedLLM", FakeLLM)
+    monkeypatch.setattr(headrace.cli.startup, "AnnouncedLLM", FakeLLM)
     monkeypatch.setattr(headrace.cli.run, "spawn", lambda origin: None)
     monkeypatch.setattr(headrace.cli.run, "RESTART_POLL_SECONDS", 0.001)
 
@@ -117,6 +117,15 @@ def invoke(*words: str, input: str | None = None) -> Result:
 
 def records(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
+
+
+def test_text_is_for_people() -> None:
+    one = invoke("ab", "--format", "text")
+    assert (one.exit_code, one.stdout) == (0, "2 tokens\n")
+    several = invoke("ab", "abcd", "--format", "text")
+    assert several.stdout == "[1] 2 tokens\n[2] 4 tokens\n"
+    refused = invoke("--format", "text", "--input", "-")
+    assert refused.exit_code == 2 and "--format" in refused.stderr
 
 
 def test_arguments() -> None:

@@ -8,8 +8,7 @@ import json
 from rich.console import Console
 from support.engine.info import engine_info
 
-from headrace.cli.announce import describe
-from headrace.cli.startup import as_json, render
+from headrace.cli.startup import as_json, describe, example, print_summary, render
 from headrace.config import Decision, MemoryLine
 from headrace.engine.info import EngineInfo, LayerLine, Progress, StartupPhase
 
@@ -40,6 +39,18 @@ def test_memory_is_told_to_the_byte() -> None:
     text = printed(info([]))
     assert "123,456,789" in text and "118 MiB" in text
     assert f"{123_456_789 + 2**20:,}" in text
+
+
+def test_the_summary_ends_with_a_command() -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, width=100)
+    print_summary(console, info([line(n) for n in range(30)]), "http://127.0.0.1:8000")
+    lines = stream.getvalue().splitlines()
+    assert len(lines) <= 40
+    assert lines[-1] == "http://127.0.0.1:8000   try: headrace chat --url http://127.0.0.1:8000"
+    assert "started in 1.8 s: weights 1.2, config 0.5" in stream.getvalue()
+    assert "the checkpoint is quantised" in stream.getvalue()
+    assert example("/run/headrace.sock") == "curl --unix-socket /run/headrace.sock http://localhost/v1/models"
 
 
 def test_phases_and_decisions() -> None:

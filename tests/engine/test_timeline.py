@@ -100,7 +100,7 @@ def test_what_the_servers_process_imports(tiny_folder: Path) -> None:
     code = """
 from headrace.config import EngineArgs
 from headrace.cli import main
-from headrace.cli.announce import AnnouncedLLM
+from headrace.cli.startup import AnnouncedLLM
 from headrace.startup.text import load_text
 from headrace.server import run
 load_text(EngineArgs(model=sys.argv[1], load_format="dummy"), prepared=True)

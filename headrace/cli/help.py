@@ -1,0 +1,72 @@
+"""Help of the commands: one screen by ``--help``, everything by ``--help-all``."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from headrace.cli.peer_options import translated
+
+ESSENTIAL = frozenset(
+    {
+        *("model", "quantization", "tensor-parallel-size", "max-model-len", "kv-cache-memory"),
+        *("max-tokens", "temperature", "structured-outputs", "host", "port", "api-key", "config"),
+        *("prompts", "input", "output", "chat", "image", "url", "system", "prompt", "prompt-file", "png"),
+        *("pictures", "load", "help-all", "help", "parity", "json", "trace", "workload", "replicas"),
+    }
+)
+"""Long names of the options that ``--help`` shows, each with the first sentence of its help."""
+
+
+class Command(TyperCommand):
+    """A command with a short help, which knows the option names of other engines."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._hidden = {
+            p.name for p in self.params if not any(flag.lstrip("-").rpartition("__")[2] in ESSENTIAL for flag in p.opts)
+        }
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {flag for parameter in self.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+        return super().parse_args(ctx, translated(args, known))
+
+    def get_help(self, ctx: Any, *, whole: bool = False) -> str:
+        """The text; with ``whole``, the panels are printed, and the text is empty."""
+        self.rich_markup_mode = "rich" if whole else None
+        shown: list[Any] = list(self.params)
+        helps = [parameter.help for parameter in shown]
+        for parameter in shown if not whole else ():
+            parameter.hidden = parameter.name in self._hidden
+            parameter.help = re.split(r"(?<=[.:]) ", parameter.help)[0].rstrip(":")
+        try:
+            return super().get_help(ctx)
+        finally:
+            for parameter, text in zip(shown, helps, strict=True):
+                parameter.hidden, parameter.help = False, text
+
+
+def _long_name(flag: str) -> str:
+    """``--port`` -> ``port``; an argument has its parameter's name, ``args__model``."""
+    return flag.lstrip("-").rpartition("__")[2]
+
+
+def _show_all(context: typer.Context, wanted: bool) -> None:
+    if wanted:
+        command: Any = context.command
+        typer.echo(command.get_help(context, whole=True), nl=False)
+        raise typer.Exit
+
+
+HELP_ALL = Annotated[
+    bool,
+    typer.Option(
+        "--help-all",
+        help="Show all options, and more about these.",
+        callback=_show_all,
+        is_eager=True,
+    ),
+]

@@ -1,0 +1,62 @@
+"""Help that fits a screen, help that tells everything, and the option names of other engines."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from reference import commands
+from typer.testing import CliRunner
+
+from headrace.cli.main import app
+from headrace.cli.peer_options import ALWAYS, REFUSED, SAME
+
+COMMANDS = dict(commands(app, "headrace"))
+WITH_SHORT_HELP = [name for name in COMMANDS if name != "headrace config show"]
+
+
+def flags(function: object) -> set[str]:
+    infos = [p.annotation.__metadata__[0] for p in inspect.signature(function).parameters.values()]  # type: ignore[arg-type]
+    words = [word for info in infos for word in (info.default, *(info.param_decls or ())) if isinstance(word, str)]
+    return {flag for word in words for flag in word.split("/")}
+
+
+def helped(name: str, flag: str) -> str:
+    return CliRunner().invoke(app, [*name.split()[1:], flag], env={"COLUMNS": "80", "TERMINAL_WIDTH": "200"}).output
+
+
+@pytest.mark.parametrize("name", WITH_SHORT_HELP)
+def test_help_fits_a_screen_and_all_of_it_is_to_be_had(name: str) -> None:
+    assert len(helped(name, "--help").splitlines()) <= 48
+    whole = helped(name, "--help-all")
+    long = {flag for flag in flags(COMMANDS[name]) if flag.startswith("--") and not flag.startswith("--no-")}
+    assert {flag for flag in long if len(flag) < 18 and flag != "--tp"} <= set(whole.replace("/", " ").split())
+    assert helped(name, "--help") == helped(name, "--help")
+
+
+SERVE = flags(COMMANDS["headrace serve"])
+
+
+def test_no_name_of_other_engines_is_one_of_ours() -> None:
+    for names in (SAME, ALWAYS, REFUSED):
+        assert not SERVE & names.keys()
+    assert set(SAME.values()) <= SERVE
+    assert not (SAME.keys() & ALWAYS.keys() or SAME.keys() & REFUSED.keys() or ALWAYS.keys() & REFUSED.keys())
+    named = {word.strip("`,;.") for text in REFUSED.values() for word in text.split() if word.startswith("--")}
+    assert {word for word in named if word.startswith("--")} <= SERVE
+
+
+def error(*words: str) -> str:
+    result = CliRunner().invoke(app, ["serve", *words])
+    assert result.exit_code == 2
+    return " ".join(result.stderr.split())
+
+
+def test_options_of_other_engines() -> None:
+    assert "--swap-space: a preempted sequence is computed again" in error("--swap-space", "4")
+    assert "tensor_parallel_size must be an integer in [1, 64], not 0" in error("--tp-size", "0")
+    assert "tensor_parallel_size must be" in error("--enable-chunked-prefill", "--tp-size=0", "--cont-batching")
+    assert "/metrics is always there" in error("--enable-metrics=1")
+    assert "--nonsense" in error("--nonsense")
+    # A value, and what follows --, is no option.
+    assert "there is no file" in error("--served-model-name", "x", "--", "./--swap-space")

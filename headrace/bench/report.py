@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -77,6 +78,17 @@ def _versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     return versions
+
+
+PLAIN_WIDTH = 160
+"""Width of the report where no terminal gives one."""
+
+
+def plain_width(console: Console) -> Console:
+    """The console, as wide as the reports are where no terminal gives a width."""
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    return console
 
 
 def table(title: str, header: Sequence[str], rows: Iterable[Sequence[str | Text]], align: str = "") -> Table:

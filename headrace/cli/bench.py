@@ -25,10 +25,10 @@ from headrace.bench.options import (
     ReportOptions,
     ThroughputOptions,
 )
+from headrace.bench.report import plain_width
 from headrace.cli.errors import EXIT_FAILURE, print_error
 from headrace.cli.help import Command
 from headrace.cli.options import ENGINE_OPTIONS, EngineGroup, Group, command
-from headrace.cli.startup import plain_width
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError
 from headrace.host.user_files import open_output, write_output

@@ -90,8 +90,7 @@ def _compare(args: EngineArgs, as_json: bool) -> None:
 
 def print_parity(console: Console, parity: Parity) -> None:
     """A line for each implementation and dtype, and the verdict."""
-    from headrace.bench.report import table
-    from headrace.cli.startup import plain_width
+    from headrace.bench.report import plain_width, table
 
     plain_width(console)
     rows: list[Sequence[str | Text]] = []

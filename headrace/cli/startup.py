@@ -13,22 +13,12 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from headrace.bench.report import add_row, table
+from headrace.bench.report import add_row, plain_width, table
 from headrace.config import EngineArgs
 from headrace.engine.info import EngineInfo, LayerLine, Progress
 from headrace.errors import human_size, ranges
 from headrace.frontend.async_llm import AsyncLLM
 from headrace.processes.spawn import Spawned
-
-PLAIN_WIDTH = 160
-"""Width of the report where no terminal gives one."""
-
-
-def plain_width(console: Console) -> Console:
-    """The console, as wide as the reports are where no terminal gives a width."""
-    if not console.is_terminal:
-        console.width = PLAIN_WIDTH
-    return console
 
 
 def print_report(console: Console, info: EngineInfo, *, environment: bool = False) -> None:

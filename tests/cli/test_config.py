@@ -191,7 +191,7 @@ def test_show_says_where_each_value_comes_from(write: Write, monkeypatch: pytest
     assert found["# api-key"] == ("2 values that are not shown", "environment HEADRACE_API_KEY")
     assert "secret" not in str(found)
     names = {option.key for group in (ENGINE_OPTIONS, SERVER_OPTIONS) for option in group.options}
-    assert {key.removeprefix("# ") for key in found} == names | {"log-level"}
+    assert {key.removeprefix("# ") for key in found} == names | {"log-level", "report"}
 
 
 def test_what_is_shown_is_a_file(write: Write) -> None:

@@ -116,6 +116,11 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="step"):
             return num_tokens
         return num_tokens - self.rows[-1].num_tokens + self.layers.share(self.rows[-1].num_tokens)
 
+    def num_completed(self, row: Row) -> int:
+        """Returns the tokens of one of ``rows`` whose KV is in the cache, in all layers, once the step is done."""
+        unfinished = self.layers is not None and not self.layers.last and row is self.rows[-1]
+        return 0 if unfinished else row.num_tokens
+
 
 class SamplePlan(msgspec.Struct, frozen=True, array_like=True, tag="sample"):
     """Inputs of a step's sampling that were unknown when its model was launched. May be empty."""

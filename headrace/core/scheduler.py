@@ -15,12 +15,12 @@ from headrace.core.budget import StepBudget
 from headrace.core.items import affordable_length
 from headrace.core.ordered import OrderedSequences, running_order, waiting_order
 from headrace.core.pace import PrefillPace
-from headrace.core.plan import LayerRange, SparseOutcome, StepPlan, StepResult
+from headrace.core.plan import LayerRange, Row, SparseOutcome, StepPlan, StepResult
 from headrace.core.request import Request
 from headrace.core.sequence import Sequence, SequenceUpdate, Status
 from headrace.core.slots import Slots
 from headrace.core.sparse import Decisions, SparsePrompt
-from headrace.core.step import ConstrainedRow, InFlightRow, InFlightStep, StepBuilder
+from headrace.core.step import ConstrainedRow, InFlightStep, StepBuilder
 from headrace.core.stops import collect_tokens, keep_prompt_logprobs
 from headrace.errors import EngineError, RequestError
 from headrace.kv import KVCacheManager
@@ -138,13 +138,10 @@ class Scheduler:
         step = StepBuilder(budget, self.kv.moves, self.kv.no_blocks)
         if self._starved is not None:
             self._schedule_starved(step)
-        for seq in running:
-            if budget.tokens == 0:
-                break
-            if step.add_next_token(seq):
-                if budget.reserved:
-                    budget.reserved -= 1
-            elif seq.status is Status.RUNNING and seq.seq_id not in step.scheduled:
+            running = [seq for seq in running if seq not in step]
+        rest = iter(running)
+        while (seq := step.add_next_tokens(rest)) is not None:
+            if seq.status is Status.RUNNING:
                 decoding = seq.decoding
                 self._continue(seq, step)
                 budget.reserved = max(0, budget.reserved - decoding)
@@ -159,10 +156,11 @@ class Scheduler:
         self._last_step += 1
         encodes = budget.encoder_tokens < self.config.max_num_encoder_tokens
         num_paced = self.config.max_num_batched_tokens - budget.tokens if budget.prefilled and not encodes else 0
-        self._in_flight.append(InFlightStep(self._last_step, step.in_flight, step.constrained, num_paced))
         moves = self.kv.take_moves()
         self._counters.kv_blocks_moved += len(moves)
-        return step.build(self._last_step, self._slots.take_released(), moves)
+        plan = step.build(self._last_step, self._slots.take_released(), moves)
+        self._in_flight.append(InFlightStep(self._last_step, step.continuing, step.others, step.constrained, num_paced))
+        return plan
 
     def propose(self, seq: Sequence, drafts: tuple[int, ...]) -> None:
         """Lets the next row of a sequence verify drafts: as many as budget, blocks and its length allow.
@@ -193,29 +191,36 @@ class Scheduler:
         Raises:
             EngineError: the result belongs to another step.
         """
-        if not self._in_flight or self._in_flight[0].step != plan.step or result.step != plan.step:
-            expected = self._in_flight[0].step if self._in_flight else "none"
+        expected = self._in_flight[0].step if self._in_flight else "none"
+        if not expected == plan.step == result.step:
             raise EngineError(f"result of step {result.step} for plan {plan.step}; the oldest step in flight is {expected}")
         collected = self._in_flight.popleft()
-        self.kv.collected(collected.step)
+        self.kv.collected(plan.step)
         updates, self._failed = self._failed, []
         tokens = dict(zip(result.seq_ids, result.token_ids, strict=True))
         counters = self._counters
-        plain = not (result.errors or result.logprobs or result.sparse)
-        for row in collected.rows:
-            seq = row.seq
-            seq.num_in_flight -= 1
-            seq.num_placeholders -= row.num_logits
-            token_ids = tokens.get(seq.seq_id)
-            if plain and token_ids is not None and row.only_continues(token_ids):
-                # Most rows are such. The result is that of ``_apply``, at half of its cost.
+        special = result.errors or result.logprobs or result.sparse
+        continuing = {} if special else collected.continuing
+        for row in plan.rows:
+            seq_id = row.seq_id
+            token_ids = tokens.get(seq_id)
+            seq = continuing.get(seq_id)
+            if seq is not None and token_ids and token_ids[0] not in seq.ending_token_ids and seq.status is Status.RUNNING:
+                # Most rows are such. The result is that of ``_apply``, at a fraction of its cost.
+                seq.num_in_flight -= 1
+                seq.num_placeholders -= 1
                 seq.token_ids.append(token_ids[0])
-                seq.num_collected += 1
-                self.kv.advance(seq.blocks, seq.num_collected)
+                seq.num_collected = known = seq.num_collected + 1
+                if known >= seq.blocks.due:
+                    self.kv.advance(seq.blocks, known)
                 counters.generation_tokens += 1
                 updates.append(SequenceUpdate(seq, token_ids))
-            elif seq.status is not Status.FINISHED:
-                update = self._apply(row, token_ids, result)
+                continue
+            seq = collected.continuing.get(seq_id) or collected.others[seq_id]
+            seq.num_in_flight -= 1
+            seq.num_placeholders -= row.num_logits
+            if seq.status is not Status.FINISHED:
+                update = self._apply(seq, row, plan.num_completed(row), token_ids, result)
                 if update is not None:
                     updates.append(update)
         if collected.num_paced:
@@ -278,12 +283,12 @@ class Scheduler:
             wanted = 1 + min(len(seq.drafts), step.budget.for_drafts, seq.max_len - seq.num_tokens - 1)
         else:
             wanted = self._chunk(seq, seq.num_computed, step)
-        granted = self._secure_blocks(seq, wanted, step) if wanted else 0
-        if granted:
-            new_blocks = self.kv.allocate(seq.blocks, seq.num_computed + granted)
-            if new_blocks is None:
-                raise EngineError(f"{seq!r} was granted {granted} tokens without blocks for them")
-            self._add_row(seq, granted, new_blocks, step)
+        while wanted:
+            new_blocks = self.kv.allocate(seq.blocks, seq.num_computed + wanted)
+            if new_blocks is not None:
+                self._add_row(seq, wanted, new_blocks, step)
+                break
+            wanted = self._with_fewer_blocks(seq, wanted, step)
 
     def _chunk(self, seq: Sequence, start: int, step: StepBuilder) -> int:
         """Length of the prefill chunk from ``start`` that the budget allows; may be 0."""
@@ -318,21 +323,20 @@ class Scheduler:
             layers = layers if first or not layers.last else None
         step.add_row(seq, num_tokens, new_blocks, layers)
 
-    def _secure_blocks(self, seq: Sequence, wanted: int, step: StepBuilder) -> int:
-        """Number of the wanted tokens that can have blocks in this step, preempting others if necessary; may be 0."""
+    def _with_fewer_blocks(self, seq: Sequence, wanted: int, step: StepBuilder) -> int:
+        """Returns how many of the wanted tokens to try next, since blocks are short.
+
+        Fewer, or all of them once another sequence is preempted, or none: the sequence waits.
+        """
         start = seq.num_computed
-        if start + wanted <= seq.blocks.capacity:
-            return wanted
-        while True:
-            room = self.kv.room(seq.blocks, start)
-            if room >= wanted:
-                return wanted
-            least = 1 if seq.decoding else seq.least_chunk(start)
-            if room >= least:
-                return seq.cut(start, start + wanted, room)
-            if self.kv.room(seq.blocks, start, pending=True) >= least or not self._make_room(seq, step):
-                step.budget.blocks_short = True
-                return 0
+        room = self.kv.room(seq.blocks, start)
+        least = 1 if seq.decoding else seq.least_chunk(start)
+        if room >= least:
+            return seq.cut(start, start + wanted, room)
+        if self.kv.room(seq.blocks, start, pending=True) >= least or not self._make_room(seq, step):
+            step.budget.blocks_short = True
+            return 0
+        return wanted
 
     def _make_room(self, seq: Sequence, step: StepBuilder) -> bool:
         """Frees blocks of a sequence later in the order. Returns False if ``seq`` has to wait, or has failed."""
@@ -341,7 +345,7 @@ class Scheduler:
         for victim in reversed(self._running):
             if victim is seq:
                 break
-            if victim.seq_id not in step.scheduled:
+            if victim not in step:
                 self._preempt(victim)
                 return True
         if len(self._running) == 1 and not seq.num_in_flight and not self.kv.num_pending:
@@ -362,7 +366,6 @@ class Scheduler:
         seq.status = Status.PREEMPTED
         seq.num_computed = seq.num_collected = seq.num_encoded = 0
         seq.drafts = ()
-        seq.preemption_epoch += 1
         if seq.sparse is not None:
             seq.sparse.restart()
         self._waiting.add(seq)
@@ -439,19 +442,25 @@ class Scheduler:
 
     # ------------------------------------------------------------------ results
 
-    def _apply(self, row: InFlightRow, token_ids: list[int] | None, result: StepResult) -> SequenceUpdate | None:
-        """Applies the result of one row to its sequence, which is unfinished."""
-        seq = row.seq
+    def _apply(
+        self, seq: Sequence, row: Row, num_completed: int, token_ids: list[int] | None, result: StepResult
+    ) -> SequenceUpdate | None:
+        """Applies the result of one row to its sequence, which is unfinished.
+
+        Args:
+            num_completed: tokens of the row that the step has computed in all layers.
+        """
         error = result.errors.get(seq.seq_id) if result.errors else None
         if error is None and row.num_logits and token_ids is None:
             error = Failure("the step returned no token for this sequence")
         if error is not None:
             self._end(seq, "error", error=error)
             return SequenceUpdate(seq, finish_reason="error", error=error)
-        if row.start < seq.num_prompt:
-            self._counters.computed_prompt_tokens += min(row.end, seq.num_prompt) - row.start
+        start, end = row.num_computed, row.num_computed + num_completed
+        if start < seq.num_prompt:
+            self._counters.computed_prompt_tokens += min(end, seq.num_prompt) - start
         if seq.prompt_logprobs is not None:
-            keep_prompt_logprobs(seq, row.start, result.prompt_logprobs.get(seq.seq_id, []))
+            keep_prompt_logprobs(seq, start, result.prompt_logprobs.get(seq.seq_id, []))
         update, stop = None, None
         if token_ids:
             if seq.first_token_at is None:
@@ -459,20 +468,20 @@ class Scheduler:
             update, stop = collect_tokens(seq, token_ids, result.logprobs.get(seq.seq_id) if result.logprobs else None)
             self._counters.generation_tokens += len(update.token_ids)
         if seq.sparse is not None and seq.seq_id in result.sparse:
-            self._keep_sparse(seq, seq.sparse, row, result.sparse[seq.seq_id])
-        if row.preemption_epoch == seq.preemption_epoch:
-            self._advance(row, row.num_logits - len(token_ids or ()))
+            self._keep_sparse(seq, seq.sparse, start, end, result.sparse[seq.seq_id])
+        # A preempted sequence does not run again before all of its rows in flight are collected.
+        if seq.status is Status.RUNNING:
+            self._advance(seq, num_completed, row.num_logits - len(token_ids or ()))
         if update is not None and stop is not None:
             self._end(seq, stop.reason, stop.stop_reason, stop.error)
             update.finish_reason, update.stop_reason, update.hides_last, update.error = stop
         return update
 
-    def _advance(self, row: InFlightRow, num_rejected: int) -> None:
-        """Marks the row's tokens as cached, except the last ``num_rejected``, which steps in flight compute again."""
-        seq = row.seq
+    def _advance(self, seq: Sequence, num_completed: int, num_rejected: int) -> None:
+        """Marks a row's tokens as cached, except the last ``num_rejected``, which are to be computed again."""
         seq.drafts = ()
         seq.num_computed -= num_rejected
-        seq.num_collected = collected = seq.num_collected + row.end - row.start - num_rejected
+        seq.num_collected = collected = seq.num_collected + num_completed - num_rejected
         known = len(seq.token_ids)
         self.kv.advance(seq.blocks, collected if collected < known else known)
         if seq.siblings and seq.num_collected >= seq.num_prompt:
@@ -487,13 +496,13 @@ class Scheduler:
             seq.sparse.decision = decision
             self.kv.identify(seq.blocks, seq.sparse.identity)
 
-    def _keep_sparse(self, seq: Sequence, sparse: SparsePrompt, row: InFlightRow, outcome: SparseOutcome) -> None:
-        if outcome.decision and sparse.decide(row.start, outcome.decision):
+    def _keep_sparse(self, seq: Sequence, sparse: SparsePrompt, start: int, end: int, outcome: SparseOutcome) -> None:
+        if outcome.decision and sparse.decide(start, outcome.decision):
             self.kv.identify(seq.blocks, sparse.identity)
             if self.kv.caching:
                 self._decisions.keep(sparse, self.kv.generation)
-        if row.preemption_epoch == seq.preemption_epoch:
-            sparse.count_blocks(row.start, row.end, outcome.kept)
+        if seq.status is Status.RUNNING:
+            sparse.count_blocks(start, end, outcome.kept)
 
     # ------------------------------------------------------------------ samples of one request
 

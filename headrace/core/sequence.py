@@ -55,12 +55,12 @@ class Sequence:
     num_prompt: int = dataclasses.field(init=False)
     max_len: int = dataclasses.field(init=False)
     """The sequence ends at this length."""
+    continues_until: int = dataclasses.field(init=False)
+    """Below this length only a token of ``ending_token_ids`` ends the sequence; 0: its constraint may end it anywhere."""
     items: tuple[Item, ...] = dataclasses.field(init=False)
     status: Status = Status.WAITING
     slot: int = -1
     """Valid while the sequence runs."""
-    preemption_epoch: int = 0
-    """Incremented on preemption: KV is discarded, sampled tokens are kept."""
     prefill_len: int = 0
     """Length when the sequence took its slot: up to here its rows are prefill, afterwards decode."""
     num_computed: int = 0
@@ -97,6 +97,7 @@ class Sequence:
         self.token_ids = self.blocks.token_ids
         self.num_prompt = len(self.request.prompt_token_ids)
         self.max_len = min(self.num_prompt + self.request.max_tokens, max_model_len)
+        self.continues_until = self.max_len - 1 if self.request.constraint is None else 0
         self.items = self.blocks.identity.items
         if self.request.sampling.prompt_logprobs is not None and self.index == 0:
             self.prompt_logprobs = [None] * (self.num_prompt - 1)

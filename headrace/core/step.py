@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from collections.abc import Sequence as Listing
+from itertools import islice
 from typing import NamedTuple
 
 import msgspec
@@ -13,34 +15,6 @@ from headrace.core.items import encoder_cost
 from headrace.core.plan import LayerRange, NewSequence, Row, StepPlan, pack_tokens
 from headrace.core.sequence import Sequence, Status
 from headrace.kv.manager import Move, NewBlocks
-
-
-class InFlightRow(msgspec.Struct, frozen=True, gc=False):
-    """A row of a launched step, kept until the step is collected."""
-
-    seq: Sequence
-    preemption_epoch: int
-    start: int
-    end: int
-    """``start`` and ``end`` are upper bounds while earlier steps may return fewer tokens than they have logits rows."""
-    num_logits: int
-
-    def only_continues(self, token_ids: list[int]) -> bool:
-        """Whether the row's result is a next token of a running sequence that ends nothing, and nothing waits for it."""
-        seq, start = self.seq, self.start
-        return (
-            len(token_ids) == 1
-            and self.num_logits == 1
-            and self.end == start + 1
-            and start >= seq.num_prompt
-            and token_ids[0] not in seq.ending_token_ids
-            and len(seq.token_ids) + 1 < seq.max_len
-            and seq.status is Status.RUNNING
-            and self.preemption_epoch == seq.preemption_epoch
-            and seq.matcher is None
-            and seq.prompt_logprobs is None
-            and not seq.siblings
-        )
 
 
 class ConstrainedRow(NamedTuple):
@@ -55,7 +29,10 @@ class InFlightStep:
     """A launched step."""
 
     step: int
-    rows: list[InFlightRow]
+    continuing: dict[int, Sequence]
+    """seq_id -> sequences whose row computes the last token and samples the next, which alone can end them."""
+    others: dict[int, Sequence]
+    """seq_id -> sequences of all other rows."""
     constrained: list[ConstrainedRow]
     num_paced: int
     """Tokens, if the step's time tells that of prefill: it has some, and no encoder runs in it; else 0."""
@@ -68,10 +45,9 @@ class StepBuilder:
         """``no_blocks``: what a row appends to the block tables whose sequence has all of its blocks."""
         self.budget = budget
         self._no_blocks = no_blocks
-        self.in_flight: list[InFlightRow] = []
+        self.continuing: dict[int, Sequence] = {}
+        self.others: dict[int, Sequence] = {}
         self.constrained: list[ConstrainedRow] = []
-        self.scheduled: set[int] = set()
-        """seq_ids that have a row; they are not preempted in this step."""
         self._moves = moves
         """Moves of KV blocks so far; the list grows while the step is built."""
         self._moves_before: dict[int, int] = {}
@@ -87,7 +63,11 @@ class StepBuilder:
         self.layers: LayerRange | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.in_flight)
+        return bool(self.continuing or self.others)
+
+    def __contains__(self, seq: Sequence) -> bool:
+        """Whether the sequence has a row. Then it is not preempted in this step."""
+        return seq.seq_id in self.continuing or seq.seq_id in self.others
 
     def add_new(self, seq: Sequence) -> None:
         """Adds the full state of a sequence that takes its slot in this step."""
@@ -114,31 +94,39 @@ class StepBuilder:
             )
         )
 
-    def add_next_token(self, seq: Sequence) -> bool:
-        """Adds the row of a decoding sequence that has room for its last token. False: nothing was done, ``add_row`` decides.
+    def add_next_tokens(self, sequences: Iterator[Sequence]) -> Sequence | None:
+        """Adds the rows of decoding sequences that have room for their last token, and need nothing else.
 
-        Most rows are such. The result is that of ``add_row``, at a third of its cost.
+        Most rows are such. The result is that of ``add_row``, at a fraction of its cost.
+
+        Returns:
+            The first sequence that needs more, for which nothing was done; None: no sequence or no budget is left.
         """
-        seq_id, start = seq.seq_id, seq.num_computed
-        end = start + 1
-        if (
-            start < seq.prefill_len
-            or seq.drafts
-            or end >= seq.max_len
-            or end > seq.blocks.capacity
-            or seq.status is not Status.RUNNING
-            or seq_id in self.scheduled
-            or seq.request.constraint is not None
-        ):
-            return False
-        self._decode.append(Row(seq_id, seq.slot, start, 1, 1, self._no_blocks))
-        self.in_flight.append(InFlightRow(seq, seq.preemption_epoch, start, end, 1))
-        self.scheduled.add(seq_id)
-        self.budget.tokens -= 1
-        seq.num_computed = end
-        seq.num_placeholders += 1
-        seq.num_in_flight += 1
-        return True
+        continuing, budget, no_blocks = self.continuing, self.budget, self._no_blocks
+        add_row, before, seq = self._decode.append, len(continuing), None
+        for seq in islice(sequences, budget.tokens):
+            start = seq.num_computed
+            end = start + 1
+            if (
+                start < seq.prefill_len
+                or end >= seq.continues_until
+                or end > seq.blocks.capacity
+                or seq.drafts
+                or seq.status is not Status.RUNNING
+            ):
+                break
+            seq_id = seq.seq_id
+            add_row(Row(seq_id, seq.slot, start, 1, 1, no_blocks))
+            continuing[seq_id] = seq
+            seq.num_computed = end
+            seq.num_placeholders += 1
+            seq.num_in_flight += 1
+        else:
+            seq = None
+        added = len(continuing) - before
+        budget.tokens -= added
+        budget.reserved = max(0, budget.reserved - added)
+        return seq
 
     def layers_of(self, seq: Sequence, num_tokens: int, total: int) -> int:
         """Returns how many more layers of the sequence's piece of ``num_tokens`` tokens the step can hold; the model has
@@ -154,7 +142,7 @@ class StepBuilder:
         Args:
             layers: that the row computes, of a piece; the sequence advances over its tokens with the last one. None: all.
         """
-        start, end = seq.num_computed, seq.num_computed + num_tokens
+        start, end, decoding = seq.num_computed, seq.num_computed + num_tokens, seq.decoding
         cost = num_tokens
         if layers is not None:
             self.layers, cost = layers, layers.share(num_tokens)
@@ -166,13 +154,13 @@ class StepBuilder:
         if layers is not None:
             self._piece.append(row)
         else:
-            (self._decode if seq.decoding else self._sparse if seq.is_sparse(start) else self._prefill).append(row)
-        self.in_flight.append(InFlightRow(seq, seq.preemption_epoch, start, end, num_logits))
+            (self._decode if decoding else self._sparse if seq.is_sparse(start) else self._prefill).append(row)
         if num_logits and seq.request.constraint is not None:
             self.constrained.append(ConstrainedRow(seq, seq.drafts))
-        self.scheduled.add(seq.seq_id)
+        continues = decoding and num_tokens == num_logits == 1 and end < seq.continues_until
+        (self.continuing if continues else self.others)[seq.seq_id] = seq
         self._moves_before[seq.seq_id] = len(self._moves)
-        self.budget.spend(cost, decoding=seq.decoding, whole=seq.whole(start))
+        self.budget.spend(cost, decoding=decoding, whole=seq.whole(start))
         if seq.items and start < seq.num_prompt:
             self.budget.encoder_tokens -= encoder_cost(start, end, seq.items, seq.num_encoded)
             seq.num_encoded = end

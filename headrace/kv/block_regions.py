@@ -119,10 +119,10 @@ class BlockRegions:
 
     def reserve(self, counts: Sequence[int]) -> bool:
         """Makes room in each pool for ``counts[g]`` blocks; returns False, without changes, if there is too little."""
+        if not self.shared:
+            return counts[0] <= self.pools[0].num_free
         if not self.available(counts):
             return False
-        if not self.shared:
-            return True
         if all(count <= pool.num_empty for count, pool in zip(counts, self.pools, strict=True)):
             return True
         self._evict(counts)

@@ -46,6 +46,8 @@ class SequenceBlocks:
     """Per group, leading entries that the window has passed."""
     keep_from: int | None = None
     """A position at which another sequence will fork: windows do not pass it until then."""
+    due: int = 0
+    """Number of collected tokens from which on ``KVCacheManager.advance`` has something to do."""
 
     def __post_init__(self, groups: int) -> None:
         self.tables = tuple([] for _ in range(groups))
@@ -200,11 +202,14 @@ class KVCacheManager:
         full = num_collected // self.block_size
         if full > blocks.num_published and self.caching:
             self._publish(blocks, full)
+        due = (full + 1) * self.block_size
         for group, window in self._window_groups:
             seen_from = num_collected if blocks.keep_from is None else min(num_collected, blocks.keep_from)
             passed = first_visible_block(seen_from, window, self.block_size)
             if passed > blocks.num_passed[group]:
                 self._pass(blocks, group, passed)
+            due = min(due, (passed + 1) * self.block_size + window - 1)
+        blocks.due = due
 
     def free(self, blocks: SequenceBlocks, fence: int | None) -> None:
         """Releases every block and empties the tables.
@@ -218,7 +223,7 @@ class KVCacheManager:
             pool.release((block for block in reversed(kept) if block != NULL_BLOCK), blocks.seq_id, fence)
             table.clear()
             blocks.num_passed[group] = 0
-        blocks.capacity = blocks.unsent = blocks.num_published = 0
+        blocks.capacity = blocks.unsent = blocks.num_published = blocks.due = 0
         blocks.keep_from = None
 
     def collected(self, step: int) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from support.core.oracle_runner import EOS, expected_outputs, expected_prompt_logprobs
 from support.core.world import World, item, make_cache, make_config, make_request
 
 from headrace.core.plan import StepPlan, StepResult
+from headrace.core.request import Constraint
 from headrace.core.sequence import Status
-from headrace.core.step import InFlightRow
 from headrace.errors import EngineError
 from headrace.outputs import Failure
 
@@ -548,26 +547,22 @@ def answer(plan: StepPlan) -> StepResult:
     return StepResult(plan.step, sampled, [[7]] * len(sampled))
 
 
-def test_only_a_next_token_that_nothing_waits_for_takes_the_short_path() -> None:
-    world = World(make_config(), make_cache())
-    (seq,) = world.add(make_request("a", [1, 2, 3], max_tokens=9, stop_token_ids=[10_000]))
-    (other,) = world.add(make_request("b", [1, 2, 3]))
-    for _ in range(2):
-        world.launch()
-        world.collect()
-    start = len(seq.token_ids) - 1
-    row = InFlightRow(seq, 0, start, start + 1, 1)
-    assert row.only_continues([5])
-    for tokens in ([], [5, 5], [10_000]):
-        assert not row.only_continues(tokens)
-    changes = {"preemption_epoch": 1, "start": start - 1, "end": start + 2, "num_logits": 2}
-    for field, value in changes.items():
-        assert not msgspec.structs.replace(row, **{field: value}).only_continues([5]), field
-    assert not InFlightRow(seq, 0, 2, 3, 1).only_continues([5]), "the last token of the prompt"
-    states = {"siblings": [other], "prompt_logprobs": [None], "matcher": object(), "status": Status.FINISHED, "max_len": 5}
-    for field, state in states.items():
-        before = getattr(seq, field)
-        setattr(seq, field, state)
-        assert not row.only_continues([5]), field
-        setattr(seq, field, before)
-    assert row.only_continues([5])
+def test_a_row_continues_if_only_its_token_can_end_the_sequence() -> None:
+    world = World(make_config(max_num_seqs=6, max_num_batched_tokens=64, decode_tokens=3), make_cache())
+    plain, at_its_end, drafting = (
+        world.add_unchecked(make_request(name, [1, 2, 3], max_tokens))[0]
+        for name, max_tokens in (("plain", 9), ("at its end", 2), ("drafting", 9))
+    )
+    (constrained,) = world.add_unchecked(make_request("constrained", [1, 2, 3], 9, constraint=Constraint("regex", "a*")))
+    constrained.matcher = object()  # type: ignore[assignment]
+    world.launch()
+    assert not world.scheduler._in_flight[0].continuing, "prompts are others"
+    constrained.matcher = None
+    world.collect()
+    (single,) = world.add_unchecked(make_request("a prompt of one token", [1], 9))
+    world.scheduler.propose(drafting, (5, 6))
+    plan = world.scheduler.schedule()
+    assert plan is not None and len(plan.rows) == 5
+    step = world.scheduler._in_flight[0]
+    assert list(step.continuing) == [plain.seq_id]
+    assert sorted(step.others) == [seq.seq_id for seq in (at_its_end, drafting, constrained, single)]

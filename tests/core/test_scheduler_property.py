@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from unittest import mock
 
 import msgspec
@@ -13,10 +15,14 @@ from support.core.oracle_runner import EOS, VOCAB
 from support.core.world import World, make_cache, make_request
 
 from headrace.config import SchedulerConfig
+from headrace.core.plan import StepPlan, StepResult
 from headrace.core.request import Request
-from headrace.core.step import InFlightRow
+from headrace.core.scheduler import Scheduler
+from headrace.core.sequence import Sequence, SequenceUpdate
+from headrace.core.step import StepBuilder
 from headrace.errors import RequestError
 from headrace.kv import Item
+from headrace.outputs import Failure
 
 BASE = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3, 2, 7, 9, 5, 1, 4, 1, 5, 9, 2, 6, 5]
 """Prompts begin with a piece of this, so that prefixes are shared."""
@@ -178,17 +184,32 @@ def test_drafts_change_no_tokens(world_and_script: tuple[World, list[Arrival]], 
 
 @settings(max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=QUIET)
 @given(worlds(), st.lists(st.booleans(), min_size=1, max_size=7))
-def test_the_short_path_of_a_decoding_row_changes_nothing(drawn: tuple[World, list[Arrival]], collects: list[bool]) -> None:
+def test_the_short_paths_of_a_decoding_row_change_nothing(drawn: tuple[World, list[Arrival]], collects: list[bool]) -> None:
     world, script = drawn
     plain = [dataclasses.replace(one, request=without_logprobs(one.request)) for one in script]
     play(world, plain, collects)
     other = World(world.config, world.cache)
     other.seconds = world.seconds
-    with mock.patch.object(InFlightRow, "only_continues", lambda row, token_ids: False):
+    with without_short_paths():
         play(other, plain, collects)
     assert other.recording == world.recording
     assert other.outcomes == world.outcomes
     assert other.scheduler.stats() == world.scheduler.stats()
+
+
+@contextlib.contextmanager
+def without_short_paths() -> Iterator[None]:
+    """Every row of a plan and of a result takes the long path."""
+    update = Scheduler.update
+
+    def long(self: Scheduler, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
+        return update(self, plan, msgspec.structs.replace(result, errors=result.errors | {-1: Failure("of nobody")}))
+
+    def longer(step: StepBuilder, sequences: Iterator[Sequence]) -> Sequence | None:
+        return next(sequences, None) if step.budget.tokens else None
+
+    with mock.patch.object(Scheduler, "update", long), mock.patch.object(StepBuilder, "add_next_tokens", longer):
+        yield
 
 
 def without_logprobs(request: Request) -> Request:

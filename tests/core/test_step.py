@@ -44,5 +44,5 @@ def test_the_short_path_of_decoding_rows_changes_no_plan(depth: int, monkeypatch
         return world.recording, world.scheduler.stats().num_preemptions
 
     short, preemptions = record()
-    monkeypatch.setattr(StepBuilder, "add_next_token", lambda step, seq: False)
+    monkeypatch.setattr(StepBuilder, "add_next_tokens", lambda step, rest: next(rest, None) if step.budget.tokens else None)
     assert (short, preemptions) == record() and preemptions

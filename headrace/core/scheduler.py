@@ -129,17 +129,19 @@ class Scheduler:
             return None
         running = self._running.snapshot()
         num_decoding = sum([seq.num_computed >= seq.prefill_len for seq in running])
+        # Drafts follow a known token, so that a row with drafts waits until no token of its sequence is in flight.
+        ready = running if self.config.decode_tokens == 1 else [seq for seq in running if not seq.num_placeholders]
         budget = StepBudget(
             self.config.max_num_batched_tokens,
             self.config.max_num_encoder_tokens,
-            reserved=num_decoding,
+            reserved=num_decoding - (len(running) - len(ready)),
             prefill=self._pace.limit(num_decoding),
         )
         step = StepBuilder(budget, self.kv.moves, self.kv.no_blocks)
         if self._starved is not None:
             self._schedule_starved(step)
-            running = [seq for seq in running if seq not in step]
-        rest = iter(running)
+            ready = [seq for seq in ready if seq not in step]
+        rest = iter(ready)
         while (seq := step.add_next_tokens(rest)) is not None:
             if seq.status is Status.RUNNING:
                 decoding = seq.decoding
@@ -277,8 +279,6 @@ class Scheduler:
         """Adds a row for a running sequence, unless it must wait."""
         if seq.num_tokens >= seq.max_len:
             return  # A step in flight returns its last token.
-        if seq.drafts and seq.num_placeholders:
-            return  # A step in flight verifies its drafts: its length is not known, and attention on some devices needs it.
         if seq.decoding:
             wanted = 1 + min(len(seq.drafts), step.budget.for_drafts, seq.max_len - seq.num_tokens - 1)
         else:

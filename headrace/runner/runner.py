@@ -37,7 +37,7 @@ from headrace.runner.part import StepExtras, StepHandle
 from headrace.runner.parts.pieces import NoPieces, Pieces
 from headrace.runner.slots import RowArrays, SlotTables
 from headrace.sampling.device import to_host
-from headrace.sampling.feature import LogitsRows
+from headrace.sampling.feature import Indices, LogitsRows
 from headrace.sampling.logprobs import Measured, measure_in_slices
 from headrace.sampling.masks import HostMasks
 from headrace.sampling.sampler import FAULTS, NOT_FINITE, Sampler
@@ -245,9 +245,10 @@ class ModelRunner:
         slots, slots_device, positions = rows.slots[row], given.slots[:count], given.positions[:count]
         # Tokens before the one that is sampled: the row's, less those behind the logits row's own.
         lengths = rows.ends[row] - (rows.logits_start[row + 1] - 1 - np.arange(count))
+        drafts = self.slots.token_ids.tensor[slots_device, positions].long() if count > len(rows.sampled) else None
         sampled = self.sampler.sample(
             self._model.logits(given.hidden[:count]),
-            LogitsRows(slots, lengths - self.slots.prompt_len[slots], slots_device, positions, row),
+            LogitsRows(slots, lengths - self.slots.prompt_len[slots], slots_device, positions, row, drafts),
             None if masks is None else masks.upload(self.device),
         )
         self.slots.append(rows, slots_device, positions, sampled.tokens, sampled.counts)
@@ -263,14 +264,14 @@ class ModelRunner:
         if step.outcome is None:
             raise EngineError(f"step {step.step} has not been sampled")
         step.stopwatch.wait()
-        outcome, counts = step.outcome.numpy(), None if step.counts is None else step.counts.numpy()
-        errors = self._errors(step, rows, outcome)
+        outcome = step.outcome.numpy()
+        kept = rows.num_logits[rows.sampled] if step.counts is None else step.counts.numpy()
+        errors = self._errors(step, rows, outcome, kept)
         seq_ids = rows.seq_ids[rows.sampled].tolist()
         tokens = outcome[: rows.num_logits_rows, 0].tolist()
-        if counts is None and rows.num_logits_rows == len(seq_ids):
+        if step.counts is None and rows.num_logits_rows == len(seq_ids):
             token_ids = [[token] for token in tokens]
         else:
-            kept = rows.num_logits[rows.sampled] if counts is None else counts
             starts = rows.logits_start[rows.sampled].tolist()
             token_ids = [tokens[start : start + count] for start, count in zip(starts, kept.tolist(), strict=True)]
             self.slots.correct(rows, kept)
@@ -295,13 +296,17 @@ class ModelRunner:
             {seq_id: outcome for part in step.sparse for seq_id, outcome in part.outcomes().items()},
         )
 
-    def _errors(self, step: StepHandle, rows: RowArrays, outcome: npt.NDArray[np.int32]) -> dict[int, Failure]:
-        """seq_id -> why it cannot go on."""
+    def _errors(self, step: StepHandle, rows: RowArrays, outcome: npt.NDArray[np.int32], kept: Indices) -> dict[int, Failure]:
+        """seq_id -> why it cannot go on. ``kept``: tokens of each row with logits that its sequence goes on with."""
         tokens, broken = outcome[: rows.num_logits_rows, 0], outcome[step.places, 1]
         errors: dict[int, Failure] = {}
         if len(tokens) and tokens.min() < 0:
+            places = np.flatnonzero(tokens < 0)
+            own = rows.row_of[places]
             errors = {
-                int(rows.seq_ids[rows.row_of[place]]): FAULTS[-int(tokens[place])] for place in np.flatnonzero(tokens < 0)
+                int(rows.seq_ids[row]): FAULTS[-int(tokens[place])]
+                for row, place, count in zip(own, places, kept[np.searchsorted(rows.sampled, own)], strict=True)
+                if place - rows.logits_start[row] < count
             }
         for seq_id, parts in step.prompt_logprobs.items():
             if any(bool(part.logprobs.isnan().any()) for part in parts):

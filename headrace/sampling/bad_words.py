@@ -73,7 +73,10 @@ class BadWords(Feature):
         # Only the device knows how many tokens a row's state bans: each row gets places for the maximum over its states.
         row = torch.arange(len(users), device=self._device).repeat_interleave(upload(lengths, self._device), output_size=total)
         nth = torch.arange(total, device=self._device) - upload(np.cumsum(lengths) - lengths, self._device)[row]
-        states = (self._state[upload(slots, self._device)] + upload(tables.first_state[slots], self._device))[row]
+        states = self._state[upload(slots, self._device)]
+        for draft in rows.drafts_before(users).unbind(1):
+            states = torch.where(draft < 0, states, self._after(slots, states, draft.clamp(min=0)))
+        states = (states + upload(tables.first_state[slots], self._device))[row]
         start, count = tables.ban_starts[states], tables.ban_starts[states + 1] - tables.ban_starts[states]
         banned = nth < count
         tokens = tables.bans[(start + nth).masked_fill(~banned, 0)]
@@ -82,23 +85,33 @@ class BadWords(Feature):
         flat.index_add_(0, upload(users, self._device)[row] * self._vocab_size + tokens, values)
         return True
 
-    def update(self, rows: LogitsRows, users: Indices, tokens: torch.Tensor) -> None:
+    def update(self, rows: LogitsRows, users: Indices, tokens: torch.Tensor, kept: torch.Tensor | None) -> None:
+        for nth in range(rows.nth[users].max() + 1):
+            picked = users[rows.nth[users] == nth]
+            slots = rows.slots[picked]
+            slots_device = upload(slots, self._device)
+            before = self._state[slots_device]
+            after = self._after(slots, before, take_rows(tokens, picked))
+            if kept is not None:
+                after = torch.where(take_rows(kept, picked), after, before)
+            self._state.index_copy_(0, slots_device, after)
+
+    def _after(self, slots: Indices, state: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Returns the states of the slots' automatons after one more token each. Index space: that of ``slots``."""
         if self._texts is None:
-            return
+            return state
         tables = self._current_tables()
-        slots = rows.slots[users]
-        slots_device, first = upload(slots, self._device), upload(tables.first_state[slots], self._device)
+        first = upload(tables.first_state[slots], self._device)
         shows_special = upload(tables.special_text[slots], self._device)
         depth = int(tables.depth[slots].max())
-        state = self._state[slots_device]
-        ends, lengths = self._texts.of(take_rows(tokens, users), shows_special)
+        ends, lengths = self._texts.of(tokens, shows_special)
         # A state is a suffix of the text, so bytes further back than the longest word do not affect it.
         state = state.masked_fill(lengths > depth, 0)
         for back in range(min(depth, self._texts.longest), 0, -1):
             byte = self._texts.blob[(ends - back).clamp_(min=0)].long()
             after = tables.transitions[(first + state) * 256 + byte].long()
             state = torch.where(lengths >= back, after, state)
-        self._state.index_copy_(0, slots_device, state)
+        return state
 
     def _current_tables(self) -> _Tables:
         if self._tables is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 import numpy.typing as npt
@@ -21,16 +22,44 @@ class LogitsRows:
 
     slots: Indices
     num_outputs: Indices
-    """Tokens generated before the one that is sampled: an upper bound while a step in flight may return fewer."""
+    """Tokens generated before the one that is sampled, drafts included."""
     slots_device: torch.Tensor
     """``slots`` on the device, int64."""
     positions: torch.Tensor
     """int64: position of the sampled token in its sequence."""
     row: Indices
     """Index of the step's row that each belongs to, ascending; the logits rows of one row are consecutive positions."""
+    drafts: torch.Tensor | None = None
+    """int64: the draft at ``positions``, which the row's next logits row takes for granted; undefined in the last logits row of
+    a row. None: no row has drafts."""
 
     def __len__(self) -> int:
         return len(self.slots)
+
+    @functools.cached_property
+    def nth(self) -> Indices:
+        """Place of each logits row in its row: the number of drafts before its token."""
+        return np.arange(len(self)) - np.searchsorted(self.row, self.row)
+
+    def drafts_before(self, picked: Indices) -> torch.Tensor:
+        """``[len(picked), K]``: the drafts before the token of each picked logits row, in order; -1 where there are fewer."""
+        if self.drafts is None:
+            return self.positions.new_empty(len(picked), 0)
+        nth = self.nth[picked]
+        columns = np.arange(nth.max())
+        places, absent = (picked - nth)[:, None] + columns, columns >= nth[:, None]
+        device = self.drafts.device
+        return self.drafts[upload(places * ~absent, device)].masked_fill_(upload(absent, device), -1)
+
+    def kept(self, tokens: torch.Tensor) -> torch.Tensor | None:
+        """``[N]`` bool: whether the sampled ``tokens [N]`` before each logits row in its row are its drafts. None: all are."""
+        if self.drafts is None:
+            return None
+        right, kept = tokens == self.drafts, torch.ones_like(tokens, dtype=torch.bool)
+        for nth in range(1, self.nth.max() + 1):
+            places = upload(np.flatnonzero(self.nth == nth), tokens.device)
+            kept.index_copy_(0, places, kept[places - 1] & right[places - 1])
+        return kept
 
 
 class Feature:
@@ -67,8 +96,12 @@ class Feature:
         Called where there are users."""
         return False
 
-    def update(self, rows: LogitsRows, users: Indices, tokens: torch.Tensor) -> None:
-        """Updates the state of its users with the sampled ``tokens [N]`` int64. Called where there are users."""
+    def update(self, rows: LogitsRows, users: Indices, tokens: torch.Tensor, kept: torch.Tensor | None) -> None:
+        """Updates the state of its users with the sampled ``tokens [N]`` int64. Called where there are users.
+
+        Args:
+            kept: ``[N]`` bool: the tokens that the sequences go on with, the first ones of each row; None: all.
+        """
 
 
 def take_rows(tensor: torch.Tensor, picked: Indices) -> torch.Tensor:

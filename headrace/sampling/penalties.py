@@ -39,8 +39,8 @@ class Penalties(Feature):
         """Repetition, presence, frequency."""
         self._seen = torch.zeros(0, _FIRST_WIDTH, dtype=torch.int32, device=device)
         """Tokens of prompt and output, some more than once; padded with the list's first token."""
-        self._length = np.zeros(num_slots, dtype=np.int64)
-        """Lengths of the lists in ``_seen``. Index space: place."""
+        self._lead = np.zeros(num_slots, dtype=np.int64)
+        """Length of the list in ``_seen`` less the number of outputs. Index space: place."""
 
     @property
     def nbytes(self) -> int:
@@ -57,7 +57,7 @@ class Penalties(Feature):
         strengths = np.array([p.repetition_penalty, p.presence_penalty, p.frequency_penalty], dtype=np.float32)
         self._strengths[place].copy_(upload(strengths, self._device), non_blocking=True)
         seen = np.unique(np.array(seq.token_ids, dtype=np.int32))
-        self._length[place] = len(seen)
+        self._lead[place] = len(seen) - (len(seq.token_ids) - seq.prompt_len)
         self._widen(len(seen))
         self._seen[place].fill_(int(seen[0]))
         self._seen[place, : len(seen)].copy_(upload(seen, self._device), non_blocking=True)
@@ -73,10 +73,15 @@ class Penalties(Feature):
     def apply(self, logits: torch.Tensor, rows: LogitsRows, users: Indices) -> bool:
         places_host = self._place[rows.slots[users]]
         places = upload(places_host, self._device)
-        seen = self._seen[:, : int(self._length[places_host].max())].index_select(0, places).long()
+        lengths = self._lead[places_host] + rows.num_outputs[users]
+        seen = self._seen[:, : int(lengths.max())].index_select(0, places).long()
+        drafts = rows.drafts_before(users)
+        seen = torch.cat((seen, torch.where(drafts < 0, seen[:, :1], drafts)), dim=1)
         # A token listed twice is computed twice, from the same logit, with the same result.
         flat = seen + upload(users * self._vocab_size, self._device).unsqueeze(1)
         counts = self._counts.view(-1)[seen + (places * self._vocab_size).unsqueeze(1)].float()
+        for draft in drafts.unbind(1):
+            counts += seen == draft.unsqueeze(1)
         repetition, presence, frequency = self._strengths[places].unsqueeze(1).unbind(-1)
         logit = logits.view(-1)[flat]
         values = torch.where(logit > 0, logit / repetition, logit * repetition)
@@ -86,15 +91,19 @@ class Penalties(Feature):
         logits.view(-1)[flat] = values
         return True
 
-    def update(self, rows: LogitsRows, users: Indices, tokens: torch.Tensor) -> None:
+    def update(self, rows: LogitsRows, users: Indices, tokens: torch.Tensor, kept: torch.Tensor | None) -> None:
         places_host = self._place[rows.slots[users]]
-        self._widen(int(self._length[places_host].max()) + 1)
-        ends = upload(places_host * self._seen.shape[1] + self._length[places_host], self._device)
-        self._length[places_host] += 1
+        ends = self._lead[places_host] + rows.num_outputs[users]
+        self._widen(int(ends.max()) + 1)
         places, sampled = upload(places_host, self._device), take_rows(tokens, users)
-        self._seen.view(-1).index_copy_(0, ends, sampled.int())
-        ones = torch.ones(len(users), dtype=torch.int32, device=self._device)
-        self._counts.view(-1).index_add_(0, places * self._vocab_size + sampled, ones)
+        count = torch.ones(len(users), dtype=torch.int32, device=self._device)
+        listed = sampled.int()
+        if kept is not None:
+            # Later steps write over what is not kept here.
+            count = take_rows(kept, users).int()
+            listed = torch.where(count > 0, listed, self._seen[places, 0])
+        self._seen.view(-1).index_copy_(0, upload(places_host * self._seen.shape[1] + ends, self._device), listed)
+        self._counts.view(-1).index_add_(0, places * self._vocab_size + sampled, count)
 
     def _add_places(self) -> None:
         old = len(self._counts)

@@ -1,5 +1,8 @@
 """Sampler: samples a token for each logits row of a step.
 
+A row with drafts has a logits row for its next token and one behind each draft, whose token is sampled as if the drafts before
+it had been sampled. Those that were not end the row: the tokens behind them are not kept.
+
 The order is that of OpenAI and vLLM: bans and biases (token masks, allowed_token_ids, logit_bias, bad_words, min_tokens),
 then penalties, temperature, min_p, top_k and top_p, and finally the random choice. Nothing between logits and tokens waits
 for the device, and a feature that no row uses costs nothing.
@@ -153,9 +156,17 @@ class Sampler:
         tokens = sampled.tokens.masked_fill(faults > 0, 0)
         logprobs = [] if raw is None else self._logprobs.raw(rows, wants_raw, raw, sampled)
         logprobs += self._logprobs.processed(rows, logits, sampled, self._topk_topp.params[rows.slots_device, 0])
+        kept = rows.kept(tokens)
         for feature, picked in users:
-            feature.update(rows, picked, tokens)
-        return Sampled(tokens, faults, logprobs)
+            feature.update(rows, picked, tokens, kept)
+        return Sampled(tokens, faults, logprobs, None if kept is None else _counts(rows, kept))
+
+
+def _counts(rows: LogitsRows, kept: torch.Tensor) -> torch.Tensor:
+    """``Sampled.counts``."""
+    _, owner = np.unique(rows.row, return_inverse=True)
+    counts = torch.zeros(int(owner[-1]) + 1, dtype=torch.int64, device=kept.device)
+    return counts.index_add_(0, upload(owner, kept.device), kept.long())
 
 
 def _faults(model_best: torch.Tensor, sampled: SampledTokens) -> torch.Tensor:

@@ -535,11 +535,17 @@ def test_the_next_row_waits_until_drafts_are_verified() -> None:
     world.scheduler.update(plan := world.scheduler.schedule(), answer(plan))
     world.scheduler.propose(first, (5, 6))
     verifying, beside = world.scheduler.schedule(), world.scheduler.schedule()
-    assert [[row.seq_id for row in plan.rows] for plan in (verifying, beside)] == [[0, 1], [1]]
+    assert verifying is not None and [row.num_tokens for row in verifying.rows] == [3, 1]
+    assert beside is None, "the second waits too, since it may be the next to have drafts"
+    (third,) = world.add_unchecked(make_request("c", [1, 2], max_tokens=9))
+    beside = world.scheduler.schedule()
+    assert beside is not None and [row.seq_id for row in beside.rows] == [third.seq_id]
     world.scheduler.update(verifying, StepResult(verifying.step, [0, 1], [[5], [7]]))
     assert first.num_computed == len(first.token_ids) - 1
-    assert [(row.seq_id, row.num_computed) for row in world.scheduler.schedule().rows] == [(0, 3), (1, 4)]
-    assert second.num_placeholders == 2
+    world.scheduler.propose(second, (8,))
+    following = world.scheduler.schedule()
+    assert following is not None
+    assert [(row.seq_id, row.num_computed, row.drafts) for row in following.rows] == [(0, 3, ()), (1, 3, (8,))]
 
 
 def answer(plan: StepPlan) -> StepResult:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import typer
 from rich.console import Console
@@ -23,7 +23,6 @@ from headrace.cli.errors import EXIT_FAILURE, describe, print_error, printable
 from headrace.cli.options import ENGINE_FIELDS, MAX_TOKENS, SAMPLING_OPTIONS, Group, check_names, checked_fields, command
 from headrace.cli.own_options import ChatOptions
 from headrace.cli.prompts import picture_part, read_stdin
-from headrace.cli.terminal import LineEditor, MarkdownReply, PlainReply
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError, EngineError, RequestError, did_you_mean
 from headrace.host.user_files import check_output, write_output
@@ -158,6 +157,9 @@ class Conversation:
         }
         self._read_line: Callable[[str], str] = lambda _: input()
         if self.interactive:
+            # Other commands, and the help, do not need its library.
+            from headrace.cli.terminal import LineEditor
+
             self._read_line = LineEditor([*self._commands, "/quit"], _WITH_PATH).read
         self.failed = False
         """A message has had no whole reply, or a command has failed."""
@@ -309,7 +311,11 @@ class Conversation:
         began = first = time.monotonic()
         future = self._loop.submit(pump())
         said: list[str] = []
-        view = MarkdownReply(Console()) if self._markdown else PlainReply()
+        view: Reply = PlainReply()
+        if self._markdown:
+            from headrace.cli.terminal import MarkdownReply
+
+            view = MarkdownReply(Console())
         try:
             while (piece := pieces.get()) is not None:
                 if not said:
@@ -327,6 +333,24 @@ class Conversation:
         if self.interactive and said and self._talker.usage is not None:
             self._console.print(Text(speed(self._talker.usage.completion_tokens, began, first, time.monotonic()), "dim"))
         return "".join(said)
+
+
+class Reply(Protocol):
+    """A reply on its way to the terminal."""
+
+    def write(self, piece: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class PlainReply:
+    """Writes a reply as it is, but for control characters."""
+
+    def write(self, piece: str) -> None:
+        print(printable(piece), end="", flush=True)
+
+    def close(self) -> None:
+        print(flush=True)
 
 
 def speed(num_tokens: int, began: float, first: float, end: float) -> str:

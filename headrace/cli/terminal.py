@@ -107,16 +107,6 @@ class MarkdownReply:
         self._text = ""
 
 
-class PlainReply:
-    """Writes a reply as it is, but for control characters."""
-
-    def write(self, piece: str) -> None:
-        print(printable(piece), end="", flush=True)
-
-    def close(self) -> None:
-        print(flush=True)
-
-
 def end_of_blocks(text: str) -> int:
     """Number of characters up to the last empty line that is not inside a fence of code; 0: there is none."""
     end = text.rfind("\n\n")

@@ -10,9 +10,9 @@ import msgspec
 
 from headrace.choices import RoutingPolicy
 from headrace.core.request import Request
-from headrace.core.routing import STRIDE, Capacity, Loads, RoutedPrefixes, make_policy, prefix_keys
-from headrace.core.routing.policies import RoutedRequest
 from headrace.deploy.call import HttpCall
+from headrace.routing import STRIDE, Capacity, Loads, RoutedPrefixes, make_policy, prefix_keys
+from headrace.routing.policies import RoutedRequest
 from headrace.sampling_params import MAX_SAMPLES, SamplingParams
 
 Name = TypeVar("Name", bound=Hashable)

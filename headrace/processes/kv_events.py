@@ -14,13 +14,13 @@ import msgspec
 import zmq
 
 from headrace.config import EngineArgs, KVEventsConfig
-from headrace.core.routing import CacheReporter
 from headrace.engine.core import EngineCore
 from headrace.errors import ConfigError
 from headrace.kv import KVCacheManager
 from headrace.kv.events import EventBatch, events_of
 from headrace.kv.prefix_cache import Change
 from headrace.processes.messages import CacheChanged, FromEngine
+from headrace.routing import CacheReporter
 
 logger = logging.getLogger("headrace.engine")
 

@@ -9,11 +9,11 @@ import msgspec
 
 from headrace.config import EngineArgs
 from headrace.core.request import Request
-from headrace.core.routing import CacheReport
 from headrace.engine.info import EngineInfo, Progress
 from headrace.host.channel import Data
 from headrace.metrics.stats import EngineStats
 from headrace.outputs import OutputDelta
+from headrace.routing import CacheReport
 
 STATS_SECONDS = 0.5
 

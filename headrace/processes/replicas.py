@@ -15,7 +15,6 @@ import msgspec
 
 from headrace.config import EngineArgs
 from headrace.core.request import Request
-from headrace.core.routing import Capacity, Router, RouterStats, RoutingDecision, make_policy
 from headrace.engine.endings import aborted
 from headrace.engine.info import EngineInfo, Progress
 from headrace.errors import EngineDeadError, EngineError, QueueFullError, RequestError
@@ -39,6 +38,7 @@ from headrace.processes.messages import (
 from headrace.processes.quarantine import Quarantine
 from headrace.processes.spawn import Spawned
 from headrace.processes.supervisor import Client, EngineSupervisor, Health
+from headrace.routing import Capacity, Router, RouterStats, RoutingDecision, make_policy
 
 logger = logging.getLogger("headrace.engine")
 

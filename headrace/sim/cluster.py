@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any
 
 from headrace.core.request import Request
-from headrace.core.routing import Capacity, Router, make_policy
 from headrace.errors import EngineDeadError, RequestError
 from headrace.metrics.exchanges import Exchange, summary
 from headrace.options import INT32_MAX
+from headrace.routing import Capacity, Router, make_policy
 from headrace.sim.config import ReplicaFailure, SimConfig
 from headrace.sim.replica import SimReplica, SimStep
 

@@ -11,11 +11,11 @@ from msgspec import Meta
 
 from headrace.choices import Policy, RoutingPolicy
 from headrace.config import MAX_NUM_SEQS, CacheConfig, SchedulerConfig
-from headrace.core.routing import Capacity
 from headrace.errors import ConfigError
 from headrace.host.user_files import read_input
 from headrace.model_spec import CacheGroup
 from headrace.options import INT32_MAX
+from headrace.routing import Capacity
 from headrace.sim.step_time import StepTimeModel
 
 FORMAT: Literal["headrace calibration 2"] = "headrace calibration 2"

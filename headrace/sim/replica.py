@@ -10,9 +10,9 @@ from typing import NamedTuple
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.core.plan import StepPlan, StepResult
 from headrace.core.request import Request
-from headrace.core.routing import CacheReport, CacheReporter
 from headrace.core.scheduler import Scheduler
 from headrace.errors import EngineError, RequestError
+from headrace.routing import CacheReport, CacheReporter
 from headrace.sim.step_time import StepTimeModel
 
 _TOKEN = 1

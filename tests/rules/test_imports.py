@@ -19,6 +19,7 @@ PACKAGES: list[set[str]] = [
     {"metrics"},
     {"kv"},
     {"core"},
+    {"routing"},
     {"text", "sources"},
     {"constrain"},
     {"sim"},

@@ -8,11 +8,11 @@ import pytest
 from support.server.fakes import FakeLLM, Health
 from support.server.harness import Api, error
 
-from headrace.core.routing import RouterStats, RoutingDecision
 from headrace.errors import RequestError
 from headrace.metrics.prometheus import ReplicaReport
 from headrace.metrics.stats import EngineStats
 from headrace.processes.replicas import ReplicaStatus
+from headrace.routing import RouterStats, RoutingDecision
 from headrace.server.settings import ServerSettings
 
 

@@ -11,10 +11,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 import headrace
-from headrace.core.routing import RoutingDecision
 from headrace.metrics.prometheus import CONTENT_TYPE
 from headrace.metrics.stats import EngineStats
 from headrace.processes.replicas import ReplicaStatus
+from headrace.routing import RoutingDecision
 from headrace.server.errors import JSON, first_line, unavailable
 from headrace.server.state import Serving, serving
 

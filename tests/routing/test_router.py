@@ -6,12 +6,12 @@ import random
 from collections import Counter
 
 import pytest
-from support.core.routing_world import BLOCK, CAPACITY, request, router
+from support.routing_world import BLOCK, CAPACITY, request, router
 
 from headrace.choices import RoutingPolicy
 from headrace.core.request import Request
-from headrace.core.routing import STRIDE, CacheReport, Capacity, RoutedPrefixes, Router, prefix_keys
 from headrace.errors import EngineDeadError, QueueFullError, RequestError
+from headrace.routing import STRIDE, CacheReport, Capacity, RoutedPrefixes, Router, prefix_keys
 
 SMALL = Capacity(rows=2, step_tokens=64, kv_tokens=4096)
 """Takes 3 requests: 2 rows and a runway of 1."""

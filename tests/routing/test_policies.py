@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from support.core.routing_world import CAPACITY, World, poisson, request, router
+from support.routing_world import CAPACITY, World, poisson, request, router
 
 from headrace.core.request import Request
-from headrace.core.routing import Capacity, Loads, make_policy, prefix_keys
-from headrace.core.routing.policies import RoutedRequest
+from headrace.routing import Capacity, Loads, make_policy, prefix_keys
+from headrace.routing.policies import RoutedRequest
 
 
 def heavy_tailed(rng: random.Random, count: int) -> Iterator[Request]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from headrace.choices import RoutingPolicy
-from headrace.core.routing.loads import Loads
+from headrace.routing.loads import Loads
 
 _DOWN = float("inf")
 _POINTS = 64

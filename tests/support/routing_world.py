@@ -13,7 +13,7 @@ import msgspec
 
 from headrace.choices import RoutingPolicy
 from headrace.core.request import Request
-from headrace.core.routing import STRIDE, CacheReport, Capacity, Router, make_policy, prefix_keys
+from headrace.routing import STRIDE, CacheReport, Capacity, Router, make_policy, prefix_keys
 from headrace.sampling_params import SamplingParams
 
 BLOCK = 16

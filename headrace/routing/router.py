@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from headrace.core.request import Request
-from headrace.core.routing.loads import Capacity, Loads
-from headrace.core.routing.policies import Policy, PrefixPolicy, RoutedRequest
-from headrace.core.routing.prefix_index import CacheReport, RoutedPrefixes, key_stride, prefix_keys
 from headrace.errors import EngineDeadError, QueueFullError, RequestError
+from headrace.routing.loads import Capacity, Loads
+from headrace.routing.policies import Policy, PrefixPolicy, RoutedRequest
+from headrace.routing.prefix_index import CacheReport, RoutedPrefixes, key_stride, prefix_keys
 
 _KEPT_DECISIONS = 256
 

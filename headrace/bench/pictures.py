@@ -17,8 +17,6 @@ from headrace.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from headrace.config import EngineArgs
-
 MAX_BYTES = 2**33
 """Largest size of the pictures of a load, which are made before it."""
 
@@ -67,18 +65,6 @@ class Pictures:
         if self.features is None:
             raise ConfigError("features are made for a model, and none is known", "--workload")
         return {"image_embeds": self.features.tensors(rng)}
-
-
-def features_of(args: EngineArgs, pictures: Pictures, option: str) -> PictureFeatures:
-    """Returns the features that stand for a picture of this size in the model of ``args``; reads no weights.
-
-    Raises:
-        ConfigError: the model has no processor of pictures, or sees one as several items; names ``option``.
-    """
-    from headrace.frontend.features import feature_shape
-
-    (image,) = dataclasses.replace(pictures, encoded=False).media(0)["image"]
-    return PictureFeatures(*feature_shape(args, image, option))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,7 +36,7 @@ from headrace.host.user_files import open_output, write_output
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from headrace.bench.pictures import SentPictures
+    from headrace.bench.pictures import Pictures, SentPictures
     from headrace.bench.workloads import Encoder, Workload
 
 BUSY = 0.5
@@ -179,7 +179,6 @@ def _workload(name: str, encoder: Encoder | None, vocab_size: int) -> Workload:
 
 def _with_pictures(load: Workload, args: EngineArgs) -> Workload:
     """The workload with the model's placeholder in each prompt and, where they are encoded, the size of its features."""
-    from headrace.bench.pictures import features_of
     from headrace.bench.workloads import placeholder
     from headrace.frontend.features import picture_rules
     from headrace.sources.files import find_model
@@ -190,8 +189,21 @@ def _with_pictures(load: Workload, args: EngineArgs) -> Workload:
     load, pictures = load.marked(placeholder(vars(files.config))), load.pictures
     if pictures is None or not pictures.encoded:
         return load
-    features = features_of(args, pictures, "--workload")
-    return dataclasses.replace(load, pictures=dataclasses.replace(pictures, features=features))
+    return dataclasses.replace(load, pictures=_with_features(args, pictures, "--workload"))
+
+
+def _with_features(args: EngineArgs, pictures: Pictures, option: str) -> Pictures:
+    """The pictures with the size that their features have in the model of ``args``. Reads no weights.
+
+    Raises:
+        ConfigError: the model has no processor of pictures, or sees one as several items; names ``option``.
+    """
+    from headrace.bench.pictures import PictureFeatures
+    from headrace.frontend.features import feature_shape
+
+    (image,) = dataclasses.replace(pictures, encoded=False).media(0)["image"]
+    shape = feature_shape(args, image, option)
+    return dataclasses.replace(pictures, encoded=True, features=PictureFeatures(*shape))
 
 
 @app.command("serve", cls=Command)
@@ -227,7 +239,7 @@ def serve(load: LoadOptions, to: ReportOptions) -> None:
 
 def _sent_pictures(load: LoadOptions, size: str) -> SentPictures:
     """Raises: ConfigError: the size is none, or no picture has features in the model."""
-    from headrace.bench.pictures import MAX_BYTES, Pictures, SentPictures, features_of
+    from headrace.bench.pictures import MAX_BYTES, Pictures, SentPictures
     from headrace.cli.units import picture_size
 
     width, height = picture_size(size, "--image-size")
@@ -236,7 +248,7 @@ def _sent_pictures(load: LoadOptions, size: str) -> SentPictures:
     pictures = Pictures(width, height)
     if load.sends_features:
         args = EngineArgs(model=load.image_model, load_format="dummy")
-        pictures = dataclasses.replace(pictures, encoded=True, features=features_of(args, pictures, "--image-model"))
+        pictures = _with_features(args, pictures, "--image-model")
     return SentPictures(pictures, load.image_form or "png")
 
 

@@ -50,24 +50,6 @@ class ItemInputs(msgspec.Struct, frozen=True, array_like=True):
         return sum(length for _, length in self.runs)
 
 
-class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Properties of an engine that prompts with media must fit."""
-
-    model_type: str
-    hidden_size: int
-    deepstack_layers: int
-    bidirectional: bool
-    sectioned_rope: bool
-    max_position: int
-    max_model_len: int
-    max_encoder_rows: int
-    """Rows of one item that the encoder makes, at most; 0: there is none, and prompts bring features."""
-    max_step_tokens: int
-    """Tokens of a step, which a bidirectional item must fit."""
-    dtype: str
-    """Dtype to which the encoder rounds its inputs."""
-
-
 class RopePositions(msgspec.Struct, frozen=True, array_like=True):
     """Positions of a prompt in a model whose rotary embedding has several sections (time, height, width)."""
 

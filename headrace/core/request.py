@@ -47,6 +47,24 @@ class Constraint(msgspec.Struct, frozen=True, array_like=True):
     """Processor time in which it was checked, which compiling it takes nearly all of."""
 
 
+class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Properties of an engine that requests with media must fit."""
+
+    model_type: str
+    hidden_size: int
+    deepstack_layers: int
+    bidirectional: bool
+    sectioned_rope: bool
+    max_position: int
+    max_model_len: int
+    max_encoder_rows: int
+    """Rows of one item that the encoder makes, at most; 0: there is none, and prompts bring features."""
+    max_step_tokens: int
+    """Tokens of a step, which a bidirectional item must fit."""
+    dtype: str
+    """Dtype to which the encoder rounds its inputs."""
+
+
 class ParseOptions(msgspec.Struct, frozen=True, array_like=True):
     """Formats by which a request's answer is parsed into reasoning, content and tool calls."""
 

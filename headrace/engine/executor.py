@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from headrace.core.plan import RunnerEvent, SamplePlan, StepPlan, StepResult
 from headrace.errors import ConfigError, EngineError
 from headrace.models.interface import Model
 from headrace.models.update import weight_update
-from headrace.models.vision.interface import VISION_NAME
 from headrace.parallel.agreement import Agreement
 from headrace.runner.graphs import GraphCount
 from headrace.runner.part import StepHandle
@@ -85,12 +84,10 @@ class LocalExecutor(Executor[StepHandle]):
         return self.runner.collect(handle)
 
     def update_weights(self, tensors: Named) -> int:
-        pairs = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
         update: WeightUpdate | None = None
         refusal: ConfigError | None = None
         try:
-            self._refuse_encoder(name for name, _ in pairs)
-            update = weight_update(self.model, pairs)
+            update = weight_update(self.model, tensors, with_encoder=self.runner.encoder is not None)
         except ConfigError as error:
             refusal = error
         # Refused in one process, refused in all: nothing is written anywhere.
@@ -101,14 +98,6 @@ class LocalExecutor(Executor[StepHandle]):
             return update.write()
         except Exception as error:
             raise EngineError(f"an update of weights was cut short: {type(error).__name__}: {error}") from error
-
-    def _refuse_encoder(self, names: Iterable[str]) -> None:
-        """Raises ConfigError for a weight of the vision encoder, which would keep its old values."""
-        if self.runner.encoder is None:
-            return
-        for name in names:
-            if VISION_NAME.fullmatch(name):
-                raise ConfigError(f"{name} is of the vision encoder, which is not updated: leave it out", "tensors")
 
     def memory(self) -> list[tuple[str, int]]:
         return self.runner.memory()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from headrace.config import Decision, MemoryLine
-from headrace.core.media import MediaFacts
+from headrace.core.request import MediaFacts
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True):

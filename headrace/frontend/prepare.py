@@ -10,7 +10,7 @@ import msgspec
 from headrace.choices import Modality
 from headrace.config import Decision, EngineArgs
 from headrace.constrain.factory import GrammarFactory
-from headrace.core.media import MediaFacts
+from headrace.core.request import MediaFacts
 from headrace.engine.info import EngineInfo
 from headrace.errors import ConfigError
 from headrace.frontend.inputs import InputProcessor

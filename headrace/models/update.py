@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from headrace.errors import ConfigError
 from headrace.models import registry
 from headrace.models.decoder import Decoder
+from headrace.models.vision.interface import VISION_NAME
 from headrace.weights.update import Named, WeightUpdate
 
 
-def weight_update(model: Any, tensors: Named) -> WeightUpdate:
+def weight_update(model: Any, tensors: Named, *, with_encoder: bool = False) -> WeightUpdate:
     """Checks new values, without writing them. Names are those of checkpoints; for a foreign model, its library's.
 
+    Args:
+        with_encoder: the model has a vision encoder, which is not updated.
+
     Raises:
-        ConfigError: as ``WeightUpdate``.
+        ConfigError: as ``WeightUpdate``; or a weight is of the encoder, which would keep its old values.
     """
+    pairs = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
+    for name, _ in pairs:
+        if with_encoder and VISION_NAME.fullmatch(name):
+            raise ConfigError(f"{name} is of the vision encoder, which is not updated: leave it out", "tensors")
     if isinstance(model, Decoder):
-        return WeightUpdate(registry.name_table(model.spec), dict(model.named_parameters()), tensors)
-    return model.weight_update(tensors)  # type: ignore[no-any-return]
+        return WeightUpdate(registry.name_table(model.spec), dict(model.named_parameters()), pairs)
+    return model.weight_update(pairs)  # type: ignore[no-any-return]

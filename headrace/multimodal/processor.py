@@ -12,7 +12,8 @@ import msgspec
 import numpy as np
 
 from headrace.choices import MEDIA_NAMES, Modality
-from headrace.core.media import ItemInputs, MediaFacts, RopePositions
+from headrace.core.media import ItemInputs, RopePositions
+from headrace.core.request import MediaFacts
 from headrace.errors import ConfigError, RequestError
 from headrace.host.bounded_cache import BoundedCache
 from headrace.kv import Item

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.attention import select
 from headrace.config import EngineConfig, MemoryLine
-from headrace.core.media import MediaFacts
+from headrace.core.request import MediaFacts
 from headrace.engine.info import EngineInfo, LayerLine, StartupPhase
 from headrace.model_spec import layer_kv
 from headrace.resolve import DeviceFacts

@@ -25,7 +25,7 @@ from transformers import AutoConfig
 
 import headrace
 from headrace import LLM, SamplingParams
-from headrace.core.media import MediaFacts
+from headrace.core.request import MediaFacts
 from headrace.errors import ConfigError, RequestError, import_reason
 from headrace.models.vision.interface import device_tensor
 from headrace.models.vision.patches import patches_of

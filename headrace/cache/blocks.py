@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 
 from headrace.cache.layer import LayerCache
 from headrace.config import CacheConfig
 from headrace.errors import EngineError
+from headrace.kernels.transfer import upload
+
+
+def clear(caches: Iterable[LayerCache], blocks: Sequence[Sequence[int]]) -> None:
+    """Zeros blocks of each cache group. What a row sees of its last block is masked beyond its end, but NaN times zero is NaN
+    all the same."""
+    for cache in caches:
+        if blocks[cache.group]:
+            index = upload(np.array(blocks[cache.group], dtype=np.int64), cache.rows.device)
+            cache.rows.index_fill_(0, index, 0)
 
 
 class ArenaBlocks:

@@ -6,6 +6,7 @@ import msgspec
 
 from headrace.config import Decision, MemoryLine
 from headrace.core.request import MediaFacts
+from headrace.host.clock import clock
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True):
@@ -69,3 +70,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """None: the model reads text alone."""
     environment: dict[str, str] = {}
     """Versions, CPU or GPU name, threads, instruction sets."""
+
+    def followed_by(self, name: str, origin: float, detail: str = "") -> EngineInfo:
+        """Returns the report with a last phase that ends now. ``origin``: the start of the first."""
+        past = sum(phase.seconds for phase in self.timeline)
+        last = StartupPhase(name, max(0.0, clock() - origin - past), detail)
+        return msgspec.structs.replace(self, timeline=[*self.timeline, last])

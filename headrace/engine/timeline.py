@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-import msgspec
-
-from headrace.engine.info import EngineInfo, Progress, StartupPhase
+from headrace.engine.info import Progress, StartupPhase
 from headrace.host.clock import clock
 
 
@@ -53,10 +51,3 @@ class Timeline:
         now = max(self._end, clock() if at is None else at)
         self.phases.append(StartupPhase(name, now - self._end, detail))
         self._end = now
-
-
-def followed_by(info: EngineInfo, name: str, origin: float, detail: str = "") -> EngineInfo:
-    """``info`` with a last phase that ends now."""
-    past = sum(phase.seconds for phase in info.timeline)
-    last = StartupPhase(name, max(0.0, clock() - origin - past), detail)
-    return msgspec.structs.replace(info, timeline=[*info.timeline, last])

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 from headrace.config import EngineArgs
 from headrace.core.request import Request
 from headrace.engine.info import EngineInfo, Progress
-from headrace.engine.timeline import followed_by
 from headrace.errors import ConfigError, EngineDeadError, EngineError, HeadraceError, QueueFullError, RequestError
 from headrace.frontend.inputs import InputProcessor, Prompt
 from headrace.frontend.prepare import described, input_processor
@@ -122,7 +121,7 @@ class AsyncLLM:
 
     def serving(self) -> None:
         """Ends the start-up timeline; called when the server accepts requests."""
-        self._info = followed_by(self.info, "server", self._supervisor.origin, "until it took requests")
+        self._info = self.info.followed_by("server", self._supervisor.origin, "until it took requests")
 
     async def close(self) -> None:
         """Ends the engine; requests in flight end with an error."""

@@ -18,14 +18,13 @@ import torch
 from headrace.choices import DType, ModelImpl
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError, RequestError
-from headrace.model_spec import ForeignSpec
 from headrace.models import implementation, registry
 from headrace.models.implementation import Implementation
 from headrace.options import INT32_MAX
 from headrace.parity.compare import Seen, compared, judged
 from headrace.parity.engine import open_engine
 from headrace.parity.megatron import open_megatron
-from headrace.parity.prompts import CHUNK, CONTINUED, LONGEST, cut, prompts_of
+from headrace.parity.prompts import CHUNK, CONTINUED, LONGEST, cut, known_tokens, prompts_of
 from headrace.parity.reference import Loadable, OpenForward, continued, free, open_transformers, passes
 from headrace.parity.report import Line, Parity
 from headrace.resolve import DeviceFacts, resolve
@@ -117,7 +116,7 @@ def measure(args: EngineArgs, tell: Tell = lambda what: None) -> Parity:
     if files.kind == "megatron":
         reference: OpenForward = partial(open_megatron, Loadable(args, files, chosen, device), False)
         choices: Sequence[tuple[str, Implementation | str]] = [("megatron", chosen)]
-        known = _known(chosen)
+        known = known_tokens(chosen.spec)
     else:
         reference = partial(open_transformers, files, args.trust_remote_code, device.device)
         choices, known = _choices(args, files), files.config.get_text_config().vocab_size
@@ -160,7 +159,7 @@ def measure_external(external: ExternalModel, context: int, tell: Tell = lambda 
     reference = partial(open_megatron, Loadable(args, files, chosen, device), True)
     dtype = typing.cast(DType, chosen.spec.dtype)
     task = _Task(args, files, device, reference, [("megatron", chosen)], [dtype])
-    prompts, cuts = cut(prompts_of(external.parts.tokenizer, range(_known(chosen))), longest)
+    prompts, cuts = cut(prompts_of(external.parts.tokenizer, range(known_tokens(chosen.spec))), longest)
     return _compare(task, chosen.spec.architecture, prompts, (*notes, *cuts), tell)
 
 
@@ -213,12 +212,6 @@ def _reference(task: _Task, prompts: Sequence[list[int]]) -> tuple[list[list[int
 def _seen(opened: OpenForward, dtype: DType, sequences: Sequence[Sequence[int]]) -> tuple[str, Seen]:
     with opened(dtype) as forward:
         return forward.name, passes(forward, sequences)
-
-
-def _known(chosen: Implementation) -> int:
-    """Tokens that are no padding of the vocabulary."""
-    spec = chosen.spec
-    return spec.num_tokens if isinstance(spec, ForeignSpec) else spec.vocab_size
 
 
 def _changed(args: EngineArgs) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from headrace.errors import ConfigError
+from headrace.model_spec import AnySpec, ForeignSpec
 from headrace.text.tokenizer import Tokenizer
 
 CONTINUED = 12
@@ -19,6 +20,11 @@ _TEXTS = (
     "def area(width: float, height: float) -> float:\n    if width < 0 or height < 0:\n        raise ValueError(",
     "1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89,",
 )
+
+
+def known_tokens(spec: AnySpec) -> int:
+    """Number of tokens that are no padding of the vocabulary."""
+    return spec.num_tokens if isinstance(spec, ForeignSpec) else spec.vocab_size
 
 
 def prompts_of(tokenizer: Tokenizer | None, tokens: Sequence[int]) -> list[list[int]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from headrace.attention.backend import AttentionBackend, LayerCache
@@ -15,7 +13,7 @@ from headrace.models.vision.interface import VisionEncoder
 from headrace.runner.inputs import ForwardPass, StepBuffers
 from headrace.runner.part import RunnerPart
 from headrace.runner.parts.media import MediaTables
-from headrace.runner.parts.pieces import Pieces
+from headrace.runner.parts.pieces import NoPieces, Pieces
 from headrace.runner.parts.record import Recorder
 from headrace.runner.parts.sparse import SparseTables
 
@@ -52,10 +50,13 @@ def make_parts(config: EngineConfig, model: Model, encoder: VisionEncoder | None
     return parts
 
 
-def make_pieces(
-    config: EngineConfig, model: Model, forward: ForwardPass, buffers: StepBuffers, parts: Sequence[RunnerPart]
-) -> list[Pieces]:
-    """Returns what computes prompts by layers, for a model with routers; otherwise nothing."""
+def add_pieces(
+    config: EngineConfig, model: Model, forward: ForwardPass, buffers: StepBuffers, parts: list[RunnerPart]
+) -> Pieces | NoPieces:
+    """Returns what computes prompts by layers: for a model with routers one more of the parts."""
     if config.sparse is None or not config.sparse.routed:
-        return []
-    return [Pieces(model, forward, buffers, tables) for tables in parts if isinstance(tables, SparseTables)]
+        return NoPieces()
+    (tables,) = (part for part in parts if isinstance(part, SparseTables))
+    pieces = Pieces(model, forward, buffers, tables)
+    parts.append(pieces)
+    return pieces

@@ -15,8 +15,10 @@ from headrace.models.interface import ModelInputs
 from headrace.outputs import Failure
 from headrace.runner.clock import Stopwatch
 from headrace.runner.slots import RowArrays
+from headrace.sampling.device import to_host
 from headrace.sampling.feature import Indices
 from headrace.sampling.logprobs import Measured
+from headrace.sampling.sampler import Sampled
 
 
 class Outcomes(Protocol):
@@ -53,6 +55,15 @@ class StepHandle:
     """``Sampled.counts`` of the step."""
     logprobs: list[tuple[Indices, Measured]] = dataclasses.field(default_factory=list)
     """``Sampled.logprobs`` of the step."""
+
+    @classmethod
+    def begin(cls, step: int, device: torch.device) -> StepHandle:
+        return cls(step, Stopwatch(device))
+
+    def fetch(self, sampled: Sampled) -> None:
+        """Launches the copies to the host of what ``outcome`` does not hold."""
+        self.counts = None if sampled.counts is None else to_host(sampled.counts)
+        self.logprobs = [(rows, measured.to_host()) for rows, measured in sampled.logprobs]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

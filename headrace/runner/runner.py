@@ -11,13 +11,12 @@ import numpy.typing as npt
 import torch
 
 from headrace.attention.backend import AttentionBackend, LayerCache, workspace_bytes
-from headrace.cache.blocks import ArenaBlocks
+from headrace.cache.blocks import ArenaBlocks, clear
 from headrace.config import EngineConfig
 from headrace.core.plan import (
     LayerRange,
     NewSequence,
     Recorded,
-    Row,
     RunnerEvent,
     SamplePlan,
     StepPlan,
@@ -25,28 +24,22 @@ from headrace.core.plan import (
     pack_tokens,
 )
 from headrace.errors import EngineError, RequestError
-from headrace.kernels.transfer import upload
 from headrace.models.interface import Model
 from headrace.models.vision.interface import VisionEncoder
 from headrace.outputs import Failure, TokenLogprobs
-from headrace.runner.build import make_backends, make_caches, make_parts, make_pieces
-from headrace.runner.clock import Stopwatch
+from headrace.runner.build import add_pieces, make_backends, make_caches, make_parts
 from headrace.runner.graphs import EagerSteps, GraphCount, StepGraphs
 from headrace.runner.inputs import Bounds, ForwardPass, StepBuffers
 from headrace.runner.part import StepExtras, StepHandle
-from headrace.runner.parts.pieces import NoPieces, Pieces
+from headrace.runner.prompts import PromptLogprobs
 from headrace.runner.slots import RowArrays, SlotTables
-from headrace.sampling.device import to_host
 from headrace.sampling.feature import Indices, LogitsRows
-from headrace.sampling.logprobs import Measured, measure_in_slices
 from headrace.sampling.masks import HostMasks
 from headrace.sampling.sampler import FAULTS, NOT_FINITE, Sampler
 from headrace.text.vocab import TokenBytes
 
 logger = logging.getLogger("headrace.engine")
 
-_LOGITS_BYTES = 64 * 2**20
-"""The most that the logits of prompt tokens take at a time."""
 BROKEN = Failure("the model gave hidden states that are not finite")
 
 
@@ -89,19 +82,15 @@ class ModelRunner:
             self.parts = make_parts(config, model, encoder)
             """Optional subsystems; those that the model does not need are not in it."""
         self._forward = ForwardPass(model, self._caches, self._backends, self.slots, self._buffers, self.parts)
-        pieces = make_pieces(config, model, self._forward, self._buffers, self.parts)
-        self.parts += pieces
-        self._pieces: Pieces | NoPieces = pieces[0] if pieces else NoPieces()
+        self._pieces = add_pieces(config, model, self._forward, self._buffers, self.parts)
         self._unsampled: StepHandle | None = None
         """Executed, and not sampled yet."""
-        self._prompt_logprobs: dict[int, NewSequence] = {}
-        """Sequences by slot that want logprobs of their prompt."""
+        self._prompts = PromptLogprobs(model)
         self._refused: dict[int, Failure] = {}
         """slot -> why its sequence cannot be served."""
         self._tainted = False
         """There may be KV that is not finite in blocks that are free, or will be."""
         self._graphs = self._make_graphs()
-        self._slice = max(1, _LOGITS_BYTES // (4 * model.spec.vocab_size))
 
     @property
     def backends(self) -> Sequence[AttentionBackend]:
@@ -149,7 +138,7 @@ class ModelRunner:
         if plan.moves:
             self._move_blocks(plan)
         self._change_slots(plan)
-        step = self._unsampled = StepHandle(plan.step, Stopwatch(self.device))
+        step = self._unsampled = StepHandle.begin(plan.step, self.device)
         if plan.rows:
             self._run_model(plan, step)
         return step
@@ -162,7 +151,7 @@ class ModelRunner:
         if rows.num_logits_rows > self._buffers.num_logits_rows:
             raise EngineError(f"step {plan.step} has {rows.num_logits_rows} logits rows; {self._buffers.num_logits_rows} fit")
         if self._tainted:
-            self._clear(fresh_blocks)
+            clear(self._caches, fresh_blocks)
         self._buffers.next_step()
         batch, own = plan, rows
         if plan.layers is not None:
@@ -182,14 +171,11 @@ class ModelRunner:
 
     def _run_batch(self, plan: StepPlan, step: StepHandle, rows: RowArrays) -> None:
         """Runs rows that compute all layers."""
-        wants_logprobs = self._prompt_logprobs and any(
-            slot in self._prompt_logprobs for slot in rows.slots[~rows.decode].tolist()
-        )
         extras = StepExtras()
         for part in self.parts:
             part.take(rows, extras)
         self._refused |= extras.refused
-        shape = None if wants_logprobs or extras.eager else self._graphs.shape_of(rows)
+        shape = None if extras.eager or self._prompts.wanted(rows) else self._graphs.shape_of(rows)
         step.stopwatch.mark()
         if shape is not None:
             step.num_places = shape.rows
@@ -201,7 +187,7 @@ class ModelRunner:
             step.replayed, step.num_places = False, len(rows)
             step.places = self._buffers.send(rows, rows.num_decode_rows, len(rows))
             hidden = self._forward(Bounds.of(rows), extras)
-            step.prompt_logprobs = self._measure_prompts(plan.rows, hidden)
+            step.prompt_logprobs = self._prompts.measure(plan.rows, hidden)
 
     def _run_piece(self, plan: StepPlan, layers: LayerRange, step: StepHandle, logits_row: int) -> None:
         """Runs layers of the last row, behind the others. ``logits_row``: of its last token, if it has one."""
@@ -211,7 +197,7 @@ class ModelRunner:
         step.num_places = place + 1
         hidden = self._pieces.run(own[0], rows, layers, step, place, logits_row)
         if hidden is not None:
-            step.prompt_logprobs |= self._measure_prompts(own, hidden)
+            step.prompt_logprobs |= self._prompts.measure(own, hidden)
 
     @torch.inference_mode()
     def sample(self, step: StepHandle, plan: SamplePlan) -> None:
@@ -253,8 +239,7 @@ class ModelRunner:
         )
         self.slots.append(rows, slots_device, positions, sampled.tokens, sampled.counts)
         torch.sub(sampled.tokens, sampled.faults, out=given.outcome[:count, 0])
-        step.counts = None if sampled.counts is None else to_host(sampled.counts)
-        step.logprobs = [(own, measured.to_host()) for own, measured in sampled.logprobs]
+        step.fetch(sampled)
 
     def collect(self, step: StepHandle) -> StepResult:
         """Waits for a sampled step and reads its outcome."""
@@ -346,7 +331,7 @@ class ModelRunner:
         for slot in plan.released:
             self.slots.release(slot)
             self.sampler.remove(slot)
-            self._prompt_logprobs.pop(slot, None)
+            self._prompts.remove(slot)
             self._refused.pop(slot, None)
         if plan.released:
             for part in self.parts:
@@ -367,8 +352,7 @@ class ModelRunner:
             except Exception as error:
                 logger.exception("sequence %d cannot be sampled", seq.seq_id)
                 self._refused[seq.slot] = Failure(f"the request cannot be sampled: {type(error).__name__}: {error}")
-            if seq.sampling.prompt_logprobs is not None:
-                self._prompt_logprobs[seq.slot] = seq
+            self._prompts.add(seq)
 
     def _with_known_tokens(self, seq: NewSequence) -> NewSequence:
         """An id outside the vocabulary would take the whole step down: its sequence is refused and goes on with others."""
@@ -383,33 +367,6 @@ class ModelRunner:
         if not self._refused:
             return {}
         return {row.seq_id: self._refused[row.slot] for row in plan.rows if row.slot in self._refused}
-
-    def _clear(self, blocks: list[list[int]]) -> None:
-        """Zeros blocks. What a row sees of its last block is masked beyond its end, but NaN times zero is NaN all the same."""
-        indices = [upload(np.array(own, dtype=np.int64), self.device) if own else None for own in blocks]
-        for cache in self._caches:
-            index = indices[cache.group]
-            if index is not None:
-                cache.rows.index_fill_(0, index, 0)
-
-    def _measure_prompts(self, rows: Sequence[Row], hidden: torch.Tensor) -> dict[int, list[Measured]]:
-        """seq_id -> logprobs of the prompt tokens after those of its chunk."""
-        if not self._prompt_logprobs:
-            return {}
-        measured = {}
-        start = 0
-        for row in rows:
-            seq = self._prompt_logprobs.get(row.slot)
-            if seq is not None:
-                last = min(row.num_computed + row.num_tokens, seq.prompt_len - 1)
-                known = np.array(seq.token_ids[row.num_computed + 1 : last + 1], dtype=np.int64)
-                tokens = upload(known, self.device)
-                own = hidden[start : start + len(tokens)]
-                count = seq.sampling.prompt_logprobs or 0
-                parts = measure_in_slices(self._model.logits, own, tokens, count, self._slice)
-                measured[row.seq_id] = [part.to_host() for part in parts]
-            start += row.num_tokens
-        return measured
 
 
 def _logprobs(step: StepHandle, rows: RowArrays, token_ids: dict[int, list[int]]) -> dict[int, list[TokenLogprobs]]:

@@ -20,10 +20,7 @@ IMPORTS = 18
 BUSY = {
     "headrace.models.registry": "lists every family",
     "headrace.frontend.llm": "the whole offline API",
-    "headrace.frontend.async_llm": "every message between the client and its engine",
     "headrace.models.fallback.transformers.load": "every step from a description to weights",
-    "headrace.runner.runner": "every part of a step",
-    "headrace.parity.measure": "every implementation that is compared",
 }
 """Modules with more imports, each with its reason."""
 

@@ -212,7 +212,7 @@ def test_prompt_logits_exist_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
         return whole(hidden)
 
     monkeypatch.setattr(decoder, "logits", logits)
-    monkeypatch.setattr("headrace.runner.runner._LOGITS_BYTES", 4 * VOCAB * 10)
+    monkeypatch.setattr("headrace.runner.prompts._LOGITS_BYTES", 4 * VOCAB * 10)
     (outcome,) = serve(World(), [request("r", prompt(3, 33), prompt_logprobs=0, max_tokens=1, eos=[EOS])])["r"]
     assert seen == [10, 10, 10, 2, 1] and len(outcome.prompt_logprobs or []) == 32
 

@@ -22,8 +22,8 @@ from headrace.server.fields import FIELDS, Treatment
 CLI_HEAD = """\
 # Command line
 
-`--help` of a command prints its essential options, and `--help-all` all of them. Here, options that several commands take are described once, in
-[groups](#groups-of-options), and each command names its groups.
+`--help` of a command prints its essential options, and `--help-all` all of them. Here, options that several commands take are
+described once, in [groups](#groups-of-options), and each command names its groups.
 
 Sizes are written `2GiB` (1024 based), `2GB` (1000 based) or in bytes. A mistake in the arguments prints one line that names the
 option and ends with exit code 2; a failure of the engine ends with exit code 1. `--debug` shows the traceback in either case.

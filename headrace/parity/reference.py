@@ -11,7 +11,7 @@ import torch
 
 from headrace.choices import DType
 from headrace.config import EngineArgs, EngineConfig
-from headrace.models.fallback.transformers.load import own_model
+from headrace.models.fallback.transformers.build import own_model
 from headrace.models.implementation import Implementation
 from headrace.models.interface import Model
 from headrace.parity.compare import Seen

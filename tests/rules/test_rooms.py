@@ -20,7 +20,6 @@ IMPORTS = 18
 BUSY = {
     "headrace.models.registry": "lists every family",
     "headrace.frontend.llm": "the whole offline API",
-    "headrace.models.fallback.transformers.load": "every step from a description to weights",
 }
 """Modules with more imports, each with its reason."""
 

@@ -432,13 +432,13 @@ def test_padding_of_the_vocabulary_is_not_drawn(tmp_path: Path) -> None:
 
 
 def test_a_missing_library_is_named_with_a_line_that_installs_it(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headrace.models.fallback.transformers import load
+    from headrace.models.fallback.transformers import build
     from headrace.sources.files import find_model
 
     files = find_model(EngineArgs(model=str(granite), model_impl="transformers"))
-    monkeypatch.setattr(load, "is_accelerate_available", lambda: False)
+    monkeypatch.setattr(build, "is_accelerate_available", lambda: False)
     with pytest.raises(ImportError) as caught:
-        load.own_model(files, False, torch.float32, torch.device("cuda"))
+        build.own_model(files, False, torch.float32, torch.device("cuda"))
     assert str(caught.value).endswith(": pip install 'accelerate>=1.2'")
 
 

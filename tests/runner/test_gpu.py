@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from support.runner.harness import FAMILIES, IN_FP8, Engine, World, alone, same, serve
@@ -60,9 +61,8 @@ def test_both_devices_draw_the_same(kind: dict[str, float]) -> None:
         tokens = []
         for step in range(20):
             index = torch.arange(16)
-            rows = LogitsRows(
-                index.numpy(), index.numpy(), index.to(device), torch.full((16,), 3 + step, device=device), index.numpy()
-            )
+            outputs, positions = np.full(16, 1 + step), torch.full((16,), 3 + step, device=device)
+            rows = LogitsRows(index.numpy(), outputs, index.to(device), positions, index.numpy())
             tokens.append(sampler.sample(logits.to(device).clone(), rows).tokens.tolist())
         drawn.append(tokens)
     assert drawn[0] == drawn[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from support.bad_words_reference import BadWordsStepper
 
@@ -105,7 +106,7 @@ class Bench:
         """``logits [len(slots), vocab]`` stay as they are."""
         index = torch.tensor(slots)
         lengths = torch.tensor([self._lengths[slot] for slot in slots])
-        rows = LogitsRows(index.numpy(), lengths[:, 1].numpy(), index, lengths[:, 0], index.numpy())
+        rows = LogitsRows(index.numpy(), lengths[:, 1].numpy(), index, lengths[:, 0], np.arange(len(slots)))
         sampled = self.sampler.sample(logits.clone(), rows)
         for slot in slots:
             total, outputs = self._lengths[slot]

@@ -25,6 +25,7 @@ from headrace.constrain.lookaheads import lark_terminal
 from headrace.constrain.matcher import words
 from headrace.constrain.paths import check_rules
 from headrace.constrain.references import subschemas
+from headrace.constrain.repetitions import too_many_in_grammar, too_many_repetitions
 from headrace.constrain.schema import Schema, SchemaError, SchemaOptions, names_open_keys, narrow, refusal
 from headrace.constrain.structural import structural_grammar
 from headrace.constrain.vocabulary import GrammarVocabulary, VocabularyTable
@@ -176,7 +177,7 @@ class ConstraintChecker:
             return Constraint(kind, grammar, guarded=kind in _GUARDED, nbytes=nbytes)
         if kind == "json":
             raise refusal(self._culprit(params, nbytes), "json")
-        raise RequestError(f"{kind} cannot be held: {nbytes}", kind)
+        raise _cannot_be_held(kind, nbytes)
 
     def _held(self, **content: Any) -> str:
         """The grammar of a part of an answer."""
@@ -204,15 +205,20 @@ class ConstraintChecker:
             raise RequestError(f"json is not JSON: {str(error)[:200]}", "json") from None
 
     def _check_patterns(self, schema: Schema) -> None:
-        """Refuses closed objects whose patternProperties allow no name beside those of properties: behind a comma the library
-        would wait for one."""
+        """Refuses patterns with too many repetitions, and closed objects whose patternProperties allow no name beside those of
+        properties: behind a comma the library would wait for one."""
         pending = [("", schema)]
         while pending:
             pointer, own = pending.pop()
             pending += ((pointer + step, below) for step, below in subschemas(own))
-            if not isinstance(own, dict) or own.get("additionalProperties") is not False:
+            if not isinstance(own, dict):
                 continue
             names, patterns = own.get("properties"), own.get("patternProperties", ())
+            for pattern in (own.get("pattern", ""), *patterns):
+                if problem := too_many_repetitions(pattern, self.config.max_grammar_size):
+                    raise SchemaError(problem, f"{pointer}/{'patternProperties' if pattern in patterns else 'pattern'}")
+            if own.get("additionalProperties") is not False:
+                continue
             # Others allow names without end.
             if not names or not patterns or not all("^" in pattern and "$" in pattern for pattern in patterns):
                 continue
@@ -249,6 +255,8 @@ class ConstraintChecker:
     def _regex(self, params: StructuredOutputsParams) -> str:
         from llguidance import LLMatcher
 
+        if problem := too_many_repetitions(params.regex or "", self.config.max_grammar_size):
+            raise _cannot_be_held("regex", problem)
         if (terminal := lark_terminal(params.regex or "")) is not None:
             return serialised(f"start: TEXT\nTEXT: {terminal}")
         return LLMatcher.grammar_from_regex(params.regex or "")
@@ -265,6 +273,8 @@ class ConstraintChecker:
         if _GBNF.search(text):
             return _from_gbnf(text, self.config.max_depth)
         check_rules(text, self.config.max_depth)
+        if problem := too_many_in_grammar(text, self.config.max_grammar_size):
+            raise _cannot_be_held("grammar", problem)
         try:
             return with_schemas(text, self._hold_as(params))
         except RequestError as error:
@@ -307,6 +317,10 @@ class ConstraintChecker:
     def _problem_of(self, schema: dict[str, Any], params: StructuredOutputsParams, shared: dict[str, Any]) -> str:
         found = compiled(self._json_grammar({**shared, **schema}, params), self._bytes, self.config)
         return found if isinstance(found, str) else ""
+
+
+def _cannot_be_held(kind: str, problem: str) -> RequestError:
+    return RequestError(f"{kind} cannot be held: {problem}", kind)
 
 
 def native_bytes() -> int:

@@ -55,9 +55,48 @@ def test_a_constraint_that_takes_too_long_is_refused(factory: GrammarFactory) ->
 
 def test_what_passes_a_limit_with_its_first_token_is_refused(factory: GrammarFactory) -> None:
     """The engine would compile it in vain, and keep some 90 MiB of each in its cache."""
-    for count in (999_999_999, 999_999_998):
-        assert "regex cannot be held: grammar_too_complex" in refusal(factory, regex=f"a{{{count}}}")
+    for count in (400_000, 400_001):
+        assert "regex cannot be held: grammar_too_complex: lexer error" in refusal(factory, regex=f"a{{{count}}}")
     assert factory.constraint(StructuredOutputsParams(regex="a{999}")).nbytes < 2**22
+
+
+REPEATED = "repeats a part {} times, more than the limit of 500000 (max_grammar_size)"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "times"),
+    [
+        ("a{999999999}", 999_999_999),
+        ("a{999999999,}", 999_999_999),
+        ("(a{9999}){9999}", 99_980_001),
+        ("((ab{100}|c){100}d){2}{100}", 2_000_000),
+        (r"(?:\){700000}\{", 700_000),
+        (r"[{]a{500001}", 500_001),
+    ],
+)
+def test_repetitions_are_counted_before_they_are_compiled(factory: GrammarFactory, pattern: str, times: int) -> None:
+    """Compiling them takes a second of processor time."""
+    message = REPEATED.format(times)
+    for held in (
+        {"regex": pattern},
+        {"json": {"type": "string", "pattern": pattern}},
+        {"json": {"type": "object", "patternProperties": {pattern: {}}}},
+        {"grammar": f'start: "/" /{pattern}/'},
+    ):
+        assert message in refusal(factory, **held)
+
+
+def test_what_only_looks_like_a_repetition_is_held(factory: GrammarFactory) -> None:
+    for pattern in (
+        r"\x{100000}?b",
+        r"[{600000}]{3}",
+        r"\{600000}",
+        r"a{0,999999999}",
+        r"(a{1000}b)(c{1000}d)",
+        r"(a{1000}){3}{1,9}",
+    ):
+        assert factory.constraint(StructuredOutputsParams(regex=pattern)).nbytes > 0
+    assert factory.constraint(StructuredOutputsParams(grammar='start: "/a{700000}/" // /a{700000}/')).nbytes > 0
 
 
 def test_nobody_waits_for_a_slow_constraint_of_another() -> None:

@@ -15,9 +15,10 @@ import httpx
 import psutil
 import pytest
 from support.hostile_constraints import LINKS, chain, rules
-from support.server.running import start_server, stop_server
+from support.server.running import Server, start_server, stop_server
 
 CLIENTS = 4
+WARM_UP, REFUSALS = 20, 1000
 LIMITS = json.dumps({"max_compile_seconds": 1.0, "max_compile_memory": 2**27})
 SCHEMAS: dict[str, dict[str, Any]] = {
     **{f"chained {link}": chain(link, 2500) for link in LINKS},
@@ -33,8 +34,12 @@ GRAMMARS = {
     "an embedded schema": f"start: %json {json.dumps(chain('anyOf', 2500))}",
     "nested groups": f'start: {"(" * 3000}"a"{")" * 3000}',
 }
-REGEXES = {"a repetition": "(a{9999}){9999}", "nested groups": "(" * 5000 + "a" + ")" * 5000}
-LATER = "a repetition by custom tool"
+REGEXES = {
+    "a repetition": "(a{9999}){9999}",
+    "a shorter repetition": "(a{999}){499}",
+    "nested groups": "(" * 5000 + "a" + ")" * 5000,
+}
+LATER = "a shorter repetition by custom tool"
 """Constraint that passes a limit only when the answer comes to it."""
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
 RESPONSE = {"input": "Hi", "max_output_tokens": 16}
@@ -141,15 +146,39 @@ def test_a_server_refuses_every_one_and_lives(tmp_path: Path) -> None:
     try:
         server.wait_healthy()
         serving = server.serving_process()
-        engines = [child for child in serving.children() if "headrace.processes.process" in " ".join(child.cmdline())]
+        [engine] = engines(serving)
         asyncio.run(refused(server.url))
-        for process in (serving, *engines):
+        for process in (serving, engine):
             assert process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-        assert len(engines) == 1
     finally:
         status = stop_server(server)
     log = server.log.read_text()
     assert status == 0 and "Traceback" not in log and "started again" not in log, log[-4000:]
+
+
+def engines(serving: psutil.Process) -> list[psutil.Process]:
+    return [child for child in serving.children() if "headrace.processes.process" in " ".join(child.cmdline())]
+
+
+@pytest.mark.slow
+def test_memory_is_flat_after_a_thousand_refusals(server: Server) -> None:
+    """Different ones, so that each is checked and none comes from a cache."""
+    serving = server.serving_process()
+    [engine] = engines(serving)
+    sizes: list[tuple[int, int]] = []
+    with httpx.Client(base_url=f"{server.url}/v1/", timeout=600) as http:
+        model = http.get("models").json()["data"][0]["id"]
+        for number in range(WARM_UP + REFUSALS):
+            body = {"model": model, "prompt": "a", "max_tokens": 4}
+            if (number - WARM_UP) % 100 == 0:
+                assert http.post("completions", json=body).status_code == 200
+                sizes.append((serving.memory_info().rss, engine.memory_info().rss))
+            answer = http.post("completions", json=body | {"structured_outputs": {"regex": f"a{{{999_999_999 - number}}}"}})
+            assert answer.status_code == 400 and "grammar_too_complex" in answer.text
+    sizes.append((serving.memory_info().rss, engine.memory_info().rss))
+    print("MiB of server and engine:", [tuple(round(size / 2**20, 1) for size in pair) for pair in sizes])
+    for before, after in zip(sizes[0], sizes[-1], strict=True):
+        assert after - before <= 20 * 2**20, sizes
 
 
 @pytest.mark.timeout(1800)

@@ -15,8 +15,10 @@ import functools
 import inspect
 import json
 import os
+import re
 import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, NamedTuple, Self, TypeVar
 
 import typer
@@ -29,6 +31,8 @@ from headrace.cli.units import parse_size
 from headrace.config import EngineArgs
 from headrace.constrain.fields import folded
 from headrace.errors import ConfigError, RequestError
+from headrace.host.clock import process_start
+from headrace.host.user_files import check_output
 from headrace.options import (
     DEBUGGING,
     PANELS,
@@ -39,7 +43,8 @@ from headrace.options import (
     is_declared,
     options,
 )
-from headrace.sampling_params import SamplingParams
+from headrace.processes.spawn import Spawned, spawn
+from headrace.sampling_params import SamplingParams, StructuredOutputsParams
 from headrace.sources.locate import locate
 
 T = TypeVar("T")
@@ -356,7 +361,7 @@ MAX_TOKENS = 2048
 
 
 class EngineGroup(Group[EngineArgs]):
-    """Reports a mistyped name of a model, a tokenizer or a format of answers before anything heavy is imported."""
+    """Reports a mistyped name of a model, a file or a format of answers before anything heavy is imported."""
 
     def build(self, values: dict[str, Any]) -> EngineArgs:
         return check_names(super().build(values))
@@ -366,13 +371,58 @@ def check_names(args: EngineArgs) -> EngineArgs:
     """Returns the arguments.
 
     Raises:
-        ConfigError: there is nothing of a name that they have.
+        ConfigError: there is nothing of a name that they have, or a file cannot be written.
     """
     from headrace.text.parse.recognise import check_format_names
 
     locate(args.model)
     check_format_names(args.tool_call_parser, args.reasoning_parser)
+    if args.record_steps is not None:
+        check_output(Path(args.record_steps), "record_steps")
     return args
+
+
+_TOKEN = re.compile(r"<[^\s<>]+>")
+"""The name of a token in a grammar, or a text that may be one in a structural tag."""
+
+
+def spawn_checked(args: EngineArgs, sampling: dict[str, Any]) -> Spawned:
+    """Starts an engine's process, and meanwhile checks sampling options, as far as that needs no model.
+
+    Args:
+        sampling: parameters of a command line, which hold for every prompt.
+
+    Raises:
+        RequestError: no model could serve them. Those that name tokens are left to the engine.
+        EngineError: as ``spawn``.
+    """
+    spawned = spawn(origin=process_start())
+    try:
+        if sampling:
+            _check(args, SamplingParams().replace(sampling))
+    except BaseException:
+        spawned.end()
+        raise
+    return spawned
+
+
+def _check(args: EngineArgs, params: SamplingParams) -> None:
+    from headrace.constrain.factory import GrammarFactory
+    from headrace.frontend.limits import check_limits
+
+    check_limits(params, args)
+    wanted = params.structured_outputs
+    if wanted is None or _names_tokens(wanted):
+        return
+    factory = GrammarFactory(args.structured_outputs_config, None)
+    try:
+        factory.constraint(wanted)
+    finally:
+        factory.close()
+
+
+def _names_tokens(wanted: StructuredOutputsParams) -> bool:
+    return _TOKEN.search(wanted.grammar or wanted.structural_tag or "") is not None
 
 
 ENGINE_FIELDS: Group[EngineArgs] = Group.of(EngineArgs)

@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 
 from headrace.cli.errors import EXIT_FAILURE, EXIT_USAGE, describe, print_error
-from headrace.cli.options import ENGINE_OPTIONS, MAX_TOKENS, SAMPLING_OPTIONS, Group, command
+from headrace.cli.options import ENGINE_OPTIONS, MAX_TOKENS, SAMPLING_OPTIONS, Group, command, spawn_checked
 from headrace.cli.prompts import (
     BATCH,
     ERRORS,
@@ -34,11 +34,9 @@ from headrace.cli.prompts import (
 from headrace.cli.results import ResultFile, Texts, line_key
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError, EngineDeadError, EngineError, QueueFullError, RequestError
-from headrace.host.clock import process_start
 from headrace.host.user_files import check_regular
 from headrace.options import PROMPTS, Checked, OptionSpec
 from headrace.outputs import RequestOutput
-from headrace.processes.spawn import spawn
 
 if TYPE_CHECKING:
     from headrace.frontend.async_llm import AsyncLLM
@@ -202,7 +200,7 @@ async def _run_all(
     errors: ResultFile | Texts,
 ) -> int:
     """Runs every prompt, several at a time. Returns the number of failed ones."""
-    spawned = spawn(origin=process_start())
+    spawned = spawn_checked(args, sampling)
     from headrace.cli.startup import AnnouncedLLM
     from headrace.frontend.progress import ProgressBar
 

@@ -11,11 +11,9 @@ import httpx
 from rich.console import Console
 
 from headrace.bench.client import CONNECT_SECONDS, Usage, authorization, base_url, chat_events, first_model
-from headrace.cli.options import MAX_TOKENS
+from headrace.cli.options import MAX_TOKENS, spawn_checked
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError, EngineError
-from headrace.host.clock import process_start
-from headrace.processes.spawn import spawn
 
 Messages = list[dict[str, Any]]
 
@@ -46,7 +44,7 @@ class EngineTalker:
     """Runs the model itself."""
 
     def __init__(self, args: EngineArgs, console: Console, sampling: dict[str, Any], chat_template: str | None = None) -> None:
-        spawned = spawn(origin=process_start())
+        spawned = spawn_checked(args, sampling)
         from headrace.cli.startup import AnnouncedLLM
 
         self._llm = AnnouncedLLM(args, console, chat_template=chat_template, spawned=spawned)

@@ -15,6 +15,7 @@ from headrace.constrain.compose import AnswerPlan, CallRules, plan_of
 from headrace.constrain.factory import GrammarFactory
 from headrace.core.request import BadWordsTable, Constraint, ParseOptions, Request
 from headrace.errors import ConfigError, RequestError, unsupported
+from headrace.frontend.limits import check_limits, check_sizes
 from headrace.host.turns import TenantThreads
 from headrace.kv import Item
 from headrace.multimodal.items import MultiModalData
@@ -23,7 +24,6 @@ from headrace.options import Option, OptionSpec, check_value, options, shown
 from headrace.sampling_params import MAX_SEED, SamplingParams
 from headrace.text.bad_words import check_bad_words, compile_bad_words
 from headrace.text.content import ConversationMedia, MediaPart, blame_part
-from headrace.text.stops import check_stops
 
 if TYPE_CHECKING:
     from headrace.multimodal.media import MediaLoader
@@ -67,13 +67,6 @@ _NUM_THREADS = 2
 """Requests that are prepared in threads at once; others wait in line."""
 _CHARACTERS_PER_TOKEN = 16
 _LEAST_PROMPT_CHARS = 1 << 20
-_LIST_LIMITS = {
-    "stop": "max_stop_seqs_num",
-    "bad_words": "max_bad_words_num",
-    "stop_token_ids": "max_stop_token_ids",
-    "allowed_token_ids": "max_allowed_token_ids",
-}
-"""Parameter -> the option that limits its length."""
 _GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -417,33 +410,17 @@ class InputProcessor:
 
     def check_sizes(self, fields: Mapping[str, Any]) -> None:
         """Raises RequestError for parameters with too long a list: to be called before anything else reads the lists."""
-        for name, option in _LIST_LIMITS.items():
-            value, most = fields.get(name), getattr(self._args, option)
-            if isinstance(value, list) and len(value) > most:
-                message = f"{name} has {len(value)} entries; at most {most} are allowed ({option})"
-                raise RequestError(message, name)
+        check_sizes(fields, self._args)
 
     def _check_sampling(self, params: SamplingParams) -> None:
         """Limits of this engine and this model; SamplingParams has checked types and ranges."""
-        self.check_sizes({name: getattr(params, name) for name in _LIST_LIMITS})
-        for name in ("logprobs", "prompt_logprobs"):
-            self._check_logprobs(name, getattr(params, name))
+        check_limits(params, self._args, self.vocab_size)
         for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
             self._check_vocabulary(name, getattr(params, name) or ())
         if params.stop:
             self._need_tokenizer("stop")
-            check_stops(params.stop, self._args)
         if params.bad_words:
             check_bad_words(params.bad_words, self._need_tokenizer("bad_words"), self._args)
-
-    def _check_logprobs(self, name: str, count: int | None) -> None:
-        limit = self._args.max_logprobs
-        if count is None or limit == -1:
-            return
-        requested = self.vocab_size if count == -1 else count
-        if requested > limit:
-            what = "the whole vocabulary" if count == -1 else str(count)
-            raise RequestError(f"{name} asks for {what}, and this engine gives at most {limit} (max_logprobs)", name)
 
     def _check_vocabulary(self, name: str, tokens: Sequence[int] | Mapping[int, float]) -> None:
         if tokens and max(tokens) >= self.vocab_size:

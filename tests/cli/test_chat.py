@@ -351,7 +351,7 @@ def test_engine_options_mean_nothing_to_a_server() -> None:
 def test_a_chat_template_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[dict[str, Any]] = []
     monkeypatch.setattr("headrace.cli.startup.AnnouncedLLM", lambda *_, **options: given.append(options))
-    monkeypatch.setattr(talk, "spawn", lambda **_: None)
+    monkeypatch.setattr(talk, "spawn_checked", lambda args, sampling: None)
     talk.EngineTalker(EngineArgs(), Console(), {}, "{{ messages }}")
     assert given[0]["chat_template"] == "{{ messages }}"
     asked = ["chat", "--url", "http://127.0.0.1:9", "--chat-template", "{{ messages }}"]

@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from headrace.cli import options
+from headrace.config import EngineArgs
+from headrace.sampling_params import StructuredOutputsParams
+
 COMMANDS = {
     "run": ["run", "--model", "MODEL", "hello"],
     "serve": ["serve", "MODEL", "--port", "0"],
@@ -65,6 +69,8 @@ def test_a_mistyped_model(folder: Path) -> None:
         (["chat", "--chat-template", "FOLDER/templat.jinja"], "did you mean FOLDER/template.jinja?"),
         (["serve", "--chat-template", "FOLDER/broken.jinja"], "not valid Jinja: line 1"),
         (["chat", "--chat-template", "{% if %}"], "not valid Jinja: line 1"),
+        (["serve", "--record-steps", "FOLDER/qwen/steps"], "there is no directory FOLDER/qwen; did you mean FOLDER/qwen3?"),
+        (["run", "--record-steps", "FOLDER", "hello"], "cannot write FOLDER: it is a directory"),
     ],
 )
 def test_other_names(words: list[str], said: str, folder: Path) -> None:
@@ -72,3 +78,34 @@ def test_other_names(words: list[str], said: str, folder: Path) -> None:
     ((code, error),) = outcomes([[*named, *(["qwen3"] if named[0] != "run" else ["--model", "qwen3"])]])
     assert code == 2 and error.count("error:") == 1
     assert said.replace("FOLDER", str(folder)) in error
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        (
+            "--structured-outputs",
+            '{"regex": "["}',
+            'structured_outputs.regex: regex cannot be held: at 1(8): invalid regex "["',
+        ),
+        ("--structured-outputs", '{"json": {"type": "strin"}}', "structured_outputs.json: the schema at #/type: must be one"),
+        ("--structured-outputs", '{"grammar": "start: a"}', "structured_outputs.grammar: grammar cannot be held"),
+        ("--logprobs", "50", "logprobs asks for 50, and this engine gives at most 20 (max_logprobs)"),
+        ("--stop", "a" * 4000, "stop has a string of 4000 characters"),
+    ],
+)
+def test_sampling_options(option: str, value: str, said: str) -> None:
+    """The process of the engine, which imports heavy things, is there, and gets no model."""
+    ((code, error),) = outcomes([["run", option, value, "hello"]])
+    assert code == 2 and error.startswith("error: ") and said in error
+
+
+def test_sampling_options_of_a_conversation() -> None:
+    ((code, error),) = outcomes([["chat", "--structured-outputs", '{"regex": "["}']])
+    assert code == 2 and "regex cannot be held" in error
+
+
+def test_a_constraint_that_names_tokens_is_left_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "spawn", lambda origin: None)
+    grammar = {"grammar": 'start: <tool_call> "a" </tool_call>'}
+    options.spawn_checked(EngineArgs(), {"structured_outputs": StructuredOutputsParams(**grammar)})

@@ -107,7 +107,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(FakeLLM, "made", [])
     monkeypatch.setattr(headrace.cli.startup, "AnnouncedLLM", FakeLLM)
-    monkeypatch.setattr(headrace.cli.run, "spawn", lambda origin: None)
+    monkeypatch.setattr(headrace.cli.run, "spawn_checked", lambda args, sampling: None)
     monkeypatch.setattr(headrace.cli.run, "RESTART_POLL_SECONDS", 0.001)
 
 

@@ -65,6 +65,20 @@ def test_results_come_in_the_order_of_the_prompts(llm: LLM) -> None:
     assert llm.generate([]) == []
 
 
+@pytest.mark.parametrize("small", [{"kv_cache_memory": 100}, {"num_kv_blocks": 2, "max_model_len": 200}], ids=str)
+def test_a_cache_that_is_too_small_is_refused_before_weights_are_loaded(
+    tiny_folder: Path, small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loaded(*args: Any, **options: Any) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr("headrace.models.implementation.load_weights", loaded)
+    with pytest.raises(ConfigError, match=r"set \w+ to \d+ or more"):
+        build(tiny_folder, **{"num_kv_blocks": None} | small)
+    with pytest.raises(AssertionError):
+        build(tiny_folder)
+
+
 class WatchedParams(SamplingParams, frozen=True, kw_only=True):
     """Notes which of its fields anything reads after it is made."""
 

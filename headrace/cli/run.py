@@ -10,7 +10,7 @@ import itertools
 import sys
 import uuid
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -328,38 +328,40 @@ async def _generate(
     params = llm.inputs.default_sampling.replace(given)
     # A line's "max_tokens": null asks for the rest of the context.
     default = None if "max_tokens" in given else MAX_TOKENS
-    prompt: Any = {job.kind: job.content}
-    if job.kind == "messages":
-        prompt = await _chat_prompt(llm, job)
-    elif job.mm_processor_kwargs:
-        prompt["mm_processor_kwargs"] = job.mm_processor_kwargs
-    for _ in range(ATTEMPTS):
-        try:
-            result: RequestOutput | None = None
-            async for so_far in llm.generate(prompt, params, f"run-{job.number}", default_max_tokens=default):
-                result = so_far
-                if show is not None:
-                    show(so_far)
-            if result is None:
-                raise EngineError("the engine gave no answer")
-            if not result.error:
-                return result
-            reason = result.error
-            if not result.engine_died:
-                break
-        except EngineDeadError as error:
-            reason = str(error)
-        await _until_running(llm)
+    async with _prompt(llm, job) as prompt:
+        for _ in range(ATTEMPTS):
+            try:
+                result: RequestOutput | None = None
+                async for so_far in llm.generate(prompt, params, f"run-{job.number}", default_max_tokens=default):
+                    result = so_far
+                    if show is not None:
+                        show(so_far)
+                if result is None:
+                    raise EngineError("the engine gave no answer")
+                if not result.error:
+                    return result
+                reason = result.error
+                if not result.engine_died:
+                    break
+            except EngineDeadError as error:
+                reason = str(error)
+            await _until_running(llm)
     raise RequestError(reason)
 
 
-async def _chat_prompt(llm: AsyncLLM, job: PromptJob) -> Any:
-    """The prompt of a conversation, as soon as there is room for its media beside those of others."""
-    while True:
-        try:
-            return await llm.inputs.chat_prompt_async(job.content, mm_processor_kwargs=job.mm_processor_kwargs)
-        except QueueFullError:
-            await asyncio.sleep(RETRY_SECONDS)
+@contextlib.asynccontextmanager
+async def _prompt(llm: AsyncLLM, job: PromptJob) -> AsyncIterator[Any]:
+    """The prompt of a job; that of a conversation as soon as there is room for its media beside those of others, which it has
+    until the block ends: the job may be run again."""
+    kwargs = {"mm_processor_kwargs": job.mm_processor_kwargs} if job.mm_processor_kwargs else {}
+    async with contextlib.AsyncExitStack() as stack:
+        prompt: Any = None if job.kind == "messages" else {job.kind: job.content} | kwargs
+        while prompt is None:
+            try:
+                prompt = await stack.enter_async_context(llm.inputs.loaded_chat_prompt(job.content, **kwargs))
+            except QueueFullError:
+                await asyncio.sleep(RETRY_SECONDS)
+        yield prompt
 
 
 async def _until_running(llm: AsyncLLM) -> None:

@@ -61,10 +61,10 @@ class EngineTalker:
 
     async def reply(self, messages: Messages) -> AsyncIterator[str]:
         params = self._llm.inputs.default_sampling.replace(self.sampling)
-        prompt = await self._llm.inputs.chat_prompt_async(messages)
-        request = await self._llm.inputs.request_async(
-            prompt, params, request_id=f"chat-{uuid.uuid4().hex}", default_max_tokens=MAX_TOKENS
-        )
+        async with self._llm.inputs.loaded_chat_prompt(messages) as prompt:
+            request = await self._llm.inputs.request_async(
+                prompt, params, request_id=f"chat-{uuid.uuid4().hex}", default_max_tokens=MAX_TOKENS
+            )
         self.usage = usage = Usage(prompt_tokens=len(request.prompt_token_ids))
         async with await self._llm.add(request) as stream:
             async for delta in stream:

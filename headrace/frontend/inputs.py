@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import functools
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeVar, cast
 
@@ -159,7 +159,7 @@ class InputProcessor:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> TokensPrompt | MultiModalPrompt:
-        """Normalise, render and tokenise a conversation. Loads its media, and waits for them: ``chat_prompt_async`` does not.
+        """Normalise, render and tokenise a conversation. Loads its media, and waits for them: ``loaded_chat_prompt`` does not.
 
         Args:
             tokenizer: one with another chat template.
@@ -170,21 +170,46 @@ class InputProcessor:
         Raises:
             RequestError: the messages cannot be rendered, or are longer than the context; the processor has no such option.
         """
+        prompt, parts = self._rendered(
+            messages, tokenizer, add_special_tokens=add_special_tokens, mm_processor_kwargs=mm_processor_kwargs, **options
+        )
+        return prompt if self.media is None or not parts else _with_media(prompt, self.media.load(parts))
+
+    @contextlib.asynccontextmanager
+    async def loaded_chat_prompt(self, messages: Any, **options: Any) -> AsyncIterator[TokensPrompt | MultiModalPrompt]:
+        """Makes a prompt like ``chat_prompt``: renders it in a thread, and waits for its media in none. What they take of the
+        budget of media is given back at the block's end.
+
+        Raises:
+            QueueFullError: there is no room for its media now. And as ``chat_prompt``.
+        """
+        prompt, parts = await self.in_thread("", functools.partial(self._rendered, messages, **options))
+        if self.media is None or not parts:
+            yield prompt
+            return
+        async with self.media.loaded(parts) as data:
+            yield _with_media(prompt, data)
+
+    def _rendered(
+        self,
+        messages: Any,
+        tokenizer: Tokenizer | None = None,
+        *,
+        add_special_tokens: bool = False,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> tuple[Any, Sequence[MediaPart]]:
+        """A conversation's prompt without its media, and where these are; the parameters are those of ``chat_prompt``."""
         tokenizer = tokenizer or self._need_tokenizer("messages")
         self.check_processor_options(mm_processor_kwargs or {})
-        if self.multimodal is None or self.media is None:
-            text = tokenizer.render_chat(messages, **options)
-            return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens, "messages")}
-        media = ConversationMedia(self.multimodal.neutral, self.multimodal.written)
+        media = None
+        if self.multimodal is not None and self.media is not None:
+            media = ConversationMedia(self.multimodal.neutral, self.multimodal.written)
         text = tokenizer.render_chat(messages, media=media, **options)
-        if not media.parts:
-            return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens, "messages")}
-        return {
-            "prompt": text,
-            "multi_modal_data": self.media.load(media.parts),
-            "mm_processor_kwargs": mm_processor_kwargs or {},
-            "add_special_tokens": add_special_tokens,
-        }
+        if media is None or not media.parts:
+            return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens, "messages")}, ()
+        kwargs = mm_processor_kwargs or {}
+        return {"prompt": text, "mm_processor_kwargs": kwargs, "add_special_tokens": add_special_tokens}, media.parts
 
     def check_processor_options(self, kwargs: Any) -> None:
         """Raises RequestError where ``mm_processor_kwargs`` of a conversation, which may have no media, are wrong."""
@@ -194,11 +219,6 @@ class InputProcessor:
             raise unsupported("mm_processor_kwargs", "mm_processor_kwargs is not supported: the model reads text alone")
         if self.multimodal is not None:
             self.multimodal.check_options(kwargs)
-
-    async def chat_prompt_async(self, messages: Any, **options: Any) -> TokensPrompt | MultiModalPrompt:
-        """Makes a prompt like ``chat_prompt``, in a thread where it may take long."""
-        make = functools.partial(self.chat_prompt, messages, **options)
-        return make() if self.multimodal is None else await asyncio.to_thread(make)
 
     def prompt_token_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         """The tokens of a prompt, placeholders of media expanded. Raises: RequestError: as ``request``."""
@@ -480,6 +500,10 @@ def _prompt_parts(prompt: Any) -> tuple[str | None, list[int] | None]:
     if tokens is not None and (not isinstance(tokens, list) or not set(map(type, tokens)) <= {int}):
         raise RequestError("prompt_token_ids must be a list of token ids", "prompt_token_ids")
     return text, tokens
+
+
+def _with_media(prompt: Any, data: MultiModalData) -> MultiModalPrompt:
+    return cast("MultiModalPrompt", {**prompt, "multi_modal_data": data})
 
 
 def has_media(prompt: Prompt) -> bool:

@@ -34,7 +34,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 import msgspec
 
 from headrace.host.channel import Channel, Data
-from headrace.host.child import END_SECONDS, ChildProcess, python
+from headrace.host.child import END_SECONDS, ChildProcess, crashed, python
 from headrace.host.parent import Parent, die_with_thread_of_parent, end
 from headrace.host.sandbox import isolate, isolated_environment, limit_memory
 
@@ -190,8 +190,9 @@ def answer_jobs(parent: Parent, limits: ProcessLimits, answer: Callable[[bytearr
             die_with_thread_of_parent()
             end(_answer_jobs(Channel(parent.connection), answer, limits, working))
         status = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
-        if status >= 0 or not working[0]:
-            end(status if status >= 0 else 128 - status)  # The parent has gone, or the fork has failed.
+        # The parent has gone, or the fork has failed or was killed, perhaps with a part of its answer written.
+        if status >= 0 or not working[0] or not (status == -signal.SIGPROF or crashed(status)):
+            end(status if status >= 0 else 128 - status)
         parent.send(msgspec.msgpack.encode(status))
 
 

@@ -49,7 +49,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(BatchLLM, "made", [])
     monkeypatch.setattr(headrace.cli.startup, "AnnouncedLLM", BatchLLM)
-    monkeypatch.setattr(headrace.cli.run, "spawn", lambda origin: None)
+    monkeypatch.setattr(headrace.cli.run, "spawn_checked", lambda args, sampling: None)
     monkeypatch.setattr(headrace.cli.run, "RESTART_POLL_SECONDS", 0.001)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
@@ -35,7 +36,7 @@ class FakeLLM:
         self.info = SimpleNamespace(max_num_seqs=2)
         self.inputs = SimpleNamespace(
             default_sampling=SamplingParams(temperature=0.5, top_k=7),
-            chat_prompt_async=self._chat_prompt,
+            loaded_chat_prompt=self._chat_prompt,
         )
         self.prompts: list[Any] = []
         self.defaults: list[int | None] = []
@@ -52,12 +53,15 @@ class FakeLLM:
         self._calls = 0
         FakeLLM.made.append(self)
 
-    async def _chat_prompt(self, messages: list[dict[str, Any]], mm_processor_kwargs: Any = None) -> dict[str, Any]:
+    @contextlib.asynccontextmanager
+    async def _chat_prompt(
+        self, messages: list[dict[str, Any]], mm_processor_kwargs: Any = None
+    ) -> AsyncIterator[dict[str, Any]]:
         self.asked.append((messages, mm_processor_kwargs))
         self.busy -= 1
         if self.busy >= 0:
             raise QueueFullError("too many pictures")
-        return {"prompt_token_ids": [len(message["content"]) for message in messages]}
+        yield {"prompt_token_ids": [len(message["content"]) for message in messages]}
 
     async def start(self) -> None:
         if self.args.model == "missing":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from support.models import tiny_vision
 from support.runner.harness import media_of
 from support.served_pictures import (
@@ -122,6 +125,24 @@ def test_a_conversation_has_videos_that_its_template_does_not_know() -> None:
     assert prompt["prompt"] == f"[user]<video>what? {broken}[assistant]"
     (output,) = own.llm.chat([{"role": "user", "content": parts}], SamplingParams(max_tokens=1))
     assert (output.prompt_token_ids or []).count(tiny_vision.IDS["<image>"]) == 8
+
+
+def test_a_loaded_conversation_keeps_its_part_of_the_budget() -> None:
+    inputs = served("qwen2_vl").llm.inputs
+    assert inputs.media is not None
+    budget = inputs.media.budget
+    buffer = io.BytesIO()
+    Image.new("RGB", (40, 30)).save(buffer, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+
+    async def run() -> None:
+        async with inputs.loaded_chat_prompt(messages) as loaded:
+            assert inputs.prompt_token_ids(loaded) == inputs.prompt_token_ids(inputs.chat_prompt(messages))
+            assert budget.used > 40 * 30
+        assert budget.used == 0
+
+    asyncio.run(run())
 
 
 @of([*MOVING, *ALONE])

@@ -13,6 +13,7 @@ from headrace.server.agents import without_extras
 from headrace.server.body import TENANT, json_object
 from headrace.server.errors import shown
 from headrace.server.fields import applied_fields
+from headrace.server.generation import cancel_on_disconnect
 from headrace.server.schema import RequestBody, applied_options
 from headrace.server.state import Serving
 
@@ -29,7 +30,7 @@ async def checked_body(request: Request, serving: Serving, kind: type[B], endpoi
     serving.check_ready()
     fields = await json_object(request, serving.settings, serving.bodies, serving.max_json_values)
     if endpoint is not None:
-        fields = await without_extras(request, serving, endpoint, fields)
+        fields = await cancel_on_disconnect(serving, request.receive, without_extras(request, serving, endpoint, fields))
     return parsed_body(fields, kind, endpoint)
 
 

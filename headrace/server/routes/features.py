@@ -12,6 +12,7 @@ from headrace.errors import RequestError, missing, unknown, unsupported, wrong_t
 from headrace.server.body import check_content_encoding, json_object
 from headrace.server.errors import JSON, ApiError, shown
 from headrace.server.features import Upload
+from headrace.server.generation import cancel_on_disconnect
 from headrace.server.request import tenant
 from headrace.server.state import Serving, serving
 
@@ -60,7 +61,7 @@ async def upload(request: Request) -> Response:
         return features
 
     owner = tenant(request)
-    features = await state.llm.inputs.in_thread(owner, read)
+    features = await cancel_on_disconnect(state, request.receive, state.llm.inputs.in_thread(owner, read))
     identity = state.features.put(owner, modality, features)
     return JSON(state.features.described(identity, _kept(request, identity)))
 

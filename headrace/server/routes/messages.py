@@ -7,6 +7,7 @@ from starlette.responses import Response
 
 from headrace.server.answers import Begun, answers
 from headrace.server.errors import JSON
+from headrace.server.generation import cancel_on_disconnect
 from headrace.server.prompts import RenderedChat, need_tokenizer, render_messages
 from headrace.server.request import body_schema, checked_body, tenant, trusted_body
 from headrace.server.routes.chat import chat_generation
@@ -33,10 +34,15 @@ async def messages(state: Serving, body: MessagesBody, message_id: str, tenant: 
 @router.post("/v1/messages/count_tokens", openapi_extra=body_schema(CountTokensBody, "count_tokens"))
 async def count_tokens(request: Request) -> Response:
     """The number of tokens in the prompt of a conversation."""
-    state, owner = serving(request), tenant(request)
+    state = serving(request)
     body = await checked_body(request, state, CountTokensBody, "count_tokens")
     state.model.check_name(body.model)
     need_tokenizer(state, "messages")
+    count = await cancel_on_disconnect(state, request.receive, _count(state, body, tenant(request)))
+    return JSON({"input_tokens": count})
+
+
+async def _count(state: Serving, body: CountTokensBody, owner: str) -> int:
     with renamed(NAMES, "input_schema"):
         read = await chat_request(body, state, owner)
     with renamed(NAMES, "input_schema", read.tools):
@@ -46,5 +52,4 @@ async def count_tokens(request: Request) -> Response:
             return render_messages(state, chat, offered(chat, state.llm.inputs.answers, state.settings).schemas)
 
         found = await state.llm.inputs.in_thread(owner, rendered)
-        tokens = await found.token_ids(state, owner, state.features.finder(owner))
-    return JSON({"input_tokens": len(tokens)})
+        return len(await found.token_ids(state, owner, state.features.finder(owner)))

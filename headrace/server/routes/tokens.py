@@ -10,11 +10,12 @@ from starlette.responses import Response
 
 from headrace.errors import RequestError
 from headrace.server.errors import JSON
+from headrace.server.generation import cancel_on_disconnect
 from headrace.server.prompts import need_tokenizer, render_messages
 from headrace.server.request import body_schema, checked_body, tenant
 from headrace.server.sampling import limit
 from headrace.server.schema import DetokenizeBody, TokenizeBody
-from headrace.server.state import serving
+from headrace.server.state import Serving, serving
 
 router = APIRouter()
 _OF_MESSAGES = ("add_generation_prompt", "chat_template_kwargs", "continue_final_message", "mm_processor_kwargs")
@@ -23,11 +24,15 @@ _OF_MESSAGES = ("add_generation_prompt", "chat_template_kwargs", "continue_final
 @router.post("/tokenize", openapi_extra=body_schema(TokenizeBody))
 async def tokenize(request: Request) -> Response:
     """Tokens of a prompt or of a conversation, as the completions endpoints would make them."""
-    state, owner = serving(request), tenant(request)
+    state = serving(request)
     body = await checked_body(request, state, TokenizeBody)
     state.model.check_name(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages", "prompt")
+    return await cancel_on_disconnect(state, request.receive, _tokenized(state, body, tenant(request)))
+
+
+async def _tokenized(state: Serving, body: TokenizeBody, owner: str) -> Response:
     tokenizer, inputs, texts = need_tokenizer(state, "prompt"), state.llm.inputs, state.model.texts
     if body.messages is not None:
         rendered, special = await inputs.in_thread(owner, lambda: render_messages(state, body)), bool(body.add_special_tokens)
@@ -59,5 +64,5 @@ async def detokenize(request: Request) -> Response:
         message = f"tokens[{index}] is {token}, and the vocabulary has {inputs.vocab_size} tokens"
         raise RequestError(message, f"tokens[{index}]")
     decode = partial(tokenizer.decode, body.tokens, skip_special_tokens=body.skip_special_tokens)
-    text = await inputs.in_thread(tenant(request), decode)
+    text = await cancel_on_disconnect(state, request.receive, inputs.in_thread(tenant(request), decode))
     return JSON({"prompt": text})

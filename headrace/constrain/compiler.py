@@ -30,7 +30,8 @@ _MEANINGS = {
 class GrammarCompiler:
     """Compiles each constraint once. Called from one thread; the work is done in others, which hold no lock of Python's.
 
-    Failures are kept as text. The cache is bounded in bytes and drops what was not used for longest.
+    Failures are kept as text. The cache is bounded in bytes, and drops what was not used for longest by the tenant
+    that keeps the most.
     """
 
     def __init__(self, vocabulary: GrammarVocabulary, config: StructuredOutputsConfig) -> None:
@@ -44,14 +45,14 @@ class GrammarCompiler:
     def compile(self, constraint: Constraint, tenant: str = "") -> tuple[Future[GrammarMatcher | str], bool]:
         """The constraint's matcher at its start, for copies, or why there is none; and whether it was there already."""
         key = constraint.grammar
-        found = self._cache.get(key)
+        found = self._cache.get(key, tenant)
         if found is not None and not found.future.cancelled():
             self.pools.share(tenant, found.future)
             return found.future, True
         future = self.pools.submit(
             tenant, functools.partial(self._compile, constraint), slow=constraint.seconds > QUICK_SECONDS
         )
-        self._cache.put(key, _Entry(future, constraint.nbytes))
+        self._cache.put(key, _Entry(future, constraint.nbytes), tenant)
         return future, False
 
     def cancel(self, compiled: Future[GrammarMatcher | str]) -> None:

@@ -85,7 +85,7 @@ class GrammarFactory:
         """
         plan = None if plan is None or plan.plain else plan
         key = _key(params, plan)
-        if (found := self._cache.get(key)) is not None:
+        if (found := self._cache.get(key, tenant)) is not None:
             return _constraint(found)
         waiting = self._waiting.get(tenant, 0)
         if waiting and waiting + len(key) > _WAITING_BYTES:
@@ -126,20 +126,20 @@ class GrammarFactory:
         if future is not None:
             self.pools.share(tenant, future)
             return future
-        work = functools.partial(self._outcome, key, params, plan, slow)
+        work = functools.partial(self._outcome, key, params, plan, slow, tenant)
         future = self._pending[key, slow] = self.pools.submit(tenant, work, slow=slow)
         future.add_done_callback(lambda _: self._pending.pop((key, slow)))
         return future
 
     def _outcome(
-        self, key: bytes, params: StructuredOutputsParams | None, plan: AnswerPlan | None, slow: bool
+        self, key: bytes, params: StructuredOutputsParams | None, plan: AnswerPlan | None, slow: bool, tenant: str = ""
     ) -> Checked | None:
         """None: it takes too long for one that is not ``slow``."""
-        found = self._cache.get(key)
+        found = self._cache.get(key, tenant)
         if found is None:
             found = self._checked(params, plan, slow)
             if found is not None:
-                self._cache.put(key, found)
+                self._cache.put(key, found, tenant)
         return found
 
     def _checked(self, params: StructuredOutputsParams | None, plan: AnswerPlan | None, slow: bool) -> Checked | None:

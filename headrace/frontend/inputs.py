@@ -16,6 +16,7 @@ from headrace.constrain.factory import GrammarFactory
 from headrace.core.request import BadWordsTable, Constraint, ParseOptions, Request
 from headrace.errors import ConfigError, RequestError, unsupported
 from headrace.frontend.limits import check_limits, check_sizes
+from headrace.host.bounded_cache import BoundedCache
 from headrace.host.turns import TenantThreads
 from headrace.kv import Item
 from headrace.multimodal.items import MultiModalData
@@ -120,7 +121,7 @@ class InputProcessor:
         self._in_reasoning = self._grammars.config.enable_in_reasoning
         self._seeds = random.Random(args.seed)
         # Compiling reads the whole vocabulary, so that recent automatons are kept.
-        self._bad_words = functools.lru_cache(_BAD_WORDS_CACHED)(self._compiled_bad_words)
+        self._bad_words: BoundedCache[tuple[tuple[str, ...], bool], BadWordsTable] = BoundedCache(_BAD_WORDS_CACHED)
         pieces = tokenizer.token_bytes.pieces if tokenizer is not None else ()
         self._longest_piece = max((len(piece) for piece in pieces), default=1)
         self.max_prompt_chars = args.max_prompt_chars or max(_LEAST_PROMPT_CHARS, _CHARACTERS_PER_TOKEN * max_model_len)
@@ -220,9 +221,9 @@ class InputProcessor:
         if self.multimodal is not None:
             self.multimodal.check_options(kwargs)
 
-    def prompt_token_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+    def prompt_token_ids(self, prompt: Prompt, *, add_special_tokens: bool = True, tenant: str = "") -> list[int]:
         """The tokens of a prompt, placeholders of media expanded. Raises: RequestError: as ``request``."""
-        media = self._media(prompt, add_special_tokens)
+        media = self._media(prompt, add_special_tokens, tenant)
         return self._tokens(prompt, add_special_tokens)[1] if media is None else media.token_ids
 
     def encode(self, text: str, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
@@ -294,7 +295,7 @@ class InputProcessor:
         """
         check_params(params)
         if media is None:
-            media = self._media(prompt, add_special_tokens)
+            media = self._media(prompt, add_special_tokens, tenant)
         if media is None:
             text, tokens = self._tokens(prompt, add_special_tokens)
             self._refuse_media_tokens(tokens)
@@ -319,7 +320,7 @@ class InputProcessor:
             max_tokens=self._max_tokens(len(tokens), params, max(0, rope.delta) if rope is not None else 0, default_max_tokens),
             seed=params.seed if params.seed is not None else self._seeds.randint(0, MAX_SEED),
             eos_token_ids=self.eos_token_ids,
-            bad_words=self._bad_words(tuple(params.bad_words), not params.skip_special_tokens) if params.bad_words else None,
+            bad_words=self._compiled_bad_words(params, tenant),
             constraint=constraint,
             prompt=text,
             priority=priority,
@@ -345,7 +346,7 @@ class InputProcessor:
             return text, self._checked_tokens(self.encode(text or "", add_special_tokens))
         return text, self._checked_tokens(tokens)
 
-    def _media(self, prompt: Prompt, add_special_tokens: bool) -> PreparedPrompt | None:
+    def _media(self, prompt: Prompt, add_special_tokens: bool, tenant: str = "") -> PreparedPrompt | None:
         """A prompt with media, its placeholders expanded; None: it has none."""
         if not isinstance(prompt, dict) or not has_media(prompt):
             if isinstance(prompt, dict) and prompt.get("mm_processor_kwargs"):
@@ -368,7 +369,7 @@ class InputProcessor:
         data = MultiModalData.of(given)
         try:
             return self.multimodal.prepare(
-                tokens if tokens is not None else text or "", data, kwargs, add_special_tokens=special
+                tokens if tokens is not None else text or "", data, kwargs, add_special_tokens=special, tenant=tenant
             )
         except RequestError as error:
             blame_part(error, parts)
@@ -483,8 +484,15 @@ class InputProcessor:
         self._need_tokenizer("structured_outputs")
         return True
 
-    def _compiled_bad_words(self, words: tuple[str, ...], special_text: bool) -> BadWordsTable:
-        return compile_bad_words(words, self._need_tokenizer("bad_words").token_bytes, special_text=special_text)
+    def _compiled_bad_words(self, params: SamplingParams, tenant: str) -> BadWordsTable | None:
+        if not params.bad_words:
+            return None
+        key = words, special_text = tuple(params.bad_words), not params.skip_special_tokens
+        if (found := self._bad_words.get(key, tenant)) is None:
+            token_bytes = self._need_tokenizer("bad_words").token_bytes
+            found = compile_bad_words(words, token_bytes, special_text=special_text)
+            self._bad_words.put(key, found, tenant)
+        return found
 
 
 def _prompt_parts(prompt: Any) -> tuple[str | None, list[int] | None]:

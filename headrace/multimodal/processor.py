@@ -126,7 +126,13 @@ class MultiModalProcessor:
         self._rules.options(kwargs)
 
     def prepare(
-        self, prompt: str | list[int], data: MultiModalData, kwargs: Mapping[str, Any], *, add_special_tokens: bool
+        self,
+        prompt: str | list[int],
+        data: MultiModalData,
+        kwargs: Mapping[str, Any],
+        *,
+        add_special_tokens: bool,
+        tenant: str = "",
     ) -> PreparedPrompt:
         """Expands the placeholders of a prompt and processes its media; takes long: call it in a thread.
 
@@ -134,6 +140,7 @@ class MultiModalProcessor:
             prompt: text, or token ids, with one placeholder of the model for each medium.
             kwargs: ``mm_processor_kwargs``: options of the model's processor, such as ``min_pixels``.
             add_special_tokens: False for rendered chat templates.
+            tenant: keeps what the media become, for another prompt with them.
 
         Raises:
             RequestError: the number of placeholders or of media is wrong, a medium cannot be processed, or features do not fit
@@ -143,7 +150,7 @@ class MultiModalProcessor:
         placed = self._placed(prompt, data)
         processed = []
         for modality, medium, where in placed:
-            processed.append(self._process(medium, modality, options, where))
+            processed.append(self._process(medium, modality, options, where, tenant))
             self._check_step(processed[-1], where)
         rows = sum(one.expansion.num_rows for own in processed for one in own)
         if rows >= self._facts.max_model_len:
@@ -292,7 +299,7 @@ class MultiModalProcessor:
     # Media
 
     def _process(
-        self, medium: Picture | Video | Features, modality: Modality, options: Mapping[str, Any], where: str
+        self, medium: Picture | Video | Features, modality: Modality, options: Mapping[str, Any], where: str, tenant: str
     ) -> list[Processed]:
         if isinstance(medium, Features):
             return [self._features(medium, modality, where)]
@@ -301,7 +308,7 @@ class MultiModalProcessor:
         if isinstance(medium, Picture):
             medium = Picture(medium.pixels)  # PIL holds up the interpreter's other threads each time that it gives them.
         key = self._hash(medium, modality, options)
-        found = self._cache.get(key)
+        found = self._cache.get(key, tenant)
         if found is None:
             made = self._rules.process(medium, options, where)
             found = [
@@ -312,7 +319,7 @@ class MultiModalProcessor:
                 )
                 for index, one in enumerate(made)
             ]
-            self._cache.put(key, found)
+            self._cache.put(key, found, tenant)
         return found
 
     def _hash(self, medium: Picture | Video, modality: Modality, options: Mapping[str, Any]) -> str:

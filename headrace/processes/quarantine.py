@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection
 
 import msgspec
@@ -13,12 +13,14 @@ from headrace.core.request import Request
 from headrace.errors import RequestError
 
 _MOST = 10_000
-"""Requests that are remembered; the ones that were in flight the longest time ago are forgotten first."""
+"""Requests that are remembered. For another one, the tenant that has the most of them gives up the one that was in flight the
+longest time ago."""
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class _Suspect(msgspec.Struct):
+    tenant: str
     crashes: int = 0
     """Crashes at which it was in flight."""
     since: float = 0.0
@@ -64,13 +66,18 @@ class Quarantine:
 
     def crashed(self, requests: Collection[Request]) -> None:
         """An engine crashed with these requests in flight. Deaths that came from outside are not reported here."""
-        prints = {fingerprint(request) for request in requests} if self._seconds else set()
-        for key in prints:
-            suspect = self._suspects.setdefault(key, _Suspect())
+        prints = {fingerprint(request): request.tenant for request in requests} if self._seconds else {}
+        for key, tenant in prints.items():
+            suspect = self._suspects.setdefault(key, _Suspect(tenant))
             suspect.guilty |= len(prints) == 1 and suspect.crashes > 0
             suspect.crashes += 1
             suspect.since = self._clock()
             self._suspects.move_to_end(key)
+        counts = Counter(suspect.tenant for suspect in self._suspects.values())
+        while counts.total() > _MOST:
+            largest = max(counts, key=counts.__getitem__)
+            counts[largest] -= 1
+            del self._suspects[next(key for key, suspect in self._suspects.items() if suspect.tenant == largest)]
 
     def served(self, request: Request) -> None:
         """The request came to its end."""
@@ -79,7 +86,7 @@ class Quarantine:
 
     def _find(self, request: Request) -> _Suspect | None:
         end = self._clock() - self._seconds
-        while self._suspects and (len(self._suspects) > _MOST or next(iter(self._suspects.values())).since <= end):
+        while self._suspects and next(iter(self._suspects.values())).since <= end:
             self._suspects.popitem(last=False)
         return self._suspects.get(fingerprint(request)) if self._suspects else None
 

@@ -156,7 +156,7 @@ class RenderedChat(NamedTuple):
                 ids: list[int] = await inputs.in_thread(tenant, lambda: encode(prompt))
                 return ids
             return await inputs.in_thread(
-                tenant, lambda: inputs.prompt_token_ids(prompt, add_special_tokens=add_special_tokens)
+                tenant, lambda: inputs.prompt_token_ids(prompt, add_special_tokens=add_special_tokens, tenant=tenant)
             )
 
 

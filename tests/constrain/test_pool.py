@@ -134,3 +134,34 @@ def test_what_a_client_waits_for_is_bounded(held: tuple[threading.Event, list[st
         assert factory._waiting == {} and factory._pending == {}
 
     asyncio.run(run())
+
+
+def test_the_constraints_of_one_client_leave_those_of_another_in_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factory_module, "_CACHED", 8)
+    factory, compiler = make(StructuredOutputsConfig(cache_bytes=700_000))
+    checked: list[str | None] = []
+    check = factory_module.GrammarFactory._checked
+
+    def counted(self: Any, params: StructuredOutputsParams, plan: None, slow: bool) -> Checked | None:
+        checked.append(params.regex)
+        return check(self, params, plan, slow)
+
+    monkeypatch.setattr(factory_module.GrammarFactory, "_checked", counted)
+
+    async def compiled(pattern: str, tenant: str) -> bool:
+        """Whether it was compiled before."""
+        constraint = await factory.prepare(StructuredOutputsParams(regex=pattern), None, tenant)
+        future, known = compiler.compile(constraint, tenant)
+        assert not isinstance(future.result(20), str)
+        return known
+
+    async def run() -> None:
+        assert not await compiled("mine", "few")
+        for number in range(20):
+            assert not await compiled(f"m{number}", "many")
+        assert checked.count("mine") == 1
+        assert await compiled("mine", "few"), "it was compiled again"
+        assert checked.count("mine") == 1, "it was checked again"
+        assert not await compiled("m0", "many")
+
+    asyncio.run(run())

@@ -127,6 +127,29 @@ def test_patches_are_those_of_transformers(tmp_path: Path, kind: str, settings: 
         processor_of(tmp_path, kind)
 
 
+def test_the_media_of_one_tenant_leave_those_of_another_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = processor(tmp_path, "qwen2_5_vl")
+    sizes: list[tuple[int, int]] = []
+    process = made._rules.process
+
+    def counted(medium: Any, *args: Any) -> Any:
+        sizes.append(medium.size)
+        return process(medium, *args)
+
+    monkeypatch.setattr(made._rules, "process", counted)
+
+    def prepared(size: tuple[int, int], tenant: str) -> None:
+        made.prepare(PICTURE, MultiModalData.of({"image": picture(*size)}), {}, add_special_tokens=False, tenant=tenant)
+
+    prepared((56, 56), "few")
+    for height in range(56, 560, 8):
+        prepared((280, height), "many")
+    prepared((280, 56), "many")
+    assert sizes.count((280, 56)) == 2, "the cache holds all of them"
+    prepared((56, 56), "few")
+    assert sizes.count((56, 56)) == 1
+
+
 def test_what_a_caller_writes_to_an_array_changes_no_picture(qwen: MultiModalProcessor) -> None:
     """Neither that of a request that waits, nor the one that the cache has."""
     array = np.array(picture(56, 56, seed=3))

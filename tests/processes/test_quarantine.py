@@ -100,6 +100,17 @@ def test_memory_is_bounded_and_zero_seconds_suspect_nothing(clock: VirtualTime, 
     assert len(one) == 3 and len(never) == 0 and not refused(never, request())
 
 
+def test_the_suspects_of_one_tenant_leave_those_of_others(clock: VirtualTime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quarantine, "_MOST", 6)
+    one = Quarantine(60.0, clock.now)
+    mine = msgspec.structs.replace(request(), tenant="few")
+    for _ in range(2):
+        one.crashed([mine])
+    for number in range(10):
+        one.crashed([msgspec.structs.replace(request(tokens=(number,)), tenant="many")])
+    assert len(one) == 6 and refused(one, mine)
+
+
 def test_a_refusal_reaches_the_client_of_a_request_in_flight_with_its_code(clock: VirtualTime) -> None:
     one = Quarantine(60.0, clock.now)
     suspect = request(n=2)

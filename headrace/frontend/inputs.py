@@ -139,12 +139,12 @@ class InputProcessor:
             self._media_threads.start()
             self.media.prepare()
 
-    async def in_thread(self, tenant: str, work: Callable[[], T]) -> T:
-        """Runs work for a tenant's request beside the event loop, in one of few threads, which tenants have in turns.
+    async def in_thread(self, turn: str, work: Callable[[], T]) -> T:
+        """Runs work beside the event loop, in one of few threads, which clients have in turns, by the name ``turn``.
 
         Cancelled before its turn, it never runs.
         """
-        return await self._threads.run(tenant, work)
+        return await self._threads.run(turn, work)
 
     @property
     def special_texts(self) -> Sequence[str]:
@@ -250,19 +250,30 @@ class InputProcessor:
             )
 
     async def request_async(
-        self, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool = True, **options: Any
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        add_special_tokens: bool = True,
+        turn: str | None = None,
+        **options: Any,
     ) -> Request:
-        """Makes a request like ``request``; work that takes longer than a step may is done in a thread."""
+        """Makes a request like ``request``; work that takes longer than a step may is done in a thread.
+
+        Args:
+            turn: name under which its work takes turns with that of others; None: the tenant's.
+        """
         check_params(params)
-        plan, tenant = options.get("plan"), options.get("tenant", "")
+        plan = options.get("plan")
+        turn = options.get("tenant", "") if turn is None else turn
         if self._is_constrained(params, plan):
-            options["constraint"] = await self._grammars.prepare(params.structured_outputs, plan, tenant)
+            options["constraint"] = await self._grammars.prepare(params.structured_outputs, plan, turn)
         make = functools.partial(self.request, prompt, params, add_special_tokens=add_special_tokens, **options)
         text = prompt.get("prompt") if isinstance(prompt, dict) and "prompt_token_ids" not in prompt else prompt
         slow = bool(params.bad_words) or (isinstance(text, str) and len(text) > _INLINE_CHARACTERS)
         if has_media(prompt):
-            return await self._media_threads.run(tenant, make)
-        return await self.in_thread(tenant, make) if slow else make()
+            return await self._media_threads.run(turn, make)
+        return await self.in_thread(turn, make) if slow else make()
 
     def request(
         self,

@@ -12,7 +12,7 @@ from fastapi import Request
 
 from headrace.errors import RequestError
 from headrace.options import Endpoint
-from headrace.server.body import TENANT
+from headrace.server.body import caller
 from headrace.server.fields import rules, takes
 from headrace.server.shape import items, messages
 from headrace.server.shape.seal import is_sealed
@@ -75,8 +75,9 @@ async def without_extras(request: Request, state: Serving, endpoint: Endpoint, b
         return body
     answers = state.llm.inputs.answers
     efforts = answers.efforts if answers is not None else EffortVariables()
-    tenant = request.scope.get(TENANT, "")
-    extras = await state.llm.inputs.in_thread(tenant, lambda: list(_extras(endpoint, body, efforts, state.secret)))
+    extras = await state.llm.inputs.in_thread(
+        caller(request).turn, lambda: list(_extras(endpoint, body, efforts, state.secret))
+    )
     for extra in reversed(extras):  # Of a list, the last places first.
         del extra.owner[extra.name]
     if extras:

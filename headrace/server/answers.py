@@ -11,8 +11,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from headrace.options import Endpoint
+from headrace.server.body import Caller, caller
 from headrace.server.generation import Generation, cancel_on_disconnect
-from headrace.server.request import body_schema, checked_body, parsed_body, tenant
+from headrace.server.request import body_schema, checked_body, parsed_body
 from headrace.server.schema import SampledBody
 from headrace.server.sse import Answer, respond
 from headrace.server.state import Serving, serving
@@ -28,14 +29,14 @@ class AnswerRoute(Generic[B]):
     """Prefix of the ids of answers."""
     kind: type[B]
     endpoint: Endpoint
-    build: Callable[[Serving, B, str, str | None], Awaitable[Begun]]
+    build: Callable[[Serving, B, str, Caller], Awaitable[Begun]]
 
     async def post(self, request: Request) -> Response:
         state = serving(request)
         body = await checked_body(request, state, self.kind, self.endpoint)
         request_id = request.scope["headrace.engine_id"] = self.new_id()
         # A client that leaves takes its work out of the queues of threads and processes.
-        built = self.build(state, body, request_id, tenant(request))
+        built = self.build(state, body, request_id, caller(request))
         generation, answer = await cancel_on_disconnect(state, request.receive, built)
         # Of Anthropic's bodies none names a user.
         if session := request.headers.get("x-session-id") or getattr(body, "user", None):
@@ -46,7 +47,7 @@ class AnswerRoute(Generic[B]):
 
     async def begun(self, state: Serving, fields: dict[str, Any], request_id: str) -> Begun:
         """Begins the answer to a body that came without HTTP."""
-        return await self.build(state, parsed_body(fields, self.kind, self.endpoint), request_id, None)
+        return await self.build(state, parsed_body(fields, self.kind, self.endpoint), request_id, Caller())
 
     def new_id(self) -> str:
         return f"{self.prefix}{uuid.uuid4().hex}"
@@ -55,11 +56,11 @@ class AnswerRoute(Generic[B]):
 def answers(router: APIRouter, url: str, prefix: str, kind: type[B], endpoint: Endpoint) -> Callable[..., AnswerRoute[B]]:
     """Decorates what begins the generation of a checked body, and makes it answer POST.
 
-    The function takes the server's state, the body, the id of the answer and whose request it is (None: of a batch, which
-    has no uploaded features). It raises ApiError and RequestError, naming the field at fault.
+    The function takes the server's state, the body, the id of the answer and who sent the request. It
+    raises ApiError and RequestError, naming the field at fault.
     """
 
-    def decorate(build: Callable[[Serving, B, str, str | None], Awaitable[Begun]]) -> AnswerRoute[B]:
+    def decorate(build: Callable[[Serving, B, str, Caller], Awaitable[Begun]]) -> AnswerRoute[B]:
         route = AnswerRoute(url, prefix, kind, endpoint, build)
         router.post(url, name=build.__name__, description=build.__doc__, openapi_extra=body_schema(kind, endpoint))(route.post)
         return route

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import Request
@@ -22,6 +22,22 @@ _MAX_CONTENT_TYPE = 256
 _CHARSET = re.compile(r'charset\s*=\s*"?([^\s;"]+)')
 _SMALL_BODY = 64 * 2**10
 """Bytes that each request may hold beside the budget: large bodies that fill it must not keep small ones out."""
+
+
+class Caller(NamedTuple):
+    """Sender of a request; by default the line of a batch."""
+
+    tenant: str = ""
+    turn: str = ""
+    """Name under which its work takes turns with that of others: the tenant's, or where there are no keys its address."""
+    uploads: bool = False
+    """Whether it may name uploaded features."""
+
+
+def caller(request: Request) -> Caller:
+    """Returns the sender of a request."""
+    owner = str(request.scope.get(TENANT, ""))
+    return Caller(owner, owner or (request.client.host if request.client is not None else ""), uploads=True)
 
 
 class BodyBudget:

@@ -91,6 +91,10 @@ def test_threads_are_had_in_turns_by_the_keys(
     answer = api.post(url, body, headers={"Authorization": "Bearer b", "User-Agent": "codex_cli_rs/1.0"})
     assert answer.status_code == 200, answer.text
     assert {*tenants} == {hashlib.sha256(b"b").hexdigest()}
+    tenants.clear()
+    answer = Api(ScriptedLLM(made, ["Hi"])).post(url, body, headers={"User-Agent": "codex_cli_rs/1.0"})
+    assert answer.status_code == 200, answer.text
+    assert {*tenants} == {"127.0.0.1"}, "without keys, addresses have turns"
 
 
 def test_thoughts_are_joined_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from support.server.harness import Api
 from headrace.cli.prompts import parse_line
 from headrace.config import StructuredOutputsConfig
 from headrace.constrain.checker import ConstraintChecker
+from headrace.constrain.factory import GrammarFactory
 from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.core.request import Constraint
 from headrace.errors import RequestError
@@ -196,3 +198,22 @@ def test_constraints_are_compiled_for_the_owner_of_the_api_key(path: str) -> Non
     tenants = [request.tenant for request in llm.seen]
     assert tenants[0] == tenants[2] != tenants[1] and "" not in tenants and "one" not in tenants
     assert send(PATHS[1], {})[1].seen[0].tenant == ""
+
+
+@pytest.mark.parametrize(("keys", "turn"), [((), "127.0.0.1"), (("one",), hashlib.sha256(b"one").hexdigest())])
+def test_constraints_are_checked_in_turns_of_addresses_where_there_are_no_keys(
+    keys: tuple[str, ...], turn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns: list[str] = []
+    prepare = GrammarFactory.prepare
+
+    async def watched(self: GrammarFactory, params: Any, plan: Any, name: str) -> Constraint:
+        turns.append(name)
+        return await prepare(self, params, plan, name)
+
+    monkeypatch.setattr(GrammarFactory, "prepare", watched)
+    api = Api(FakeLLM(), ServerSettings(api_keys=keys))
+    for path, text in zip(PATHS, ({"messages": [{"role": "user", "content": "Hi"}]}, {"prompt": "Hi"}), strict=True):
+        body = {**text, "max_tokens": 4, "structured_outputs": {"regex": "a"}}
+        assert api.post(path, body, headers={"x-api-key": "one"}).is_success
+    assert turns == [turn, turn]

@@ -12,6 +12,7 @@ from fastapi import APIRouter
 from headrace.constrain.compose import TextGrammar
 from headrace.outputs import Event, Message, OutputDelta
 from headrace.server.answers import Begun, answers
+from headrace.server.body import Caller
 from headrace.server.generation import Generation, Piece, named
 from headrace.server.logprobs import JSONArray, chat_logprobs, prompt_logprobs
 from headrace.server.prompts import RenderedChat, check_prompt_logprobs, render_messages
@@ -27,9 +28,9 @@ router = APIRouter()
 
 
 @answers(router, "/v1/chat/completions", "chatcmpl-", ChatBody, "chat")
-async def chat_completions(state: Serving, body: ChatBody, request_id: str, tenant: str | None) -> Begun:
+async def chat_completions(state: Serving, body: ChatBody, request_id: str, caller: Caller) -> Begun:
     """Answers a conversation."""
-    generation = await chat_generation(state, body, request_id, tenant=tenant)
+    generation = await chat_generation(state, body, request_id, caller)
     return generation, ChatAnswer(body, state, generation, request_id)
 
 
@@ -37,8 +38,8 @@ async def chat_generation(
     state: Serving,
     body: ChatBody,
     request_id: str,
+    caller: Caller,
     *,
-    tenant: str | None,
     room: int | None = None,
     grammars: Mapping[str, TextGrammar] = MappingProxyType({}),
     transcript: Transcript | None = None,
@@ -46,7 +47,6 @@ async def chat_generation(
     """The generation of a conversation.
 
     Args:
-        tenant: whose request it is; None: of a batch, which has no uploaded features.
         room: most tokens to generate, fewer where the context ends before.
         grammars: of tools whose calls have a text, by name.
         transcript: of earlier turns.
@@ -55,16 +55,15 @@ async def chat_generation(
         ApiError, RequestError: 4xx, naming the field of the chat request.
     """
     state.model.check_name(body.model)
-    owner = tenant or ""
     with named(chat_names(body)):
-        params = await state.llm.inputs.in_thread(owner, lambda: chat_params(body, state))
+        params = await state.llm.inputs.in_thread(caller.turn, lambda: chat_params(body, state))
         answers = state.llm.inputs.answers
 
         def read() -> tuple[Tools, RenderedChat]:
             tools = offered(body, answers, state.settings, grammars)
             return tools, render_messages(state, body, tools.schemas)._replace(transcript=transcript)
 
-        tools, rendered = await state.llm.inputs.in_thread(owner, read)
+        tools, rendered = await state.llm.inputs.in_thread(caller.turn, read)
         prompt = rendered.text
         parse = answers and answers.options(
             prompt,
@@ -75,8 +74,8 @@ async def chat_generation(
             stop_in_reasoning=body.stop_in_reasoning,
         )
         plan = state.llm.inputs.answer_plan(prompt, params, tools.rules, budget=thinking_budget(body))
-        find = None if tenant is None else state.features.finder(tenant)
-        async with rendered.prompt(state, owner, find, add_special_tokens=body.add_special_tokens) as full:
+        find = state.features.finder(caller.tenant) if caller.uploads else None
+        async with rendered.prompt(state, caller.tenant, find, add_special_tokens=body.add_special_tokens) as full:
             engine_request = await state.llm.inputs.request_async(
                 full,
                 params,
@@ -86,7 +85,8 @@ async def chat_generation(
                 request_id=request_id,
                 priority=body.priority,
                 cache_salt=body.cache_salt,
-                tenant=owner,
+                tenant=caller.tenant,
+                turn=caller.turn,
             )
     check_prompt_logprobs(state, [engine_request], copies=1)
     if room is not None:

@@ -14,6 +14,7 @@ from headrace.core.request import Request as EngineRequest
 from headrace.errors import RequestError
 from headrace.outputs import OutputDelta, TokenLogprobs
 from headrace.server.answers import Begun, answers
+from headrace.server.body import Caller
 from headrace.server.generation import Generation, Piece, named
 from headrace.server.logprobs import CompletionLogprobs, JSONColumns, prompt_logprobs
 from headrace.server.prompts import check_prompt_logprobs, engine_prompt, parse_prompts
@@ -26,30 +27,29 @@ router = APIRouter()
 
 
 @answers(router, "/v1/completions", "cmpl-", CompletionBody, "completions")
-async def completions(state: Serving, body: CompletionBody, request_id: str, tenant: str | None) -> Begun:
+async def completions(state: Serving, body: CompletionBody, request_id: str, caller: Caller) -> Begun:
     """Continues one or more texts."""
     state.model.check_name(body.model)
-    owner = tenant or ""
-    prompts = await state.llm.inputs.in_thread(owner, lambda: parse_prompts(body.prompt, state.settings.max_prompts))
-    engine_requests = await _engine_requests(state, body, prompts, request_id, owner)
+    prompts = await state.llm.inputs.in_thread(caller.turn, lambda: parse_prompts(body.prompt, state.settings.max_prompts))
+    engine_requests = await _engine_requests(state, body, prompts, request_id, caller)
     generation = Generation(state, engine_requests)
     echoes = [_echo_text(state, prompt) if body.echo else "" for prompt in prompts]
     return generation, CompletionAnswer(body, state.model, generation, request_id, echoes)
 
 
 async def _engine_requests(
-    state: Serving, body: CompletionBody, prompts: list[str | list[int]], request_id: str, tenant: str
+    state: Serving, body: CompletionBody, prompts: list[str | list[int]], request_id: str, caller: Caller
 ) -> list[EngineRequest]:
     """Checks every prompt before the first one starts."""
     requests = []
     with named(completion_names(body)):
-        params = await state.llm.inputs.in_thread(tenant, lambda: completion_params(body, state))
+        params = await state.llm.inputs.in_thread(caller.turn, lambda: completion_params(body, state))
         if len(prompts) * params.n > (most := state.settings.max_choices):
             message = f"{len(prompts)} prompts with n = {params.n} make more than {most} choices (max_choices)"
             raise RequestError(message, "n")
         for index, prompt in enumerate(prompts):
             request = await state.llm.inputs.request_async(
-                await state.llm.inputs.in_thread(tenant, partial(engine_prompt, state, prompt, body))
+                await state.llm.inputs.in_thread(caller.turn, partial(engine_prompt, state, prompt, body))
                 if body.suffix
                 else engine_prompt(state, prompt, body),
                 params,
@@ -57,7 +57,8 @@ async def _engine_requests(
                 request_id=request_id if len(prompts) == 1 else f"{request_id}-{index}",
                 priority=body.priority,
                 cache_salt=body.cache_salt,
-                tenant=tenant,
+                tenant=caller.tenant,
+                turn=caller.turn,
             )
             if body.suffix and state.model.fim is not None:
                 ends = {*request.eos_token_ids, *state.model.fim.end_token_ids}

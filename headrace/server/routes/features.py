@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from headrace.choices import MEDIA_NAMES, Modality
 from headrace.errors import RequestError, missing, unknown, unsupported, wrong_type
-from headrace.server.body import check_content_encoding, json_object
+from headrace.server.body import caller, check_content_encoding, json_object
 from headrace.server.errors import JSON, ApiError, shown
 from headrace.server.features import Upload
 from headrace.server.generation import cancel_on_disconnect
@@ -60,9 +60,8 @@ async def upload(request: Request) -> Response:
         processor.check_features(features, modality, "data")
         return features
 
-    owner = tenant(request)
-    features = await cancel_on_disconnect(state, request.receive, state.llm.inputs.in_thread(owner, read))
-    identity = state.features.put(owner, modality, features)
+    features = await cancel_on_disconnect(state, request.receive, state.llm.inputs.in_thread(caller(request).turn, read))
+    identity = state.features.put(tenant(request), modality, features)
     return JSON(state.features.described(identity, _kept(request, identity)))
 
 

@@ -6,10 +6,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from headrace.server.answers import Begun, answers
+from headrace.server.body import Caller, caller
 from headrace.server.errors import JSON
 from headrace.server.generation import cancel_on_disconnect
 from headrace.server.prompts import RenderedChat, need_tokenizer, render_messages
-from headrace.server.request import body_schema, checked_body, tenant, trusted_body
+from headrace.server.request import body_schema, checked_body, trusted_body
 from headrace.server.routes.chat import chat_generation
 from headrace.server.schema import ChatBody, CountTokensBody, MessagesBody
 from headrace.server.shape.messages import NAMES, MessagesAnswer, chat_request
@@ -21,13 +22,13 @@ router = APIRouter()
 
 
 @answers(router, "/v1/messages", "msg_", MessagesBody, "messages")
-async def messages(state: Serving, body: MessagesBody, message_id: str, tenant: str | None) -> Begun:
+async def messages(state: Serving, body: MessagesBody, message_id: str, caller: Caller) -> Begun:
     """Answers a conversation in the shape of Anthropic's API."""
     with renamed(NAMES, "input_schema"):
-        read = await chat_request(body, state, tenant or "")
+        read = await chat_request(body, state, caller.turn)
     with renamed(NAMES, "input_schema", read.tools):
         chat = trusted_body(read.fields, ChatBody)
-        generation = await chat_generation(state, chat, message_id, tenant=tenant, room=body.max_tokens)
+        generation = await chat_generation(state, chat, message_id, caller, room=body.max_tokens)
     return generation, MessagesAnswer(body, state, generation, message_id)
 
 
@@ -38,18 +39,18 @@ async def count_tokens(request: Request) -> Response:
     body = await checked_body(request, state, CountTokensBody, "count_tokens")
     state.model.check_name(body.model)
     need_tokenizer(state, "messages")
-    count = await cancel_on_disconnect(state, request.receive, _count(state, body, tenant(request)))
+    count = await cancel_on_disconnect(state, request.receive, _count(state, body, caller(request)))
     return JSON({"input_tokens": count})
 
 
-async def _count(state: Serving, body: CountTokensBody, owner: str) -> int:
+async def _count(state: Serving, body: CountTokensBody, sender: Caller) -> int:
     with renamed(NAMES, "input_schema"):
-        read = await chat_request(body, state, owner)
+        read = await chat_request(body, state, sender.turn)
     with renamed(NAMES, "input_schema", read.tools):
         chat = trusted_body(read.fields, ChatBody)
 
         def rendered() -> RenderedChat:
             return render_messages(state, chat, offered(chat, state.llm.inputs.answers, state.settings).schemas)
 
-        found = await state.llm.inputs.in_thread(owner, rendered)
-        return len(await found.token_ids(state, owner, state.features.finder(owner)))
+        found = await state.llm.inputs.in_thread(sender.turn, rendered)
+        return len(await found.token_ids(state, sender.tenant, state.features.finder(sender.tenant)))

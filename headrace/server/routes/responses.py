@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from headrace.errors import RequestError, unsupported
 from headrace.server.answers import Begun, answers
+from headrace.server.body import Caller
 from headrace.server.errors import JSON, ApiError, shown
 from headrace.server.prompts import need_tokenizer
 from headrace.server.request import tenant, trusted_body
@@ -26,20 +27,20 @@ _MOST_ITEMS = 100
 
 
 @answers(router, "/v1/responses", "resp_", ResponsesBody, "responses")
-async def responses(state: Serving, body: ResponsesBody, response_id: str, tenant: str | None) -> Begun:
+async def responses(state: Serving, body: ResponsesBody, response_id: str, caller: Caller) -> Begun:
     """Answers a conversation of items."""
     if body.store and not state.responses.on:
         raise unsupported("store", "store: this server keeps no responses (--no-responses-store)")
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream: true", "stream_options")
-    owner = tenant or ""
-    late = await late_system(state, owner)
+    owner = caller.tenant
+    late = await late_system(state, caller.turn)
     with renamed(NAMES):
-        read = await conversation(body, state, owner, late)
+        read = await conversation(body, state, caller, late)
     with renamed(NAMES, tools=read.tools.places):
         chat = trusted_body(read.chat, ChatBody)
         generation = await chat_generation(
-            state, chat, response_id, tenant=tenant, grammars=read.tools.grammars, transcript=read.transcript
+            state, chat, response_id, caller, grammars=read.tools.grammars, transcript=read.transcript
         )
     if not state.responses.on or body.store is False:
         return generation, ResponsesAnswer(body, state, generation, response_id, read, None)

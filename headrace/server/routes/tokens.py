@@ -9,10 +9,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from headrace.errors import RequestError
+from headrace.server.body import Caller, caller
 from headrace.server.errors import JSON
 from headrace.server.generation import cancel_on_disconnect
 from headrace.server.prompts import need_tokenizer, render_messages
-from headrace.server.request import body_schema, checked_body, tenant
+from headrace.server.request import body_schema, checked_body
 from headrace.server.sampling import limit
 from headrace.server.schema import DetokenizeBody, TokenizeBody
 from headrace.server.state import Serving, serving
@@ -29,26 +30,27 @@ async def tokenize(request: Request) -> Response:
     state.model.check_name(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages", "prompt")
-    return await cancel_on_disconnect(state, request.receive, _tokenized(state, body, tenant(request)))
+    return await cancel_on_disconnect(state, request.receive, _tokenized(state, body, caller(request)))
 
 
-async def _tokenized(state: Serving, body: TokenizeBody, owner: str) -> Response:
+async def _tokenized(state: Serving, body: TokenizeBody, sender: Caller) -> Response:
     tokenizer, inputs, texts = need_tokenizer(state, "prompt"), state.llm.inputs, state.model.texts
     if body.messages is not None:
-        rendered, special = await inputs.in_thread(owner, lambda: render_messages(state, body)), bool(body.add_special_tokens)
-        ids = await rendered.token_ids(state, owner, state.features.finder(owner), add_special_tokens=special)
+        rendered = await inputs.in_thread(sender.turn, lambda: render_messages(state, body))
+        special, find = bool(body.add_special_tokens), state.features.finder(sender.tenant)
+        ids = await rendered.token_ids(state, sender.tenant, find, add_special_tokens=special)
     else:
         text, special = body.prompt or "", body.add_special_tokens is not False
         if given := [name for name in _OF_MESSAGES if getattr(body, name) is not None]:
             raise RequestError(f"{given[0]} needs messages", given[0])
         inputs.check_length(text, "prompt")
-        ids = await inputs.in_thread(owner, lambda: tokenizer.encode(text, add_special_tokens=special, param="prompt"))
+        ids = await inputs.in_thread(sender.turn, lambda: tokenizer.encode(text, add_special_tokens=special, param="prompt"))
 
     def answer() -> dict[str, Any]:
         shaped = {"count": len(ids), "max_model_len": state.model.max_model_len, "tokens": ids}
         return shaped | {"token_strs": [texts.text(token) for token in ids]} if body.return_token_strs else shaped
 
-    return JSON(await inputs.in_thread(owner, answer))
+    return JSON(await inputs.in_thread(sender.turn, answer))
 
 
 @router.post("/detokenize", openapi_extra=body_schema(DetokenizeBody))
@@ -64,5 +66,5 @@ async def detokenize(request: Request) -> Response:
         message = f"tokens[{index}] is {token}, and the vocabulary has {inputs.vocab_size} tokens"
         raise RequestError(message, f"tokens[{index}]")
     decode = partial(tokenizer.decode, body.tokens, skip_special_tokens=body.skip_special_tokens)
-    text = await cancel_on_disconnect(state, request.receive, inputs.in_thread(tenant(request), decode))
+    text = await cancel_on_disconnect(state, request.receive, inputs.in_thread(caller(request).turn, decode))
     return JSON({"prompt": text})

@@ -182,14 +182,14 @@ class ChatRequest(NamedTuple):
     """Place in the request of each tool of the chat."""
 
 
-async def chat_request(body: CountTokensBody, state: Serving, tenant: str) -> ChatRequest:
-    """Reads a request, in a thread.
+async def chat_request(body: CountTokensBody, state: Serving, turn: str) -> ChatRequest:
+    """Reads a request, in a thread. ``turn``: as in ``Caller``.
 
     Raises:
         RequestError: 400, naming the place at fault.
     """
-    late = await late_system(state, tenant)
-    return await state.llm.inputs.in_thread(tenant, lambda: _chat_request(body, state, late))
+    late = await late_system(state, turn)
+    return await state.llm.inputs.in_thread(turn, lambda: _chat_request(body, state, late))
 
 
 def _chat_request(body: CountTokensBody, state: Serving, late: bool) -> ChatRequest:

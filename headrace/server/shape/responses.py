@@ -11,7 +11,7 @@ import msgspec
 
 from headrace.constrain.parameters import CUSTOM_INPUT
 from headrace.errors import RequestError, unsupported
-from headrace.server.body import num_values
+from headrace.server.body import Caller, num_values
 from headrace.server.errors import ApiError, shown
 from headrace.server.fields import applied_fields
 from headrace.server.generation import Generation, Piece
@@ -84,7 +84,7 @@ class Conversation(NamedTuple):
     """Transcript of the response that the request continues."""
 
 
-async def conversation(body: ResponsesBody, state: Serving, tenant: str, late: bool) -> Conversation:
+async def conversation(body: ResponsesBody, state: Serving, caller: Caller, late: bool) -> Conversation:
     """Reads a request, in a thread: what it refers to may be large. ``late``: as ``late_system`` says.
 
     Raises:
@@ -92,9 +92,9 @@ async def conversation(body: ResponsesBody, state: Serving, tenant: str, late: b
     """
     given = body.input if isinstance(body.input, list) else []
     names = [item["id"] for item in given if isinstance(item, dict) and isinstance(item.get("id"), str)]
-    known = {name: found for name in names if (found := state.responses.item(tenant, name)) is not None}
-    before = _earlier(body, state, tenant)
-    return await state.llm.inputs.in_thread(tenant, lambda: _read(body, state, known, before, late))
+    known = {name: found for name in names if (found := state.responses.item(caller.tenant, name)) is not None}
+    before = _earlier(body, state, caller.tenant)
+    return await state.llm.inputs.in_thread(caller.turn, lambda: _read(body, state, known, before, late))
 
 
 def _read(

@@ -108,15 +108,15 @@ class Turns:
         return self._messages[-1]
 
 
-async def late_system(state: Serving, tenant: str) -> bool:
-    """Whether the chat template takes a system message after others."""
+async def late_system(state: Serving, turn: str) -> bool:
+    """Whether the chat template takes a system message after others. ``turn``: as in ``Caller``."""
     if state.late_system is None:
         word = "headrace"
         probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
         try:
             render = need_tokenizer(state, "messages").render_chat
             probe.append({"role": "system", "content": word})
-            state.late_system = word in await state.llm.inputs.in_thread(tenant, lambda: render(probe))
+            state.late_system = word in await state.llm.inputs.in_thread(turn, lambda: render(probe))
         except RequestError:
             state.late_system = False
     return state.late_system

@@ -65,7 +65,13 @@ class SeeingProcessor:
                 raise RequestError(f"{where}.{name}: expected finite numbers", f"{where}.{name}")
 
     def prepare(
-        self, prompt: str | list[int], data: MultiModalData, kwargs: Mapping[str, Any], *, add_special_tokens: bool
+        self,
+        prompt: str | list[int],
+        data: MultiModalData,
+        kwargs: Mapping[str, Any],
+        *,
+        add_special_tokens: bool,
+        tenant: str = "",
     ) -> PreparedPrompt:
         assert isinstance(prompt, str)
         media: dict[str, list[Any]] = {"image": list(data.images), "video": list(data.videos), "audio": list(data.audios)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -61,10 +60,13 @@ async def detokenize(request: Request) -> Response:
     state.model.check_name(body.model)
     tokenizer, inputs = need_tokenizer(state, "tokens"), state.llm.inputs
     limit("tokens", len(body.tokens), inputs.max_prompt_chars, "max_prompt_chars")
-    if body.tokens and max(body.tokens) >= inputs.vocab_size:
-        index, token = next((i, token) for i, token in enumerate(body.tokens) if token >= inputs.vocab_size)
-        message = f"tokens[{index}] is {token}, and the vocabulary has {inputs.vocab_size} tokens"
-        raise RequestError(message, f"tokens[{index}]")
-    decode = partial(tokenizer.decode, body.tokens, skip_special_tokens=body.skip_special_tokens)
+
+    def decode() -> str:
+        if body.tokens and max(body.tokens) >= inputs.vocab_size:
+            index, token = next((i, token) for i, token in enumerate(body.tokens) if token >= inputs.vocab_size)
+            message = f"tokens[{index}] is {token}, and the vocabulary has {inputs.vocab_size} tokens"
+            raise RequestError(message, f"tokens[{index}]")
+        return tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
+
     text = await cancel_on_disconnect(state, request.receive, inputs.in_thread(caller(request).turn, decode))
     return JSON({"prompt": text})

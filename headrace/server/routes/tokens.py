@@ -66,7 +66,8 @@ async def detokenize(request: Request) -> Response:
             index, token = next((i, token) for i, token in enumerate(body.tokens) if token >= inputs.vocab_size)
             message = f"tokens[{index}] is {token}, and the vocabulary has {inputs.vocab_size} tokens"
             raise RequestError(message, f"tokens[{index}]")
-        return tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
+        text: str = tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
+        return text
 
     text = await cancel_on_disconnect(state, request.receive, inputs.in_thread(caller(request).turn, decode))
     return JSON({"prompt": text})

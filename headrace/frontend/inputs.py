@@ -16,14 +16,13 @@ from headrace.constrain.factory import GrammarFactory
 from headrace.core.request import BadWordsTable, Constraint, ParseOptions, Request
 from headrace.errors import ConfigError, RequestError, unsupported
 from headrace.frontend.limits import check_limits, check_sizes
-from headrace.host.bounded_cache import BoundedCache
 from headrace.host.turns import TenantThreads
 from headrace.kv import Item
 from headrace.multimodal.items import MultiModalData
 from headrace.multimodal.threads import media_workers, use_one_core
 from headrace.options import Option, OptionSpec, check_value, options, shown
 from headrace.sampling_params import MAX_SEED, SamplingParams
-from headrace.text.bad_words import check_bad_words, compile_bad_words
+from headrace.text.bad_words import BadWordsCache, check_bad_words
 from headrace.text.content import ConversationMedia, MediaPart, blame_part
 
 if TYPE_CHECKING:
@@ -61,7 +60,6 @@ Prompt = str | TokensPrompt | TextPrompt | MultiModalPrompt
 
 T = TypeVar("T")
 
-_BAD_WORDS_CACHED = 32
 _INLINE_CHARACTERS = 4096
 """Longer prompts are tokenised in a thread: a shorter one takes less time than a change of threads may."""
 _NUM_THREADS = 2
@@ -120,8 +118,7 @@ class InputProcessor:
         self._grammars = grammars if grammars is not None else GrammarFactory(args.structured_outputs_config, None)
         self._in_reasoning = self._grammars.config.enable_in_reasoning
         self._seeds = random.Random(args.seed)
-        # Compiling reads the whole vocabulary, so that recent automatons are kept.
-        self._bad_words: BoundedCache[tuple[tuple[str, ...], bool], BadWordsTable] = BoundedCache(_BAD_WORDS_CACHED)
+        self._bad_words = BadWordsCache()
         pieces = tokenizer.token_bytes.pieces if tokenizer is not None else ()
         self._longest_piece = max((len(piece) for piece in pieces), default=1)
         self.max_prompt_chars = args.max_prompt_chars or max(_LEAST_PROMPT_CHARS, _CHARACTERS_PER_TOKEN * max_model_len)
@@ -498,12 +495,8 @@ class InputProcessor:
     def _compiled_bad_words(self, params: SamplingParams, tenant: str) -> BadWordsTable | None:
         if not params.bad_words:
             return None
-        key = words, special_text = tuple(params.bad_words), not params.skip_special_tokens
-        if (found := self._bad_words.get(key, tenant)) is None:
-            token_bytes = self._need_tokenizer("bad_words").token_bytes
-            found = compile_bad_words(words, token_bytes, special_text=special_text)
-            self._bad_words.put(key, found, tenant)
-        return found
+        token_bytes = self._need_tokenizer("bad_words").token_bytes
+        return self._bad_words.table(params.bad_words, token_bytes, not params.skip_special_tokens, tenant)
 
 
 def _prompt_parts(prompt: Any) -> tuple[str | None, list[int] | None]:

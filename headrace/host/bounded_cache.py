@@ -22,7 +22,7 @@ class _Entry(Generic[V]):
 
 @dataclasses.dataclass
 class _Account(Generic[K]):
-    """What one tenant keeps."""
+    """The entries that one tenant keeps."""
 
     keys: OrderedDict[K, None] = dataclasses.field(default_factory=OrderedDict)
     nbytes: int = 0
@@ -43,7 +43,7 @@ class BoundedCache(Generic[K, V]):
         self._max_entries, self._max_bytes, self._size = max_entries, max_bytes, size or (lambda key, value: 0)
         self._entries: OrderedDict[K, _Entry[V]] = OrderedDict()
         self._accounts: OrderedDict[str, _Account[K]] = OrderedDict()
-        """Those first that were not used for longest; none is empty."""
+        """Accounts by tenant, those first that were not used for longest; none is empty."""
         self._nbytes = 0
         self._lock = threading.Lock()
 

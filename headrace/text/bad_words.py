@@ -11,9 +11,11 @@ import numpy.typing as npt
 from headrace.config import EngineArgs
 from headrace.core.request import BadWordsTable
 from headrace.errors import RequestError
+from headrace.host.bounded_cache import BoundedCache
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.vocab import TokenBytes, VocabularyIndex
 
+_CACHED = 32
 _MAX_STATES = 2**15 - 1
 """States are int16."""
 
@@ -26,6 +28,21 @@ def check_bad_words(words: Sequence[str], tokenizer: Tokenizer, args: EngineArgs
             raise RequestError(
                 f"bad_words has a string of {length} tokens; at most {most} are allowed: {word[:40]!r}", "bad_words"
             )
+
+
+class BadWordsCache:
+    """Compiles bad words of one vocabulary, and keeps recent tables: compiling reads the whole vocabulary."""
+
+    def __init__(self) -> None:
+        self._tables: BoundedCache[tuple[tuple[str, ...], bool], BadWordsTable] = BoundedCache(_CACHED)
+
+    def table(self, words: Sequence[str], token_bytes: TokenBytes, special_text: bool, tenant: str) -> BadWordsTable:
+        """The parameters and errors are those of ``compile_bad_words``. ``tenant``: keeps the table."""
+        key = (tuple(words), special_text)
+        if (found := self._tables.get(key, tenant)) is None:
+            found = compile_bad_words(words, token_bytes, special_text=special_text)
+            self._tables.put(key, found, tenant)
+        return found
 
 
 def compile_bad_words(words: Sequence[str], token_bytes: TokenBytes, *, special_text: bool) -> BadWordsTable:

@@ -18,13 +18,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.server.body import TENANT, release_body
 from headrace.server.errors import ApiError, api_error, shown
+from headrace.server.routes.page import PATHS
 from headrace.server.state import Serving
 
 logger = logging.getLogger("headrace.server")
 
 CLIENT_GONE = 499
 """The status in log and metrics of a request whose client went before the answer."""
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/live", "/ping", "/version", "/metrics"})
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/live", "/ping", "/version", "/metrics"}) | PATHS
 _GENERATES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _PORT = re.compile(r":[0-9]*$")

@@ -37,6 +37,8 @@ class ServerSettings(Checked):
     """TCP port. 0 takes a free port, which the log names."""
     uds: Annotated[str | None, OptionSpec(metavar="PATH")] = None
     """Path of a Unix domain socket to listen on in place of host and port, for a proxy on the same machine."""
+    ui: bool = True
+    """Answer browsers at / with a page to chat. Where there are API keys, it asks for one."""
     served_model_names: Annotated[
         tuple[str, ...], OptionSpec(min=1, flags=("--served-model-name",), default="the model as it was given", metavar="NAME")
     ] = ()

@@ -57,7 +57,6 @@ async def live(request: Request) -> Response:
     return JSON({"status": "ok"})
 
 
-@router.get("/")
 @router.get("/version")
 async def version() -> Response:
     return JSON({"version": headrace.__version__})

@@ -1,0 +1,208 @@
+"""The chat page in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+Open = Callable[..., Any]
+TOOL = [{"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def say(page: Any, text: str) -> None:
+    page.get_by_role("combobox", name="Model").locator("option").first.wait_for(state="attached")
+    page.get_by_label("Message", exact=True).fill(text)
+    page.keyboard.press("Enter")
+
+
+def reply(page: Any, nth: int = 0) -> Any:
+    """The nth reply, when it is complete."""
+    article = page.get_by_role("article", name="Model").nth(nth)
+    article.get_by_text("first after").wait_for()
+    return article
+
+
+def bodies(page: Any) -> list[Any]:
+    """Sampling parameters of the requests so far."""
+    return [request.sampling for request in page.llm.seen]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_reply_is_rendered_and_kept(open_page: Open, scheme: str) -> None:
+    page = open_page("# Title\n\nSome **bold** and `__init__`.\n\n- one\n- two\n\n```py\nx = 1\n```\n", scheme=scheme)
+    say(page, "Hello *there*")
+    article = reply(page)
+    assert article.get_by_role("heading", name="Title").count() == 1
+    assert article.locator("strong").inner_text() == "bold" and article.locator("code").first.inner_text() == "__init__"
+    assert article.get_by_role("listitem").all_inner_texts() == ["one", "two"]
+    assert article.locator("pre code").inner_text() == "x = 1"
+    assert page.get_by_role("article", name="You").locator(".content").inner_text() == "Hello *there*"
+    page.reload()
+    assert reply(page).get_by_role("heading", name="Title").count() == 1
+
+
+def test_edits_and_new_replies_are_branches(open_page: Open) -> None:
+    page = open_page("answer one", "answer two", "answer three")
+    say(page, "one")
+    reply(page)
+    page.get_by_role("button", name="Regenerate").click()
+    page.get_by_text("2 of 2").wait_for()
+    assert "answer two" in reply(page).inner_text()
+    page.get_by_role("button", name="previous branch").click()
+    assert "answer one" in reply(page).inner_text()
+    page.get_by_role("button", name="Edit").click()
+    assert page.get_by_label("Message", exact=True).input_value() == "one"
+    say(page, "other")
+    page.get_by_text("answer three").wait_for()
+    assert "2 of 2" in page.get_by_role("article", name="You").inner_text()
+
+
+def test_sampling_follows_the_declaration(open_page: Open) -> None:
+    page = open_page("ok")
+    control = page.get_by_label("temperature", exact=True)
+    assert (control.get_attribute("min"), control.get_attribute("max")) == ("0", "3.4028234663852886e+38")
+    control.fill("0.25")
+    control.blur()
+    page.get_by_label("max_tokens", exact=True).fill("2")
+    page.get_by_label("max_tokens", exact=True).blur()
+    page.get_by_label("System message").fill("Be brief.")
+    page.get_by_label("System message").blur()
+    say(page, "hi")
+    assert "stopped at the limit of tokens" in reply(page).inner_text()
+    [request] = page.llm.seen
+    assert request.sampling.temperature == 0.25 and "Be brief." in page.llm.tokenizer.decode(request.prompt_token_ids)
+
+
+def test_tokens_by_probability(open_page: Open) -> None:
+    page = open_page("abc")
+    page.get_by_label("token probabilities").check()
+    say(page, "hi")
+    reply(page).get_by_role("button", name="Show tokens").click()
+    tokens = page.get_by_role("group", name="tokens by probability").locator("span")
+    assert tokens.all_inner_texts()[:3] == ["a", "b", "c"]
+    tokens.first.focus()
+    page.keyboard.press("ArrowRight")
+    assert '"b" 36.8 %' in page.locator(".alternatives").inner_text()
+
+
+def test_reasoning_is_folded_and_tools_are_answered(open_page: Open) -> None:
+    call = '<tool_call>\n{"name": "get_time", "arguments": {"zone": "UTC"}}\n</tool_call>'
+    page = open_page(f"<think>let me see</think>{call}", "It is noon.")
+    page.get_by_label("Tools, as a JSON list").fill(json.dumps(TOOL))
+    page.get_by_label("Tools, as a JSON list").blur()
+    say(page, "What time is it?")
+    article = reply(page)
+    assert article.get_by_text("let me see").is_visible() is False
+    assert '"zone": "UTC"' in article.get_by_label("arguments").inner_text()
+    article.get_by_label("result of get_time").fill("12:00")
+    article.get_by_role("button", name="Send result").click()
+    page.get_by_text("It is noon.").wait_for()
+    assert "12:00" in page.llm.tokenizer.decode(page.llm.seen[1].prompt_token_ids)
+
+
+def test_an_error_names_the_field(open_page: Open) -> None:
+    page = open_page("ok", allow="400")
+    page.get_by_label("JSON Schema of the answers").fill('{"type": "nothing"}')
+    page.get_by_label("JSON Schema of the answers").blur()
+    say(page, "hi")
+    alert = page.get_by_role("alert")
+    alert.wait_for()
+    assert re.match(r"response_format[\w.]*: ", alert.inner_text())
+
+
+HOSTILE = (
+    """<img src=x onerror="document.title='taken'"><script>document.title='taken'</script>
+
+[click](javascript:alert(1)) [site](https://example.com/a) ![shot](https://example.com/track.png)
+
+<iframe src="https://example.com"></iframe> \u202eright to left
+
+data: {"choices": []}
+
+"""
+    + "> " * 200
+    + "deep\n\n"
+    + "*" * 3000
+)
+
+
+def test_what_a_model_writes_stays_text(open_page: Open) -> None:
+    page = open_page(HOSTILE)
+    say(page, "hi")
+    article = reply(page)
+    assert page.title() == "headrace"
+    assert article.locator(".content").locator("img, script, iframe").count() == 0
+    assert "onerror" in article.inner_text() and "![shot]" in article.inner_text()
+    links = article.locator("a")
+    assert links.count() == 1 and links.get_attribute("href") == "https://example.com/a"
+    assert "noopener" in links.get_attribute("rel")
+
+
+def test_a_key_is_asked_for_and_is_in_no_address(open_page: Open) -> None:
+    page = open_page("ok", api_keys=("secret",), allow="401")
+    page.get_by_label("API key").last.fill("secret")
+    page.get_by_role("button", name="Continue").click()
+    say(page, "hi")
+    reply(page)
+    assert page.evaluate("JSON.stringify([location.href, {...sessionStorage}, {...localStorage}])").count("secret") == 0
+
+
+def test_a_picture_is_shown_and_sent(open_page: Open) -> None:
+    page = open_page("ok", allow="400")
+    dot = bytes.fromhex(
+        "89504e470d0a1a0a0000000d49484452000000010000000108020000009077"
+        "53de0000000c49444154789c63f8cfc0000003010100c9fe92ef0000000049454e44ae426082"
+    )
+    page.locator("input[type=file]").set_input_files([{"name": "a.png", "mimeType": "image/png", "buffer": dot}])
+    page.get_by_alt_text("attached picture").wait_for()
+    say(page, "What is it?")
+    page.get_by_alt_text("picture of the message").wait_for()
+    # The scripted model reads text alone, so the server names the part; a picture reached it.
+    page.get_by_role("alert").wait_for()
+    assert "messages" in page.get_by_role("alert").inner_text()
+
+
+def test_metrics_have_tiles(open_page: Open) -> None:
+    page = open_page("ok")
+    page.locator(".tiles").get_by_text("running").wait_for()
+    assert page.locator(".tiles svg").count() == 5
+
+
+def test_narrow_screens_and_the_keyboard(open_page: Open) -> None:
+    page = open_page("ok")
+    page.set_viewport_size({"width": 360, "height": 640})
+    page.reload()
+    say(page, "hi")
+    reply(page)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    page.get_by_role("button", name="Conversations").click()
+    assert page.get_by_role("button", name="New conversation").is_visible()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("path", ["/", "/docs"])
+def test_axe_finds_nothing_serious(open_page: Open, scheme: str, path: str) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+    page = open_page("# T\n\ntext `code`\n\n```\ncode\n```", scheme=scheme, path=path)
+    if path == "/":
+        say(page, "hi")
+        reply(page)
+    else:
+        page.get_by_text("POST /v1/chat/completions").click()
+    found = axe.Axe().run(page).response["violations"]
+    assert [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")] == []
+
+
+def test_the_api_has_a_page(open_page: Open) -> None:
+    page = open_page("ok", path="/docs")
+    page.get_by_text("POST /v1/chat/completions").click()
+    schema = httpx.get(page.url.replace("/docs", "/openapi.json")).json()
+    field = schema["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"][
+        "properties"
+    ]
+    assert page.get_by_role("row", name="temperature").first.inner_text().endswith(field["temperature"]["description"])

@@ -150,6 +150,13 @@ class Decoder(nn.Module):
         """Runs all layers in one call with the same result, in the steps that it supports."""
         self.rotary = RopeAngles(spec, device)
 
+    def place(self, device: str | torch.device) -> None:
+        """Makes everything but parameters on a device, for a model that was built on the meta device."""
+        self.rotary = RopeAngles(self.spec, device)
+        for module in self.modules():
+            if isinstance(module, UnitRMSNorm):
+                module.ones = torch.ones_like(module.ones, device=device)
+
     @torch.inference_mode()
     def forward(self, inputs: ModelInputs, ctx: ForwardContext) -> torch.Tensor:
         """Computes the normed hidden states of one step, ``[T, hidden]``."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Protocol, cast
 
+import torch
+
 from headrace.config import Decision, EngineArgs, EngineConfig
 from headrace.errors import ConfigError, ContradictionError
 from headrace.model_spec import AnySpec, ModelSpec
@@ -190,9 +192,16 @@ class _Native:
     def load(self, files: ModelFiles, config: EngineConfig, progress: Progress) -> tuple[Model, LoadReport]:
         # Its rotary factors are resolved, and those of ``self.spec`` are not.
         spec = cast(ModelSpec, config.model)
-        model = registry.build(spec, config.dtype, config.device, self.group)
+        model = registry.build(spec, config.dtype, config.device, self.group, to_load=True)
         table = registry.name_table(spec)
-        seed = config.args.seed
-        report = load_weights(model, table, files, quantization=config.quantization, seed=seed, progress=progress)
+        report = load_weights(
+            model,
+            table,
+            files,
+            device=torch.device(config.device),
+            quantization=config.quantization,
+            seed=config.args.seed,
+            progress=progress,
+        )
         layers = fuse(model)
         return model, dataclasses.replace(report, decisions=(*report.decisions, *([] if layers is None else [layers])))

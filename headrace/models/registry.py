@@ -109,13 +109,17 @@ def to_transformers_fields(hf_config: HFConfig) -> HFConfig:
     return hf_config if family is None or family.to_transformers_fields is None else family.to_transformers_fields(hf_config)
 
 
-def build(spec: ModelSpec, dtype: str, device: str | torch.device, group: Group = ALONE) -> Decoder:
+def build(spec: ModelSpec, dtype: str, device: str | torch.device, group: Group = ALONE, *, to_load: bool = False) -> Decoder:
     """Builds the model, or the part of it that the spec describes, with its parameters allocated and uninitialised.
 
     Args:
         group: the ranks that have the other parts.
+        to_load: leave the parameters on the meta device: ``load_weights`` allocates those that stay.
     """
-    model = _BY_ARCHITECTURE[spec.architecture].decoder(spec, getattr(torch, dtype), device).eval()
+    decoder = _BY_ARCHITECTURE[spec.architecture].decoder
+    model = decoder(spec, getattr(torch, dtype), "meta" if to_load else device).eval()
+    if to_load:
+        model.place(device)
     connect(model, group)
     return model
 

@@ -78,7 +78,7 @@ class Converter:
         if not self._quantization.floats:
             why = against[0] if against else f"it has no kernel on {self._device.type}"
             raise ConfigError(f"{self._quantization.name} cannot hold {name}: {why}; set quantization none", "quantization")
-        if "weight" not in layer._parameters:
+        if "weight" not in layer._parameters or layer.weight.device != self._device:
             layer.method.allocate(layer, facts.dtype, self._device)
         layer.method.load(layer, parts)
         coded = any(part.codes is not None for part in parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -13,6 +13,7 @@ from headrace.layers.linear import Linear
 from headrace.layers.stored import Codes, StoredMatrix
 from headrace.quant.candidates import EngineFacts, Keep, Limit, Round
 from headrace.quant.float_codes import TileCodes
+from headrace.quant.groups import rows_at_once
 from headrace.quant.packed import PackedMethod
 
 
@@ -35,23 +36,45 @@ class Fp8Method(PackedMethod):
         self._device = device
 
     def load(self, layer: Linear, parts: Sequence[StoredMatrix]) -> float:
-        codes, scales, error, size = [], [], 0.0, 0.0
+        codes = torch.empty(layer.out_features, layer.in_features, dtype=torch.float8_e4m3fn, device=self._device)
+        scales = torch.empty(self.scales_shape(layer), device=self._device)
+        self.weight = Fp8Weight(codes, scales, torch.ones((), device=self._device))
+        floats: list[torch.Tensor] = []
+        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
+        start = 0
         for part in parts:
-            if isinstance(part.codes, TileCodes) and self.holds(part.codes):
-                held = part.codes.values.to(self._device), self.stored_scales(part.codes).to(self._device)
-            else:
-                exact = part.exact().to(self._device).float()
-                held = self.rounded(exact)
-                # In float64 only the two sums: a matrix of float64 would be the largest thing in memory.
-                error += float((dequantize(self._weight(*held)) - exact).square().sum(dtype=torch.float64))
-                size += float(exact.square().sum(dtype=torch.float64))
-            codes.append(held[0])
-            scales.append(held[1])
-        layer.register_buffer("codes", torch.cat([one.view(torch.uint8) for one in codes]).view(torch.float8_e4m3fn))
-        layer.register_buffer("scales", torch.cat(scales).contiguous())
-        self.weight = self._weight(layer.get_buffer("codes"), layer.get_buffer("scales"))
-        layer.register_buffer("one", self.weight.one)
+            aligned = not (start + sum(map(len, floats))) % (len(codes) // len(scales))
+            if not aligned or not isinstance(part.codes, TileCodes) or not self.holds(part.codes):
+                floats.append(part.exact())
+                continue
+            start += self._round(floats, start, sums)
+            stored = self._rows(start, start + len(part.codes.values))
+            _copy(part.codes.values, stored.codes)
+            _copy(self.stored_scales(part.codes), stored.scales)
+            start += len(stored.codes)
+            floats = []
+        self._round(floats, start, sums)
+        for name, tensor in self.weight._asdict().items():
+            layer.register_buffer(name, tensor)
+        error, size = sums.tolist()
         return (error / size) ** 0.5 if size else 0.0
+
+    def _round(self, parts: Sequence[torch.Tensor], start: int, sums: torch.Tensor) -> int:
+        """Rounds floats, one below the other, to the rows from ``start`` on, and returns their number. Adds the squares of the
+        errors and of the weights to ``sums``."""
+        count = sum(map(len, parts))
+        # A few rows at a time: each step is a float32 copy. Blocks may have rows of two parts.
+        codes, scales, _ = self.weight
+        size = rows_at_once(codes.shape[1], len(codes) // len(scales))
+        for first in range(0, count, size):
+            exact = torch.cat([rows.to(self._device).float() for rows in _slices(parts, first, first + size)])
+            held = self._rows(start + first, start + first + len(exact))
+            for there, here in zip(held, self.rounded(exact), strict=False):
+                _copy(here, there)
+            # In float64 only the two sums: a matrix of float64 would be the largest thing in memory.
+            error = dequantize(held).sub_(exact)
+            sums += torch.stack([one.square_().sum(dtype=torch.float64) for one in (error, exact)])
+        return count
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         y = fp8_linear(x.reshape(-1, layer.in_features), self.weight, layer.bias, layer.out_dtype)
@@ -71,8 +94,15 @@ class Fp8Method(PackedMethod):
         """Codes and scales of a float32 matrix."""
         return quantize_rows_ref(weight, weight.shape[1])
 
-    def _weight(self, codes: torch.Tensor, scales: torch.Tensor) -> Fp8Weight:
-        return Fp8Weight(codes, scales, torch.ones((), device=codes.device))
+    @staticmethod
+    def scales_shape(layer: Linear) -> tuple[int, int]:
+        return layer.out_features, 1
+
+    def _rows(self, start: int, stop: int) -> Fp8Weight:
+        """Some outputs of the weight, as views."""
+        codes, scales, one = self.weight
+        outputs = len(codes) // len(scales)
+        return Fp8Weight(codes[start:stop], scales[start // outputs : stop // outputs], one)
 
 
 class Fp8BlockMethod(Fp8Method):
@@ -92,6 +122,10 @@ class Fp8BlockMethod(Fp8Method):
         return codes.first == (0, 0) and len(codes.values) % GROUP == 0
 
     @staticmethod
+    def scales_shape(layer: Linear) -> tuple[int, int]:
+        return layer.out_features // GROUP, layer.in_features // GROUP
+
+    @staticmethod
     def stored_scales(codes: TileCodes) -> torch.Tensor:
         return codes.scales.float()
 
@@ -102,6 +136,21 @@ class Fp8BlockMethod(Fp8Method):
         scales = (blocks.abs().amax((1, 3)) / E4M3_MAX).clamp_min(LEAST_SCALE)
         codes = (blocks / scales[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX)
         return codes.view(weight.shape).to(torch.float8_e4m3fn), scales
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copies numbers of the same type. Some devices have no copy of FP8."""
+    if target.dtype == torch.float8_e4m3fn:
+        source, target = source.view(torch.uint8), target.view(torch.uint8)
+    target.copy_(source)
+
+
+def _slices(parts: Sequence[torch.Tensor], start: int, stop: int) -> Iterator[torch.Tensor]:
+    """The rows ``[start, stop)`` of matrices that lie one below the other, as views."""
+    for part in parts:
+        if start < len(part) and stop > 0:
+            yield part[max(start, 0) : stop]
+        start, stop = start - len(part), stop - len(part)
 
 
 def _limits(engine: EngineFacts) -> list[Limit]:

@@ -15,8 +15,13 @@ from headrace.parallel.shards import Cut
 
 GROUP = 32
 """Inputs that share a scale and a minimum: GGUF's, and the one that the packed kernels are fast with."""
-_ROWS = 1024
-"""Outputs that are dequantised at once."""
+AT_ONCE = 2**22
+"""Numbers that are rounded or dequantised at once: each step makes a float32 copy of them."""
+
+
+def rows_at_once(columns: int, multiple: int = 1) -> int:
+    """Returns the number of outputs, a multiple, that are rounded or dequantised at once."""
+    return max(multiple, AT_ONCE // columns // multiple * multiple)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +63,9 @@ class GroupCodes:
         """``[N, K]`` float32"""
         weight = self.codes.float()
         # A few rows at a time: scales and offsets for each input are as large as the weight.
-        for start in range(0, len(weight), _ROWS):
-            here = slice(start, start + _ROWS)
+        count = rows_at_once(weight.shape[1])
+        for start in range(0, len(weight), count):
+            here = slice(start, start + count)
             scales, offsets = self._for_inputs(self.scales[here].float()), self._for_inputs(self.offsets[here].float())
             if self.zeros is None:
                 weight[here].mul_(scales).add_(offsets)
@@ -128,14 +134,22 @@ def round_to_groups(weight: torch.Tensor, bits: int, step: torch.dtype, anchor: 
             it before the codes are chosen, so that the codes make up for it.
         anchor: 0 for kernels that keep a minimum, ``2 ** (bits - 1)`` for those that keep a middle.
     """
-    groups = weight.float().view(weight.shape[0], -1, GROUP)
-    low, high = groups.amin(-1), groups.amax(-1)
     top = 2**bits - 1
-    scales = ((high - low) / top).to(step).float()
-    fixed = (low + anchor * scales).to(step).float()
-    inverse = torch.where(scales > 0, 1 / scales, torch.zeros_like(scales))
-    codes = ((groups - fixed[..., None]) * inverse[..., None]).add_(anchor).round_().clamp_(0, top)
-    return GroupCodes(bits, codes.to(torch.uint8).view(weight.shape), scales, fixed - anchor * scales)
+    codes = torch.empty(weight.shape, dtype=torch.uint8)
+    scales, mins = torch.empty(2, weight.shape[0], weight.shape[1] // GROUP).unbind()
+    # A few rows at a time: each step is a float32 copy.
+    count = rows_at_once(weight.shape[1])
+    for start in range(0, len(weight), count):
+        here = slice(start, start + count)
+        groups = weight[here].float().view(-1, weight.shape[1] // GROUP, GROUP)
+        low, high = groups.amin(-1), groups.amax(-1)
+        step_of = ((high - low) / top).to(step).float()
+        fixed = (low + anchor * step_of).to(step).float()
+        inverse = torch.where(step_of > 0, 1 / step_of, torch.zeros_like(step_of))
+        rounded = (groups - fixed[..., None]).mul_(inverse[..., None]).add_(anchor).round_().clamp_(0, top)
+        codes[here].copy_(rounded.view(-1, weight.shape[1]))
+        scales[here], mins[here] = step_of, fixed - anchor * step_of
+    return GroupCodes(bits, codes, scales, mins)
 
 
 def relative_error(approximate: torch.Tensor, exact: torch.Tensor) -> float:

@@ -31,7 +31,13 @@ class HybridMethod(PackedMethod):
 
     def load(self, layer: Linear, parts: Sequence[StoredMatrix]) -> float:
         error = self.packed.load(layer, parts)
-        layer.register_buffer("copy", torch.cat([part.exact().to(self.dtype) for part in parts]))
+        copy = torch.empty(layer.out_features, layer.in_features, dtype=self.dtype)
+        start = 0
+        for part in parts:
+            rows = part.exact()
+            copy[start : start + len(rows)] = rows
+            start += len(rows)
+        layer.register_buffer("copy", copy)
         return error
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:

@@ -9,13 +9,15 @@ import torch
 
 from headrace.layers.linear import Linear
 from headrace.layers.stored import StoredMatrix
-from headrace.quant.groups import GROUP, GroupCodes
+from headrace.quant.groups import GROUP, GroupCodes, rows_at_once
 from headrace.quant.packed import PackedMethod, finish, group_codes, rounding_error
 
 ANCHOR = 8
 """The kernel stores a group's value at this code instead of its minimum."""
 _INNER_TILES = 2
 """An argument of the packing that CPUs ignore."""
+_BLOCK = 64
+"""A multiple of the outputs that lie together, whichever instructions the kernel uses."""
 
 
 def held(weights: GroupCodes, dtype: torch.dtype) -> GroupCodes:
@@ -37,11 +39,15 @@ class Int4Method(PackedMethod):
 
     def load(self, layer: Linear, parts: Sequence[StoredMatrix]) -> float:
         weights = held(group_codes(parts, 4, self.dtype, ANCHOR), self.dtype)
-        codes = weights.codes.to(torch.int32)
-        layer.register_buffer("packed", torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, _INNER_TILES))
+        pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu
+        # Some blocks of rows at a time: codes as int32 are twice the weight.
+        size = rows_at_once(layer.in_features, _BLOCK)
+        starts = range(0, layer.out_features, size)
+        packed = [pack(weights.codes[at : at + size].to(torch.int32), _INNER_TILES) for at in starts]
+        layer.register_buffer("packed", torch.cat(packed))
         scales = torch.stack((weights.scales, weights.mins + ANCHOR * weights.scales), dim=-1)
         layer.register_buffer("scales", scales.transpose(0, 1).contiguous().to(self.dtype))
-        return rounding_error(weights, parts)
+        return rounding_error(lambda here: weights.rows(here).dequantize(), parts)
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, layer.in_features).contiguous()

@@ -8,6 +8,7 @@ import torch
 
 from headrace.layers.linear import Linear
 from headrace.layers.stored import StoredMatrix
+from headrace.quant.groups import rows_at_once
 from headrace.quant.packed import PackedMethod, finish, rounding_error
 
 
@@ -22,13 +23,24 @@ class Int8Method(PackedMethod):
     multiples = 1, 16
 
     def load(self, layer: Linear, parts: Sequence[StoredMatrix]) -> float:
-        weight = torch.cat([part.exact() for part in parts]).float()
-        scales = (weight.abs().amax(1) / 127).to(self.dtype)
-        # The codes are chosen for the scale that is kept, so that its rounding costs nothing.
-        inverse = torch.where(scales > 0, 1 / scales.float(), torch.zeros_like(scales, dtype=torch.float32))
-        layer.register_buffer("codes", (weight * inverse[:, None]).round_().clamp_(-127, 127).to(torch.int8))
+        codes = torch.empty(layer.out_features, layer.in_features, dtype=torch.int8)
+        scales = torch.empty(layer.out_features, dtype=self.dtype)
+        start, size = 0, rows_at_once(layer.in_features)
+        for part in parts:
+            # A few rows at a time: each step is a float32 copy.
+            exact = part.exact()
+            for first in range(0, len(exact), size):
+                weight = exact[first : first + size].float()
+                here = slice(start + first, start + first + len(weight))
+                scales[here] = (weight.abs().amax(1) / 127).to(self.dtype)
+                # The codes are chosen for the scale that is kept, so that its rounding costs nothing.
+                kept = scales[here].float()
+                inverse = torch.where(kept > 0, 1 / kept, torch.zeros_like(kept))
+                codes[here] = (weight * inverse[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+            start += len(exact)
+        layer.register_buffer("codes", codes)
         layer.register_buffer("scales", scales)
-        return rounding_error(self.dequantize(layer), parts)
+        return rounding_error(lambda here: codes[here].float() * scales[here, None].float(), parts)
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, layer.in_features).contiguous()

@@ -11,7 +11,7 @@ from torch import nn
 from headrace.kernels.native.library import DTYPES, NativeKernels
 from headrace.layers.linear import Linear
 from headrace.layers.stored import StoredMatrix
-from headrace.quant.groups import GROUP, GroupCodes
+from headrace.quant.groups import GROUP, GroupCodes, rows_at_once
 from headrace.quant.packed import PackedMethod, group_codes, kept_codes, rounding_error
 
 _LANES = 16
@@ -51,7 +51,10 @@ class NativeMethod(PackedMethod):
         limit = torch.finfo(torch.float16).max
         if not all(float(values.abs().amax()) <= limit for values in (weights.scales, weights.mins)):
             raise OverflowError(f"a scale is beyond {limit:g}, or no number")
-        layer.register_buffer("packed", _pack(weights))
+        # Some blocks of rows at a time: each step of packing is a copy.
+        size = rows_at_once(layer.in_features, _LANES)
+        packed = [_pack(weights.rows(slice(at, at + size))) for at in range(0, layer.out_features, size)]
+        layer.register_buffer("packed", torch.cat(packed))
         if layer.bias is not None:
             layer.bias = nn.Parameter(layer.bias.data.float(), requires_grad=False)
         self.groups = layer.in_features // GROUP
@@ -59,7 +62,7 @@ class NativeMethod(PackedMethod):
         kept = held(weights)
         stored = all(kept_codes(part, self.bits) is not None for part in parts)
         exact = stored and kept.scales.equal(weights.scales) and kept.mins.equal(weights.mins)
-        return 0.0 if exact else rounding_error(kept, parts)
+        return 0.0 if exact else rounding_error(lambda here: kept.rows(here).dequantize(), parts)
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         kind = DTYPES.get(x.dtype)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from headrace.layers.linear import Linear, LinearMethod
 from headrace.layers.stored import StoredMatrix
-from headrace.quant.groups import GroupCodes, concatenate, relative_error, round_to_groups
+from headrace.quant.groups import GroupCodes, concatenate, round_to_groups, rows_at_once
 
 _SAMPLED_ROWS = 256
 """Rows that an error is computed over, evenly spread."""
@@ -52,17 +52,24 @@ def group_codes(parts: Sequence[StoredMatrix], bits: int, step: torch.dtype, anc
     return concatenate(codes)
 
 
-def rounding_error(held: GroupCodes | torch.Tensor, parts: Sequence[StoredMatrix]) -> float:
-    """Relative error of the weights that a layer holds, over some rows; exactly 0 for codes that are kept."""
-    approximate, exact = [], []
+def rounding_error(held: Callable[[slice], torch.Tensor], parts: Sequence[StoredMatrix]) -> float:
+    """Relative error of the weights that a layer holds, over some rows; exactly 0 for codes that are kept.
+
+    Args:
+        held: dequantises some rows of the layer.
+    """
+    sums = torch.zeros(2, dtype=torch.float64)
     start = 0
     for part in parts:
         whole = part.codes if isinstance(part.codes, GroupCodes) else part.exact()
-        rows = whole.shape[0]
+        rows, columns = whole.shape
         every = max(1, rows * len(parts) // _SAMPLED_ROWS)
-        here = slice(start, start + rows, every)
-        approximate.append(held[here] if isinstance(held, torch.Tensor) else held.rows(here).dequantize())
-        sampled = slice(0, rows, every)
-        exact.append(whole[sampled] if isinstance(whole, torch.Tensor) else whole.rows(sampled).dequantize())
+        span = every * rows_at_once(columns)
+        for first in range(0, rows, span):
+            sampled = slice(first, min(first + span, rows), every)
+            exact = whole[sampled] if isinstance(whole, torch.Tensor) else whole.rows(sampled).dequantize()
+            error = held(slice(start + sampled.start, start + sampled.stop, every)) - exact
+            sums += torch.stack([one.float().square().sum(dtype=torch.float64) for one in (error, exact)])
         start += rows
-    return relative_error(torch.cat(approximate), torch.cat(exact).float())
+    error_of, size = sums.tolist()
+    return float((error_of / size) ** 0.5) if size else float(error_of**0.5)

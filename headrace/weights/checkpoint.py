@@ -13,6 +13,8 @@ from headrace.layers.stored import Codes, QuantSpec
 from headrace.weights.names import Slice
 
 DUMMY_STD = 0.02
+_CHUNK = 2**22
+_KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,22 +67,29 @@ class Checkpoint:
 
 class DummyCheckpoint(Checkpoint):
     """Random weights in place of a file: normal with a deviation of 0.02, norms 1. The same for the same seed and names on
-    devices of one kind.
+    devices of one kind, rounded to the dtype.
 
     Args:
-        shapes: name -> shape of every tensor there shall be.
+        like: name -> a tensor of the shape and dtype of the one there shall be; it may have no values.
         device: where they are made.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int, device: str | torch.device = "cpu") -> None:
-        self.tensors = {name: StoredTensor(shape, "F32", 4 * torch.Size(shape).numel(), name) for name, shape in shapes.items()}
+    def __init__(self, like: Mapping[str, torch.Tensor], seed: int, device: str | torch.device = "cpu") -> None:
+        self.tensors = {name: StoredTensor(tuple(one.shape), _KINDS[one.dtype], one.nbytes, name) for name, one in like.items()}
+        self._dtypes = {name: one.dtype for name, one in like.items()}
         self._seed = seed
         self._device = device
 
     def _whole(self, name: str) -> torch.Tensor:
-        shape = self.tensors[name].shape
+        shape, dtype = self.tensors[name].shape, self._dtypes[name]
         if name.endswith("norm.weight"):
-            return torch.ones(shape, device=self._device)
+            return torch.ones(shape, dtype=dtype, device=self._device)
         key = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=8).digest()
         generator = torch.Generator(self._device).manual_seed(int.from_bytes(key, "little") >> 1)
-        return torch.empty(shape, device=self._device).normal_(std=DUMMY_STD, generator=generator)
+        made = torch.empty(shape, dtype=dtype, device=self._device)
+        # Numbers are made in float32 whatever they are rounded to, some at a time.
+        flat = made.view(-1)
+        for start in range(0, len(flat), _CHUNK):
+            part = flat[start : start + _CHUNK]
+            part.copy_(torch.empty(part.shape, device=self._device).normal_(std=DUMMY_STD, generator=generator))
+        return made

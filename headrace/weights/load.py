@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Literal
 
@@ -45,34 +46,36 @@ def load_weights(
     table: NameTable,
     files: ModelFiles,
     *,
+    device: torch.device | None = None,
     quantization: str = "none",
     seed: int = 0,
     progress: Progress | None = None,
 ) -> LoadReport:
     """Fills the model's parameters from a checkpoint, in the parameters' dtype, and packs its matrices if asked to.
 
-    At most one matrix per thread exists twice at any time.
+    Matrices that exist twice, in the checkpoint's form and in the model's, are together no larger than the largest.
 
     Args:
-        model: with ``spec``, a ModelSpec, and its parameters allocated. Its ``Linear`` modules get another method where they
-            are packed.
+        model: with ``spec``, a ModelSpec. Parameters on the meta device are allocated when their values are there. Its
+            ``Linear`` modules get another method where they are packed.
         table: the names of its parameters in checkpoints.
         files: what to load, as ``find_model`` returns it. Dummy: random weights from ``seed``.
+        device: that is to hold the weights; None: the one that holds the parameters.
         quantization: as of ``EngineConfig``.
 
     Raises:
         ConfigError: a tensor is missing, unexpected, of another shape than the parameter or of a type that is not
             weights (the message names it), or a matrix cannot be packed.
     """
-    with closing(_open(model, table, files, seed)) as checkpoint:
-        loader = _Loader(model, table.chosen(checkpoint.tensors), checkpoint, progress)
+    device = next(model.parameters()).device if device is None else device
+    with closing(_open(model, table, files, seed, device)) as checkpoint:
+        loader = _Loader(model, table.chosen(checkpoint.tensors), checkpoint, device, progress)
         loader.check()
         return loader.load(quantization)
 
 
-def _open(model: nn.Module, table: NameTable, files: ModelFiles, seed: int) -> Checkpoint:
+def _open(model: nn.Module, table: NameTable, files: ModelFiles, seed: int, device: torch.device) -> Checkpoint:
     own: ModelSpec = model.spec  # type: ignore[assignment]
-    device = next(model.parameters()).device
     if files.kind == "safetensors" and is_sharded(files.weight_files):
         return ShardedCheckpoint(files.weight_files, own.whole)
     if files.kind == "safetensors":
@@ -83,17 +86,45 @@ def _open(model: nn.Module, table: NameTable, files: ModelFiles, seed: int) -> C
         (file,) = files.weight_files
         return GGUFCheckpoint(file, own.whole, table.all_names())
     parameters = dict(model.named_parameters())
-    shapes = {name: part.stored_shape(parameters[part.parameter]) for name, part in table.items()}
-    return DummyCheckpoint(shapes, seed, device)
+    like = {
+        name: torch.empty(part.stored_shape(held), dtype=held.dtype, device="meta")
+        for name, part in table.items()
+        for held in (parameters[part.parameter],)
+    }
+    return DummyCheckpoint(like, seed, device)
+
+
+class Room:
+    """Bytes that threads share, which wait until there are enough. One that asks for more than there are gets all of them."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._whole = nbytes
+        self._free = nbytes
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def hold(self, nbytes: int) -> Iterator[None]:
+        nbytes = min(nbytes, self._whole)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= nbytes)
+            self._free -= nbytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += nbytes
+                self._changed.notify_all()
 
 
 class _Loader:
-    def __init__(self, model: nn.Module, table: NameTable, checkpoint: Checkpoint, progress: Progress | None) -> None:
+    def __init__(
+        self, model: nn.Module, table: NameTable, checkpoint: Checkpoint, device: torch.device, progress: Progress | None
+    ) -> None:
         self._model = model
         self._table = table
         self._checkpoint = checkpoint
         self._parameters = dict(model.named_parameters())
-        self._device = next(model.parameters()).device
+        self._device = device
         self._progress = progress or (lambda done, total: None)
         self._done = 0
         self._total = sum(self._nbytes(name) for name in checkpoint.tensors)
@@ -174,6 +205,7 @@ class _Loader:
 
     def _fill(self, parameter: str, experts: Experts | None) -> None:
         """``experts``: whose matrix it is; None: it is no matrix."""
+        self._allocate(self._parameters.get(parameter))
         for name in self._table.names(parameter):
             part = self._table.part(name)
             if part is None or part.empty:
@@ -186,23 +218,34 @@ class _Loader:
                 part.view(self._parameters[parameter]).copy_(held)
             self._read(name)
 
+    def _allocate(self, parameter: nn.Parameter | None) -> None:
+        """Allocates a parameter in place, so that what is tied to it has it too."""
+        if parameter is not None and parameter.is_meta and self._device.type != "meta":
+            values = nn.Parameter(torch.empty_like(parameter, device=self._device), requires_grad=False)
+            torch.utils.swap_tensors(parameter, values)  # type: ignore[no-untyped-call]
+
     def _load(self, path: str, layer: Linear) -> None:
         """Loads the weights in the layer's present format."""
         if self._parameters.get(f"{path}.weight") is layer.weight:
+            self._allocate(layer.weight)
             names = self._table.names(f"{path}.weight")
             layer.method.load(layer, [part for name in names for part in self._stored(name)])
             for name in names:
                 self._read(name)
 
     def _pack(self, linears: dict[str, Linear], converter: Converter) -> dict[str, Conversion]:
-        """Packs one matrix per thread, since the steps of packing are too small to parallelise."""
+        """Packs one matrix per thread, since the steps of packing are too small to parallelise. Those that are packed at a time
+        are together no larger than the largest parameter."""
         parameters = {id(value): name for name, value in self._parameters.items()}
         of = {path: parameters[id(layer.weight)] for path, layer in linears.items()}
 
+        room = Room(max(parameter.nbytes for parameter in self._parameters.values()))
+
         @torch.no_grad()
         def convert(path: str) -> Conversion:
-            stored = [part for name in self._table.names(of[path]) for part in self._stored(name)]
-            return converter.convert(path, linears[path], stored, is_head=path == HEAD)
+            with room.hold(linears[path].weight.nbytes):
+                stored = [part for name in self._table.names(of[path]) for part in self._stored(name)]
+                return converter.convert(path, linears[path], stored, is_head=path == HEAD)
 
         if not converter.packs_head and HEAD in linears:
             self._load(HEAD, linears[HEAD])

@@ -32,16 +32,19 @@ ONE_EACH = list(FIRST.values())
 def load(folder: Path) -> Decoder:
     files = find_model(EngineArgs(model=str(folder)))
     spec = registry.model_spec(files.config)
-    model = registry.build(spec, "float32", "cpu")
-    load_weights(model, registry.name_table(spec), files)
+    model = registry.build(spec, "float32", "cpu", to_load=True)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    load_weights(model, registry.name_table(spec), files, device=torch.device("cpu"))
     return model
 
 
 def same(model: Decoder, other: Decoder) -> None:
-    expected = dict(other.named_parameters())
-    assert {name for name, _ in model.named_parameters()} == set(expected)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, expected[name]), name
+    held, expected = ({**dict(one.named_parameters()), **dict(one.named_buffers())} for one in (model, other))
+    assert set(held) == set(expected)
+    for name, tensor in held.items():
+        assert torch.equal(tensor, expected[name]), name
+    angles, others = (one.rotary._tables for one in (model, other))
+    assert [table._table.device for table in angles] == [table._table.device for table in others]
 
 
 @pytest.mark.parametrize("name", [*ONE_EACH, "gemma4-shared", "gemma4-experts", "llama-uneven"])

@@ -12,7 +12,6 @@ _CONVERTED = "weights are read from safetensors and GGUF files: convert the chec
 _INT8 = "write int8, which quantises any checkpoint while it loads"
 _INT4 = "write int4, which quantises any checkpoint while it loads"
 _FP8 = "write fp8, which has a scale for each output"
-_STORED = "leave the option out: how a checkpoint is quantised is read from its files"
 _LIBRARY = "llguidance holds structured output here: leave the option out"
 
 DType = Annotated[
@@ -20,13 +19,35 @@ DType = Annotated[
     OptionSpec(hints=MappingProxyType({"half": _FP16, "fp16": _FP16, "float": _FP32, "fp32": _FP32, "bf16": _BF16})),
 ]
 Quantization = Annotated[
-    Literal["none", "auto", "int8", "int4", "fp8", "fp8_per_block"],
+    Literal[
+        "none",
+        "auto",
+        "int8",
+        "int4",
+        "fp8",
+        "fp8_per_channel",
+        "fp8_per_block",
+        "awq",
+        "awq_marlin",
+        "auto_awq",
+        "gptq",
+        "gptq_marlin",
+        "auto_gptq",
+        "auto-round",
+        "compressed-tensors",
+        "modelopt",
+        "modelopt_fp4",
+        "fbgemm_fp8",
+        "mxfp4",
+        "gpt_oss_mxfp4",
+        "w4afp8",
+        "gguf",
+    ],
     OptionSpec(
+        metavar="none|auto|int8|int4|fp8|fp8_per_block|METHOD",
         hints=MappingProxyType(
-            {"wint8": _INT8, "w8a16": _INT8, "wint4": _INT4, "w4a16": _INT4, "bitsandbytes": _INT4}
-            | dict.fromkeys(("fp8_per_channel", "fp8_per_tensor"), _FP8)
-            | dict.fromkeys(("gguf", "awq", "gptq", "gptq_marlin", "awq_marlin", "compressed-tensors", "modelopt"), _STORED)
-        )
+            {"wint8": _INT8, "w8a16": _INT8, "wint4": _INT4, "w4a16": _INT4, "bitsandbytes": _INT4, "fp8_per_tensor": _FP8}
+        ),
     ),
 ]
 LoadFormat = Annotated[

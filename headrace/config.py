@@ -183,7 +183,9 @@ class EngineArgs(Checked):
     quantization: choices.Quantization = "auto"
     """Weight quantisation. auto keeps a quantised GGUF file quantised where a packed CPU kernel supports it, FP8 checkpoints
     on GPUs, and reads other checkpoints as floats. int8 and int4 on CPUs, and fp8 (a scale for each output) and fp8_per_block
-    (one for each 128 x 128) on GPUs, quantise any checkpoint while it loads and report the error. none is exact."""
+    (one for each 128 x 128) on GPUs, quantise a checkpoint while it loads and report the error. none is exact. Names of
+    checkpoint formats, such as awq, gptq_marlin or compressed-tensors, and fp8 for a checkpoint in FP8, mean auto and are
+    refused where the checkpoint is of another."""
     tensor_parallel_size: Annotated[
         int, OptionSpec(min=1, max=64, flags=("--tensor-parallel-size", "-tp", "--tp"), metavar="INTEGER")
     ] = 1

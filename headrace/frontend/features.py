@@ -16,8 +16,9 @@ from headrace.multimodal.families import media_rules
 from headrace.multimodal.items import Picture
 from headrace.multimodal.media import MediaLoader
 from headrace.multimodal.rules import MediaRules
+from headrace.quant.registry import meaning
 from headrace.resolve.facts import DecisionLog
-from headrace.resolve.model import compute_dtype, gguf_types
+from headrace.resolve.model import compute_dtype, gguf_types, stored_format
 from headrace.sources.files import ModelFiles, find_model
 from headrace.startup.environment import probe
 from headrace.startup.vision import encoder_loader
@@ -75,7 +76,9 @@ class FeatureEncoder:
                 f"audio clips of {spec.vision.model_type} are not encoded here: the model takes their features", "model"
             )
         device = probe(args.device)
-        dtype = compute_dtype(args, spec, gguf_types(files), device, DecisionLog(files.decisions))
+        types = gguf_types(files)
+        asked = meaning(args.quantization, stored_format(files), types is not None)
+        dtype = compute_dtype(args, asked, spec, types, device, DecisionLog(files.decisions))
         self._rules = media_rules(spec.vision.model_type, files.directory, files.config)
         encoder = encoder_loader()(files, spec.vision, dtype, device.device, args.seed)
         if encoder is None:

@@ -7,16 +7,19 @@ from collections import Counter
 from collections.abc import Mapping
 
 from headrace.errors import ConfigError
+from headrace.kernels.linear.fp8_reference import GROUP
 from headrace.layers.moe import ExpertsMethod
+from headrace.layers.stored import ScaleGroup
 from headrace.quant.candidates import Candidate, EngineFacts, Limit
+from headrace.quant.formats.find import method_name
 from headrace.quant.formats.scheme import Scheme
 from headrace.quant.fp8 import KEEP_FP8, Fp8BlockMethod, Fp8Method, round_to_fp8
-from headrace.quant.groups import GROUP
+from headrace.quant.groups import GROUP as INTEGER_GROUP
 from headrace.quant.integers import NativeIntegers, TorchIntegers, integers_of_file
 
 STORED = "stored"
 """The quantization that keeps what a checkpoint stores, where kernels multiply it. Users name it with ``auto``."""
-_SCALES = 4 / GROUP
+_SCALES = 4 / INTEGER_GROUP
 """Most bytes that the scales of a weight take."""
 _DEVICES = {"cpu": "CPU", "cuda": "GPU"}
 
@@ -36,6 +39,10 @@ class Quantization:
     """Whether the output head is held so too; it stays floats otherwise."""
     copies: bool
     """Whether floats may be kept beside the packed weights."""
+    replaces: bool
+    """Whether it may be asked for where the checkpoint is quantised in another way."""
+    group: ScaleGroup | None = None
+    """Numbers that share a scale in a checkpoint that its name describes; None: any."""
     nbytes: float
     """Most bytes of a weight, with its scales."""
     head_nbytes: float = 1 + _SCALES
@@ -53,6 +60,7 @@ def _integers(bits: int) -> Quantization:
         floats=False,
         packs_head=True,
         copies=True,
+        replaces=True,
         nbytes=bits / 8 + _SCALES,
         dtype="bfloat16",
         stored=f"packed as int{bits}",
@@ -69,6 +77,8 @@ def _fp8(name: str, method: type[Fp8Method] | None) -> Quantization:
         floats=True,
         packs_head=False,
         copies=False,
+        replaces=False,
+        group=(GROUP, GROUP) if method is Fp8BlockMethod else None,
         nbytes=1 + _SCALES,
         stored="multiplied as they are stored where a kernel can" if method is None else f"packed as {name}",
     )
@@ -92,6 +102,38 @@ def find(name: str) -> Quantization:
     if name not in QUANTIZATIONS:
         raise ConfigError(f"quantization must be one of none, {', '.join(QUANTIZATIONS)}, not {name!r}", "quantization")
     return QUANTIZATIONS[name]
+
+
+_SAME = {"fp8_per_channel": "fp8"}
+"""Names of a quantization that others call otherwise."""
+
+
+def meaning(word: str, stored: Scheme | None, gguf: bool) -> str:
+    """Returns the quantization that a user's word asks for, none, or auto, which a name of the checkpoint's own format means.
+
+    Args:
+        stored: the number formats of a quantised checkpoint; None: it has floats, or is a GGUF file.
+        gguf: whether it is one.
+
+    Raises:
+        ConfigError: the checkpoint is of another format.
+    """
+    name = _SAME.get(word, word)
+    if name in ("none", "auto") or (name in QUANTIZATIONS and (stored is None or QUANTIZATIONS[name].replaces)):
+        return name
+    if name in QUANTIZATIONS and stored is not None:
+        quantization = QUANTIZATIONS[name]
+        keeps = frozenset().union(*(each.keeps for some in quantization.candidates.values() for each in some))
+        specs = [rule.format.spec for rule in stored.rules if rule.format is not None]
+        agrees = all(spec.codes in keeps and quantization.group in (None, spec.group) for spec in specs)
+    else:
+        agrees = gguf if name == "gguf" else stored is not None and stored.method == method_name(name)
+    if agrees:
+        return "auto"
+    found = "a GGUF file" if gguf else "not quantised" if stored is None else f"quantised as {stored}"
+    raise ConfigError(
+        f"quantization {word}: the checkpoint is {found}; leave the option out to take it as it is", "quantization"
+    )
 
 
 def refusal(name: str, engine: EngineFacts) -> Limit | None:

@@ -8,6 +8,7 @@ from importlib import metadata
 from headrace.config import EngineArgs, EngineConfig, SchedulerConfig
 from headrace.errors import ConfigError, listed
 from headrace.model_spec import AnySpec, ModelSpec, MoeSpec
+from headrace.quant.registry import meaning
 from headrace.resolve import schedule
 from headrace.resolve.facts import DecisionLog, DeviceFacts
 from headrace.resolve.memory import KVPlan, check_slots, estimated_room
@@ -58,9 +59,10 @@ def resolve(
     note_expert_parallel(args, model, log)
     model = with_yarn_factor(args, with_rope_factors(args, model, log), log)
     types = gguf_types(files)
-    dtype = compute_dtype(args, model, types, device, log)
     stored = stored_format(files)
-    packed = quantization(args, model, types, stored, dtype, device, log)
+    asked = meaning(args.quantization, stored, types is not None)
+    dtype = compute_dtype(args, asked, model, types, device, log)
+    packed = quantization(args, asked, model, types, stored, dtype, device, log)
     note_stored_format(stored, dtype, packed, log)
     num_seqs, num_batched = schedule.batch(args, device, log)
     cache_dtype = kv_dtype(args, model, dtype, device)

@@ -65,13 +65,15 @@ def gguf_types(files: ModelFiles) -> Counter[str] | None:
     return counts
 
 
-def compute_dtype(args: EngineArgs, model: AnySpec, types: Counter[str] | None, device: DeviceFacts, log: DecisionLog) -> str:
+def compute_dtype(
+    args: EngineArgs, asked: str, model: AnySpec, types: Counter[str] | None, device: DeviceFacts, log: DecisionLog
+) -> str:
     if args.dtype != "auto":
         return args.dtype
     quantised = types is not None and not types.keys() <= PLAIN_TYPES
-    fastest = None if args.quantization in ("auto", "none") else registry.find(args.quantization).dtype
+    fastest = None if asked in ("auto", "none") else registry.find(asked).dtype
     if fastest is not None:
-        log.note("dtype", fastest, f"the packed {args.quantization} kernels are fastest in {fastest}")
+        log.note("dtype", fastest, f"the packed {asked} kernels are fastest in {fastest}")
         return fastest
     source = "quantised" if quantised else model.dtype
     if device.cuda:
@@ -90,6 +92,7 @@ def compute_dtype(args: EngineArgs, model: AnySpec, types: Counter[str] | None, 
 
 def quantization(
     args: EngineArgs,
+    requested: str,
     model: AnySpec,
     types: Counter[str] | None,
     stored: Scheme | None,
@@ -97,8 +100,12 @@ def quantization(
     device: DeviceFacts,
     log: DecisionLog,
 ) -> str:
-    """Decides the format of packed weights, none if they are floats. ``stored``: the checkpoint's, if it has one."""
-    requested = args.quantization
+    """Decides the format of packed weights, none if they are floats.
+
+    Args:
+        requested: as ``registry.meaning`` returns it.
+        stored: the checkpoint's, if it has one.
+    """
     if requested == "none":
         return requested
     if isinstance(model, ForeignSpec):

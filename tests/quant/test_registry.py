@@ -18,9 +18,10 @@ from headrace.layers.stored import StoredMatrix
 from headrace.model_spec import MoeSpec
 from headrace.quant.candidates import EngineFacts, Limit, Round
 from headrace.quant.convert import Converter
+from headrace.quant.formats.find import _METHODS, method_name
 from headrace.quant.int8 import Int8Method
 from headrace.quant.packed import PackedMethod
-from headrace.quant.registry import QUANTIZATIONS, STORED, find, refusal
+from headrace.quant.registry import QUANTIZATIONS, STORED, find, meaning, refusal
 from headrace.resolve.facts import DeviceFacts, matrices
 
 NATIVE = dataclasses.replace(ZEN, native_kernels="avx512_vnni")
@@ -47,7 +48,13 @@ def matrix(outputs: int, inputs: int) -> StoredMatrix:
 
 
 def test_users_may_name_all_but_what_is_stored() -> None:
-    assert set(get_args(get_args(Choice)[0])) == {"none", "auto", *QUANTIZATIONS} - {STORED}
+    """Other words say the checkpoint's format, or mean one of these."""
+    words = set(get_args(get_args(Choice)[0]))
+    assert words >= {"none", "auto", *QUANTIZATIONS} - {STORED} and STORED not in words
+    for word in words - {"none", "auto", "fp8_per_channel", "gguf", *QUANTIZATIONS}:
+        assert method_name(word) in _METHODS
+    assert meaning("fp8_per_channel", None, False) == "fp8"
+    assert meaning("gguf", None, True) == "auto"
 
 
 def test_a_device_is_told_of_a_quantization_that_serves_it() -> None:

@@ -97,6 +97,7 @@ def test_fp8_is_for_gpus_that_multiply_it(asked: str) -> None:
         assert caught.value.param == param
 
 
+FOUR = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
@@ -105,16 +106,37 @@ BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     [
         (BLOCKS, {}, "stored", "which the GPU multiplies"),
         (BLOCKS, {"quantization": "none"}, "none", "dequantised to bfloat16"),
-        (BLOCKS, {"quantization": "fp8"}, "fp8", "packed as fp8"),
+        (BLOCKS, {"quantization": "fp8"}, "stored", "which the GPU multiplies"),
+        (BLOCKS, {"quantization": "fp8_per_channel"}, "stored", "which the GPU multiplies"),
+        (BLOCKS, {"quantization": "fp8_per_block"}, "stored", "which the GPU multiplies"),
+        (FOUR, {"quantization": "gptq_marlin"}, "none", "dequantised to bfloat16"),
+        (None, {"quantization": "fp8_per_channel"}, "fp8", ""),
         (BLOCKS, {"dtype": "float32"}, "none", "weights are made float32"),
         (BLOCKS, {"deterministic": True}, "none", "rows are independent"),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, {}, "none", "not of FP8"),
+        (FOUR, {}, "none", "not of FP8"),
     ],
 )
-def test_fp8_checkpoints_are_kept(quantised: dict[str, Any], args: dict[str, Any], chosen: str, reason: str) -> None:
+def test_fp8_checkpoints_are_kept(quantised: dict[str, Any] | None, args: dict[str, Any], chosen: str, reason: str) -> None:
     config = on_gpu(quantised=quantised, **args)
     assert config.quantization == chosen
     assert any(reason in why for why in reasons(config).values())
+
+
+@pytest.mark.parametrize(
+    ("quantised", "asked", "found"),
+    [
+        (BLOCKS, "awq", "quantised as fp8: e4m3"),
+        (FOUR, "awq_marlin", "quantised as gptq: int4"),
+        (FOUR, "fp8", "quantised as gptq: int4"),
+        ({"quant_method": "fbgemm_fp8"}, "fp8_per_block", "quantised as fbgemm_fp8: e4m3"),
+        (None, "gptq", "not quantised"),
+        (None, "gguf", "not quantised"),
+    ],
+)
+def test_a_format_that_the_checkpoint_has_not_is_refused(quantised: dict[str, Any] | None, asked: str, found: str) -> None:
+    with pytest.raises(ConfigError, match=f"quantization {asked}: the checkpoint is {found}") as caught:
+        on_gpu(quantised=quantised, quantization=asked)
+    assert caught.value.param == "quantization"
 
 
 def test_deterministic() -> None:

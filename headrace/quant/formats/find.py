@@ -24,6 +24,15 @@ _METHODS: dict[str, Callable[[Fields], Scheme]] = {
     "w4afp8": w4afp8,
 }
 _ALIASES = {"compressed_tensors": "compressed-tensors", "intel/auto-round": "auto-round", "modelopt_fp4": "modelopt"}
+_SAME = {
+    "awq_marlin": "awq",
+    "auto_awq": "awq",
+    "gptq_marlin": "gptq",
+    "auto_gptq": "gptq",
+    "modelopt_fp4": "modelopt",
+    "gpt_oss_mxfp4": "mxfp4",
+}
+"""Names that other engines have for a method -> the method."""
 _AGAIN = "quantise the original checkpoint again and save it as compressed-tensors, gptq or awq"
 _REFUSED = {
     "bitsandbytes": f"its 4-bit tables and int8 outliers are not read: {_AGAIN}, or serve the original with quantization int8",
@@ -43,6 +52,11 @@ _REFUSED = {
     "wint8": "its layout is not documented: save the checkpoint as compressed-tensors",
 }
 """Methods that are known and not read -> why, and what would do instead."""
+
+
+def method_name(name: str) -> str:
+    """Returns our name of a method that other engines may call otherwise."""
+    return _SAME.get(name, name)
 
 
 def find_scheme(config: object) -> Scheme | None:

@@ -301,15 +301,16 @@ class LLM:
         Args:
             tensors: by name, a mapping or pairs; on any device. Names and shapes are those of the model's checkpoints where the
                 model is headrace's own, parts of fused matrices included, and else of the library's own parameters. Values of
-                another float dtype are rounded to the weight's, as a checkpoint's are. Processes that share a model each give
-                their part, under the same names.
+                another float dtype are rounded to the weight's, as a checkpoint's are; those of packed weights as loading packs
+                them, all that are one matrix in an update together. Processes that share a model each give their part, under
+                the same names.
 
         Returns:
             How many weights were written.
 
         Raises:
-            ConfigError: a name is unknown or there twice, a tensor is not of the weight's shape or of no float dtype, or the
-                weight was packed to few bits when it was loaded. Names the weight; nothing was written.
+            ConfigError: a name is unknown or there twice, a tensor is not of the weight's shape or of no float dtype, or one
+                that is packed with it is missing. Names the weight; nothing was written.
             EngineError: requests are running; or writing failed, and the engine cannot be used any more.
         """
         with self._exclusive_local() as engine:

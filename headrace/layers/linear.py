@@ -3,6 +3,7 @@ the method."""
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
@@ -87,6 +88,10 @@ class LinearMethod(ABC):
     @abstractmethod
     def allocate(self, layer: Linear, dtype: torch.dtype, device: str | torch.device) -> None:
         """Registers on the layer what holds its weights, in place of what held them before. ``dtype``: of the activations."""
+
+    def fresh(self) -> LinearMethod:
+        """Returns a method like this one for another layer, to be allocated and loaded."""
+        return copy.copy(self)
 
     @abstractmethod
     def load(self, layer: Linear, parts: Sequence[StoredMatrix]) -> float:

@@ -6,10 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.errors import ConfigError
+from headrace.layers.linear import Linear
 from headrace.models import registry
 from headrace.models.decoder import Decoder
 from headrace.models.vision.interface import VISION_NAME
 from headrace.weights.update import Named, WeightUpdate
+
+
+def _packed(model: Decoder) -> dict[str, Linear]:
+    """Layers that hold a parameter in another form, by its name."""
+    found = {}
+    for path, layer in model.named_modules():
+        if isinstance(layer, Linear) and "weight" not in layer._parameters:
+            tied = layer is model.lm_head and model.spec.tie_word_embeddings
+            found["embed_tokens.weight" if tied else f"{path}.weight"] = layer
+    return found
 
 
 def weight_update(model: Any, tensors: Named, *, with_encoder: bool = False) -> WeightUpdate:
@@ -26,5 +37,5 @@ def weight_update(model: Any, tensors: Named, *, with_encoder: bool = False) -> 
         if with_encoder and VISION_NAME.fullmatch(name):
             raise ConfigError(f"{name} is of the vision encoder, which is not updated: leave it out", "tensors")
     if isinstance(model, Decoder):
-        return WeightUpdate(registry.name_table(model.spec), dict(model.named_parameters()), pairs)
+        return WeightUpdate(registry.name_table(model.spec), dict(model.named_parameters()), pairs, _packed(model))
     return model.weight_update(pairs)  # type: ignore[no-any-return]

@@ -14,7 +14,7 @@ from headrace.layers.stored import Codes, StoredMatrix
 from headrace.quant.candidates import EngineFacts, Keep, Limit, Round
 from headrace.quant.float_codes import TileCodes
 from headrace.quant.groups import rows_at_once
-from headrace.quant.packed import PackedMethod
+from headrace.quant.packed import PackedMethod, copy_numbers
 
 
 class Fp8Method(PackedMethod):
@@ -49,8 +49,8 @@ class Fp8Method(PackedMethod):
                 continue
             start += self._round(floats, start, sums)
             stored = self._rows(start, start + len(part.codes.values))
-            _copy(part.codes.values, stored.codes)
-            _copy(self.stored_scales(part.codes), stored.scales)
+            copy_numbers(part.codes.values, stored.codes)
+            copy_numbers(self.stored_scales(part.codes), stored.scales)
             start += len(stored.codes)
             floats = []
         self._round(floats, start, sums)
@@ -70,7 +70,7 @@ class Fp8Method(PackedMethod):
             exact = torch.cat([rows.to(self._device).float() for rows in _slices(parts, first, first + size)])
             held = self._rows(start + first, start + first + len(exact))
             for there, here in zip(held, self.rounded(exact), strict=False):
-                _copy(here, there)
+                copy_numbers(here, there)
             # In float64 only the two sums: a matrix of float64 would be the largest thing in memory.
             error = dequantize(held).sub_(exact)
             sums += torch.stack([one.square_().sum(dtype=torch.float64) for one in (error, exact)])
@@ -136,13 +136,6 @@ class Fp8BlockMethod(Fp8Method):
         scales = (blocks.abs().amax((1, 3)) / E4M3_MAX).clamp_min(LEAST_SCALE)
         codes = (blocks / scales[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX)
         return codes.view(weight.shape).to(torch.float8_e4m3fn), scales
-
-
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copies numbers of the same type. Some devices have no copy of FP8."""
-    if target.dtype == torch.float8_e4m3fn:
-        source, target = source.view(torch.uint8), target.view(torch.uint8)
-    target.copy_(source)
 
 
 def _slices(parts: Sequence[torch.Tensor], start: int, stop: int) -> Iterator[torch.Tensor]:

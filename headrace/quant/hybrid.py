@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch.nn.functional import linear
@@ -28,6 +29,9 @@ class HybridMethod(PackedMethod):
         super().allocate(layer, dtype, device)
         self.packed.allocate(layer, dtype, device)
         self.format = f"{self.packed.format}; a copy in {str(dtype).removeprefix('torch.')} above {self.crossover} rows"
+
+    def fresh(self) -> HybridMethod:
+        return HybridMethod(cast(PackedMethod, self.packed.fresh()), self.crossover)
 
     def load(self, layer: Linear, parts: Sequence[StoredMatrix]) -> float:
         error = self.packed.load(layer, parts)

@@ -26,6 +26,27 @@ class PackedMethod(LinearMethod):
         if "weight" in layer._parameters:
             del layer.weight
 
+    def rewrite(self, layer: Linear, parts: Sequence[StoredMatrix]) -> None:
+        """Loads other weights into the memory that holds the present ones, which captured graphs and addresses refer to.
+
+        Raises:
+            OverflowError: the method does not hold them.
+        """
+        device = next(layer.buffers()).device
+        other = Linear(layer.in_features, layer.out_features, dtype=self.dtype, device="meta")
+        method = self.fresh()
+        method.allocate(other, self.dtype, device)
+        method.load(other, parts)
+        for name, buffer in other.named_buffers():
+            copy_numbers(buffer, layer.get_buffer(name))
+
+
+def copy_numbers(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copies numbers of the same type. Some devices have no copy of FP8."""
+    if target.dtype == torch.float8_e4m3fn:
+        source, target = source.view(torch.uint8), target.view(torch.uint8)
+    target.copy_(source)
+
 
 def finish(layer: Linear, y: torch.Tensor) -> torch.Tensor:
     """Adds the bias and converts to the layer's ``out_dtype``."""

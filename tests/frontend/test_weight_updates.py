@@ -139,10 +139,17 @@ def test_a_tied_weight_is_what_it_is_tied_to(tmp_path: Path) -> None:
     assert torch.equal(embedding, other)
 
 
-def test_packed_weights_are_refused(old: Path) -> None:
-    with pytest.raises(ConfigError, match="was packed when it was loaded") as caught:
-        build(old, quantization="int8").update_weights(weights_of(old))
-    assert caught.value.param == "quantization"
+@pytest.mark.parametrize("quantization", ["int4", "int8"])
+def test_packed_weights_are_packed_again(old: Path, new: Path, quantization: str) -> None:
+    llm = build(old, quantization=quantization)
+    before = tokens_of(llm)
+    assert llm.update_weights(weights_of(new)) == len(weights_of(new))
+    assert tokens_of(llm) == tokens_of(build(new, quantization=quantization)) != before
+    with pytest.raises(
+        ConfigError, match=r"k_proj\.weight is packed as one matrix with .*q_proj\.weight.*must have them too"
+    ) as caught:
+        llm.update_weights({K_PROJ: weights_of(old)[K_PROJ]})
+    assert caught.value.param == "tensors"
 
 
 def test_requests_that_run_are_in_the_way(llm: LLM, old: Path) -> None:

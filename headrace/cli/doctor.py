@@ -140,7 +140,7 @@ def planned(args: EngineArgs) -> tuple[EngineInfo, ConfigError | None]:
     from headrace.models.implementation import choose
     from headrace.resolve import resolve
     from headrace.startup.environment import probe
-    from headrace.startup.ledger import planned_ledger
+    from headrace.startup.ledger import other_formats, planned_ledger
     from headrace.startup.report import engine_info
     from headrace.startup.text import load_text
 
@@ -155,6 +155,7 @@ def planned(args: EngineArgs) -> tuple[EngineInfo, ConfigError | None]:
         files = dataclasses.replace(files, decisions=(Decision("memory", "does not fit", str(error)), *files.decisions))
         config = _with_room(lambda room: resolve(args, files, chosen.spec, device, kv_room=room))
     phases = [StartupPhase("config", time.perf_counter() - start, "the weights were not loaded")]
+    config = dataclasses.replace(config, decisions=(*config.decisions, *other_formats(config, device)))
     info = engine_info(files, config, device, phases, planned_ledger(config, device))
     try:
         return with_formats(info, load_text(args).answers(args)), refusal

@@ -66,6 +66,8 @@ class LinearMethod(ABC):
     format: str
     """The number format, for reports."""
     devices: ClassVar[frozenset[str]]
+    kernel: ClassVar[str] = ""
+    """The kernels that multiply, for reports; empty where ``format`` says them, or where they depend on the machine."""
     batch_invariant: ClassVar[bool] = False
     """Honours ``layer.batch_invariant``."""
     multiples: ClassVar[tuple[int, int]] = 1, 1

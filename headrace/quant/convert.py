@@ -74,7 +74,8 @@ class Converter:
                 against.append(str(overflow))
                 continue
             layer.method = method
-            return Conversion(method.format, _reason(facts, candidate.reason(facts), against), error)
+            reason = _reason(facts, candidate.reason(facts), against)
+            return Conversion(method.format, f"{reason}; by {method.kernel}" if method.kernel else reason, error)
         if not self._quantization.floats:
             why = against[0] if against else f"it has no kernel on {self._device.type}"
             raise ConfigError(f"{self._quantization.name} cannot hold {name}: {why}; set quantization none", "quantization")

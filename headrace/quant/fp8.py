@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from headrace.kernels import support
-from headrace.kernels.linear.fp8 import fp8_linear
+from headrace.kernels.linear.fp8 import FEW_ROWS, fp8_linear
 from headrace.kernels.linear.fp8_reference import E4M3_MAX, GROUP, LEAST_SCALE, Fp8Weight, dequantize, quantize_rows_ref
 from headrace.layers.linear import Linear
 from headrace.layers.stored import Codes, StoredMatrix
@@ -25,6 +25,7 @@ class Fp8Method(PackedMethod):
 
     format = "FP8, a scale for each output"
     devices = frozenset({"cpu", "cuda"})
+    kernel = "cuBLASLt"
     multiples = 16, 16
 
     @classmethod
@@ -113,6 +114,7 @@ class Fp8BlockMethod(Fp8Method):
     """
 
     format = f"FP8, a scale for each {GROUP} x {GROUP}"
+    kernel = f"Triton up to {FEW_ROWS} rows, cuBLASLt above"
     multiples = GROUP, GROUP
 
     @classmethod

@@ -9,7 +9,7 @@ from headrace.cache.fp8 import check_alignment
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError
 from headrace.kernels import support
-from headrace.model_spec import AnySpec, ForeignSpec, RopeSpec
+from headrace.model_spec import AnySpec, ForeignSpec, ModelSpec, RopeSpec
 from headrace.model_spec.kv import FP8_KV
 from headrace.quant import registry
 from headrace.quant.candidates import EngineFacts
@@ -90,6 +90,19 @@ def compute_dtype(
     return "bfloat16"
 
 
+def engine_facts(args: EngineArgs, model: ModelSpec, dtype: str, device: DeviceFacts) -> EngineFacts:
+    """Collects what number formats of weights depend on."""
+    return EngineFacts(
+        device=device.device,
+        native_kernels=device.native_kernels,
+        dtype=dtype,
+        asked_dtype=args.dtype != "auto",
+        deterministic=args.deterministic,
+        model=model,
+        matrices=tuple(matrices(model)),
+    )
+
+
 def quantization(
     args: EngineArgs,
     requested: str,
@@ -113,15 +126,7 @@ def quantization(
             raise ConfigError(f"quantization {requested} is for native models: leave it at auto or none", "quantization")
         log.note("quantization", "none", "another library built the model: its weights stay as they are")
         return "none"
-    engine = EngineFacts(
-        device=device.device,
-        native_kernels=device.native_kernels,
-        dtype=dtype,
-        asked_dtype=args.dtype != "auto",
-        deterministic=args.deterministic,
-        model=model,
-        matrices=tuple(matrices(model)),
-    )
+    engine = engine_facts(args, model, dtype, device)
     if requested != "auto":
         if limit := registry.refusal(requested, engine):
             raise ConfigError(f"quantization {requested}: {limit.reason}", limit.param)

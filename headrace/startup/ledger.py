@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.config import EngineConfig, MemoryLine
+from headrace.config import Decision, EngineConfig, MemoryLine
+from headrace.errors import human_size
+from headrace.model_spec import ModelSpec
 from headrace.models.size import weight_bytes
+from headrace.quant.registry import QUANTIZATIONS, STORED, refusal
 from headrace.resolve import DeviceFacts
 from headrace.resolve.memory import CUDA_SLACK
+from headrace.resolve.model import engine_facts
 from headrace.runner.parts.media import MediaTables
 from headrace.startup.profile import Profile
 
@@ -65,6 +69,24 @@ def planned_ledger(config: EngineConfig, device: DeviceFacts) -> list[MemoryLine
     budget = int(config.args.gpu_memory_utilization * device.total_memory)
     lines.append(_unused(budget - sum(line.nbytes for line in lines)))
     return list(filter(_some, lines))
+
+
+def other_formats(config: EngineConfig, device: DeviceFacts) -> list[Decision]:
+    """The bytes of a native model's weights in each number format, and why this engine cannot have it."""
+    if not isinstance(config.model, ModelSpec):
+        return []
+    engine = engine_facts(config.args, config.model, config.dtype, device)
+    floats = human_size(weight_bytes(config.model, config.dtype, "none"))
+    lines = [Decision(f"weights in {config.dtype}", floats, "--quantization none")]
+    for name, quantization in QUANTIZATIONS.items():
+        if name == STORED:
+            continue
+        limit = refusal(name, engine)
+        why = f"--quantization {name}" if limit is None else f"not here: {limit.reason}"
+        more = ", with copies in floats where kernels need them" if quantization.copies else ""
+        nbytes = human_size(weight_bytes(config.model, config.dtype, name))
+        lines.append(Decision(f"weights in {name}", f"at most {nbytes}", why + more))
+    return lines
 
 
 def _unused(nbytes: int) -> MemoryLine:

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from headrace.cli.doctor import planned
 from headrace.cli.main import app
 from headrace.config import EngineArgs
-from headrace.errors import ConfigError, MissingPackageError
+from headrace.errors import ConfigError, MissingPackageError, human_size
+from headrace.quant.registry import QUANTIZATIONS, STORED
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -122,6 +123,16 @@ def test_the_number_format_of_the_checkpoint(tmp_path: Path, scheme: dict[str, A
         return
     assert found["checkpoint format"].value == value
     assert found["checkpoint format"].reason == "its matrices are dequantised to float32"
+
+
+def test_bytes_of_the_weights_in_other_formats(folder: str) -> None:
+    info, _ = planned(EngineArgs(model=folder, load_format="dummy", dtype="float32", device="cpu"))
+    lines = {line.name.removeprefix("weights in "): line for line in info.decisions if line.name.startswith("weights in ")}
+    assert set(lines) == {"float32", *QUANTIZATIONS} - {STORED}
+    (weights,) = [line.nbytes for line in info.memory if line.name == "weights"]
+    assert (lines["float32"].value, lines["float32"].reason) == (human_size(weights), "--quantization none")
+    assert lines["int8"].value.startswith("at most ")
+    assert "it is for GPUs" in lines["fp8"].reason
 
 
 def test_formats_of_answers(tmp_path: Path) -> None:

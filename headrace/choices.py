@@ -50,6 +50,8 @@ Quantization = Annotated[
         ),
     ),
 ]
+HeadQuantization = Literal["auto", "none", "int8", "fp8", "fp8_per_block"]
+MatrixNames = Annotated[tuple[str, ...], OptionSpec(min=1, default="none", metavar="NAME")]
 LoadFormat = Annotated[
     Literal["auto", "safetensors", "gguf", "dummy"],
     OptionSpec(

@@ -181,11 +181,14 @@ class EngineArgs(Checked):
     """Number format of activations and of weights that are not quantised. float32 is exact and the slowest on most CPUs.
     auto takes the checkpoint's format where the device runs it well; the start-up report gives the reason."""
     quantization: choices.Quantization = "auto"
-    """Weight quantisation. auto keeps a quantised GGUF file quantised where a packed CPU kernel supports it, FP8 checkpoints
-    on GPUs, and reads other checkpoints as floats. int8 and int4 on CPUs, and fp8 (a scale for each output) and fp8_per_block
-    (one for each 128 x 128) on GPUs, quantise a checkpoint while it loads and report the error. none is exact. Names of
-    checkpoint formats, such as awq, gptq_marlin or compressed-tensors, and fp8 for a checkpoint in FP8, mean auto and are
-    refused where the checkpoint is of another."""
+    """Weight quantisation. auto keeps a quantised GGUF file quantised where a packed CPU kernel supports it, and FP8
+    checkpoints on GPUs. int8 and int4 on CPUs, fp8 (a scale for each output) and fp8_per_block (128 x 128) on GPUs, quantise a
+    checkpoint while it loads and report the error. none is exact. Names of checkpoint formats (awq, gptq_marlin,
+    compressed-tensors ...) mean auto, and are refused for a checkpoint of another."""
+    quantization_ignore: choices.MatrixNames = ()
+    """A matrix that stays in floats: its name in the checkpoint, components of it, or a regular expression after re:."""
+    quantize_head: choices.HeadQuantization = "auto"
+    """Quantisation of the output head. auto: 8 bits with int8 and int4, as it is stored in a quantised checkpoint, or none."""
     tensor_parallel_size: Annotated[
         int, OptionSpec(min=1, max=64, flags=("--tensor-parallel-size", "-tp", "--tp"), metavar="INTEGER")
     ] = 1

@@ -200,6 +200,8 @@ class _Native:
             files,
             device=torch.device(config.device),
             quantization=config.quantization,
+            quantize_head=config.args.quantize_head,
+            ignore=config.args.quantization_ignore,
             seed=config.args.seed,
             progress=progress,
         )

@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from headrace.layers.linear import Linear
 from headrace.model_spec import AnySpec, ForeignSpec
 from headrace.model_spec.kv import DTYPE_BYTES
 from headrace.models import registry
-from headrace.quant.registry import find
+from headrace.quant.ignored import ignored
+from headrace.quant.registry import STORED, find, head_quantization
+from headrace.weights.names import HEAD, layer_names
 
 
-def weight_bytes(model: AnySpec, dtype: str, quantization: str) -> int:
-    """Returns the bytes of the weights: exact for an unquantised native model, otherwise those of a model whose every matrix is
-    packed, with a copy of each in ``dtype`` where the quantization may keep one."""
+def weight_bytes(model: AnySpec, dtype: str, quantization: str, quantize_head: str = "auto", ignore: Sequence[str] = ()) -> int:
+    """Returns the bytes of the weights: exact for an unquantised native model, otherwise those of a model whose matrices are
+    all packed, with a copy of each in ``dtype`` where the quantization may keep one. A head that is kept as stored counts as
+    floats.
+
+    Args:
+        quantize_head: as of ``EngineArgs``.
+        ignore: ``quantization_ignore``.
+    """
     if isinstance(model, ForeignSpec):
         return model.num_weights * DTYPE_BYTES[dtype]
     built = registry.build(model, dtype, "meta")
     nbytes = sum(parameter.nbytes for parameter in built.parameters())
-    if quantization == "none":
+    head = head_quantization(quantize_head, quantization)
+    if quantization == "none" and head in ("none", STORED):
         return nbytes
-    held = find(quantization)
-    head = model.vocab_size * model.hidden_size
-    body = sum(module.weight.numel() for module in built.modules() if isinstance(module, Linear)) - head
-    packed = body * held.nbytes + (head * held.head_nbytes if held.packs_head else 0)
-    head_in_floats = head if held.packs_head else 0
-    if held.copies:
-        # A packed head has a copy of its own where the floats are those of embeddings that are tied to it.
-        nbytes += head_in_floats * DTYPE_BYTES[dtype] if model.tie_word_embeddings else 0
-    else:
-        nbytes -= (body + (0 if model.tie_word_embeddings else head_in_floats)) * DTYPE_BYTES[dtype]
-    return nbytes + int(packed)
+    linears = {path: module for path, module in built.named_modules() if isinstance(module, Linear)}
+    left = ignored(ignore, layer_names(registry.name_table(model), linears)) if ignore else {}
+    for path, layer in linears.items():
+        is_head = path == HEAD
+        name = head if is_head else quantization
+        if name == "none" or path in left or (is_head and name == STORED):
+            continue
+        held, count = find(name), layer.weight.numel()
+        nbytes += math.ceil(count * (held.head_nbytes if is_head else held.nbytes))
+        tied = is_head and model.tie_word_embeddings
+        # Embeddings that are tied to the head stay, and a copy of it in floats is another.
+        if held.copies and tied:
+            nbytes += count * DTYPE_BYTES[dtype]
+        elif not held.copies and not tied:
+            nbytes -= count * DTYPE_BYTES[dtype]
+    return nbytes

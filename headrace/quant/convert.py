@@ -37,8 +37,6 @@ class Converter:
         self._device = device
         self._quantization = quantization
         self._candidates = quantization.candidates.get(device.type, ())
-        self.packs_head = quantization.packs_head
-        """Whether the output head is converted too."""
 
     def convert(self, name: str, layer: Linear, parts: Sequence[StoredMatrix], *, is_head: bool = False) -> Conversion:
         """Loads the layer's weights, by the method of the first candidate that holds them.

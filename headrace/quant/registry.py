@@ -36,7 +36,7 @@ class Quantization:
     floats: bool
     """Whether matrices that no candidate holds stay floats; they are refused otherwise."""
     packs_head: bool
-    """Whether the output head is held so too; it stays floats otherwise."""
+    """Whether ``auto`` holds the output head so too; it stays floats otherwise."""
     copies: bool
     """Whether floats may be kept beside the packed weights."""
     replaces: bool
@@ -75,7 +75,8 @@ def _fp8(name: str, method: type[Fp8Method] | None) -> Quantization:
         # CPUs multiply FP8 by converting it, so that tests can.
         candidates={"cuda": candidates, "cpu": candidates},
         floats=True,
-        packs_head=False,
+        # A checkpoint that has codes for the head means them.
+        packs_head=method is None,
         copies=False,
         replaces=False,
         group=(GROUP, GROUP) if method is Fp8BlockMethod else None,
@@ -134,6 +135,29 @@ def meaning(word: str, stored: Scheme | None, gguf: bool) -> str:
     raise ConfigError(
         f"quantization {word}: the checkpoint is {found}; leave the option out to take it as it is", "quantization"
     )
+
+
+def head_quantization(asked: str, quantization: str) -> str:
+    """Returns the quantization of the output head, or none.
+
+    Args:
+        asked: ``quantize_head``.
+        quantization: of the other matrices.
+    """
+    if asked != "auto":
+        return asked
+    return quantization if quantization != "none" and find(quantization).packs_head else "none"
+
+
+def head_refusal(name: str, engine: EngineFacts) -> str | None:
+    """Returns why an engine cannot have its output head so; None: it can."""
+    if limit := refusal(name, engine):
+        return limit.reason
+    shape = engine.model.hidden_size, engine.model.head_rows, engine.device
+    # Those that keep a checkpoint's codes have nothing to keep of floats.
+    rounding = [candidate for candidate in find(name).candidates[engine.device] if not candidate.keeps]
+    reasons = [candidate.supports(*shape) for candidate in rounding]
+    return reasons[0][0] if all(reasons) else None
 
 
 def refusal(name: str, engine: EngineFacts) -> Limit | None:

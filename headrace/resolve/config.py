@@ -13,6 +13,7 @@ from headrace.resolve import schedule
 from headrace.resolve.facts import DecisionLog, DeviceFacts
 from headrace.resolve.memory import KVPlan, check_slots, estimated_room
 from headrace.resolve.model import (
+    check_head,
     compute_dtype,
     gguf_types,
     kv_dtype,
@@ -63,6 +64,7 @@ def resolve(
     asked = meaning(args.quantization, stored, types is not None)
     dtype = compute_dtype(args, asked, model, types, device, log)
     packed = quantization(args, asked, model, types, stored, dtype, device, log)
+    check_head(args, model, dtype, packed, device, log)
     note_stored_format(stored, dtype, packed, log)
     num_seqs, num_batched = schedule.batch(args, device, log)
     cache_dtype = kv_dtype(args, model, dtype, device)

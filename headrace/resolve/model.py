@@ -136,6 +136,23 @@ def quantization(
     return name
 
 
+def check_head(args: EngineArgs, model: AnySpec, dtype: str, packed: str, device: DeviceFacts, log: DecisionLog) -> None:
+    """Checks ``quantize_head`` and notes where options of quantised matrices have no effect. ``packed``: the quantization.
+
+    Raises:
+        ConfigError: the head cannot be held so.
+    """
+    asked = args.quantize_head
+    if asked not in ("auto", "none"):
+        if isinstance(model, ForeignSpec):
+            raise ConfigError(f"quantize_head {asked} is for native models: leave it at auto or none", "quantize_head")
+        if why := registry.head_refusal(asked, engine_facts(args, model, dtype, device)):
+            raise ConfigError(f"quantize_head {asked}: {why}", "quantize_head")
+        log.note("quantize_head", asked, "asked for")
+    if args.quantization_ignore and packed == "none" and registry.head_quantization(asked, packed) == "none":
+        log.note("quantization_ignore", "no effect", "nothing is quantised")
+
+
 def kv_dtype(args: EngineArgs, model: AnySpec, dtype: str, device: DeviceFacts) -> str:
     """Returns the dtype of the KV cache.
 

@@ -58,7 +58,8 @@ def ledger(
 
 def planned_ledger(config: EngineConfig, device: DeviceFacts) -> list[MemoryLine]:
     """Lines of an engine that was configured but not built: weights are estimated."""
-    estimate = weight_bytes(config.model, config.dtype, config.quantization)
+    args = config.args
+    estimate = weight_bytes(config.model, config.dtype, config.quantization, args.quantize_head, args.quantization_ignore)
     lines = [MemoryLine("weights", estimate, "estimated: --load measures it"), *cache_lines(config)]
     if not device.cuda:
         return lines

@@ -7,7 +7,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
@@ -25,17 +25,15 @@ from headrace.model_spec import ModelSpec
 from headrace.parallel.shards import Cut
 from headrace.quant.convert import Conversion, Converter
 from headrace.quant.formats.find import find_scheme
-from headrace.quant.registry import find
+from headrace.quant.ignored import ignored
+from headrace.quant.registry import STORED, find, head_quantization
 from headrace.sources.files import ModelFiles
 from headrace.weights.checkpoint import Checkpoint, DummyCheckpoint
-from headrace.weights.names import NameTable, Slice
+from headrace.weights.names import HEAD, NameTable, Slice, layer_names
 from headrace.weights.report import LoadReport
 from headrace.weights.safetensors import SafetensorsCheckpoint
 from headrace.weights.scaled import ScaledCheckpoint
 from headrace.weights.sharded import ShardedCheckpoint, is_sharded
-
-HEAD = "lm_head"
-"""Path of the output head."""
 
 Progress = Callable[[int, int], None]
 """Called with bytes read so far and bytes there are, as stored."""
@@ -48,6 +46,8 @@ def load_weights(
     *,
     device: torch.device | None = None,
     quantization: str = "none",
+    quantize_head: str = "auto",
+    ignore: Sequence[str] = (),
     seed: int = 0,
     progress: Progress | None = None,
 ) -> LoadReport:
@@ -62,6 +62,8 @@ def load_weights(
         files: what to load, as ``find_model`` returns it. Dummy: random weights from ``seed``.
         device: that is to hold the weights; None: the one that holds the parameters.
         quantization: as of ``EngineConfig``.
+        quantize_head: as of ``EngineArgs``.
+        ignore: ``quantization_ignore`` of ``EngineArgs``.
 
     Raises:
         ConfigError: a tensor is missing, unexpected, of another shape than the parameter or of a type that is not
@@ -71,7 +73,7 @@ def load_weights(
     with closing(_open(model, table, files, seed, device)) as checkpoint:
         loader = _Loader(model, table.chosen(checkpoint.tensors), checkpoint, device, progress)
         loader.check()
-        return loader.load(quantization)
+        return loader.load(quantization, head_quantization(quantize_head, quantization), ignore)
 
 
 def _open(model: nn.Module, table: NameTable, files: ModelFiles, seed: int, device: torch.device) -> Checkpoint:
@@ -165,7 +167,8 @@ class _Loader:
             )
 
     @torch.no_grad()
-    def load(self, quantization: str) -> LoadReport:
+    def load(self, quantization: str, head: str, ignore: Sequence[str]) -> LoadReport:
+        """``head``: the quantization of the output head."""
         start = time.perf_counter()
         linears = {path: module for path, module in self._model.named_modules() if isinstance(module, Linear)}
         matrices = {f"{path}.weight" for path in linears}
@@ -175,17 +178,27 @@ class _Loader:
             if isinstance(module, Experts)
             for matrix in module.shapes
         }
-        chosen = None if quantization == "none" else Converter(self._device, find(quantization))
-        conversions = {} if chosen is None else self._prepare(chosen)
+        converters = {
+            name: Converter(self._device, find(name)) for name in dict.fromkeys((quantization, head)) if name != "none"
+        }
+        conversions = self._prepare(converters[quantization]) if quantization in converters else {}
+        left = ignored(ignore, layer_names(self._table, linears)) if converters and ignore else {}
+        tied = linears[HEAD].weight is not self._parameters.get(f"{HEAD}.weight") if HEAD in linears else False
+        chosen: dict[str, Converter] = {}
+        for path in linears:
+            name = head if path == HEAD else quantization
+            if path in left:
+                conversions[path] = Conversion("floats", left[path], 0.0)
+            elif name in converters and not (path == HEAD and tied and name == STORED):
+                chosen[path] = converters[name]
         for parameter in self._table.parameters():
             if parameter not in matrices:
                 self._fill(parameter, experts.get(parameter))
-        if chosen is None:
-            for path, layer in linears.items():
+        for path, layer in linears.items():
+            if path not in chosen:
                 self._load(path, layer)
         self._check_ties()
-        if chosen is not None:
-            conversions |= self._pack(linears, chosen)
+        conversions |= self._pack({path: linears[path] for path in chosen}, chosen)
         self._progress(self._total, self._total)
         return LoadReport(
             seconds=time.perf_counter() - start,
@@ -233,7 +246,7 @@ class _Loader:
             for name in names:
                 self._read(name)
 
-    def _pack(self, linears: dict[str, Linear], converter: Converter) -> dict[str, Conversion]:
+    def _pack(self, linears: dict[str, Linear], converters: dict[str, Converter]) -> dict[str, Conversion]:
         """Packs one matrix per thread, since the steps of packing are too small to parallelise. Those that are packed at a time
         are together no larger than the largest parameter."""
         parameters = {id(value): name for name, value in self._parameters.items()}
@@ -245,11 +258,8 @@ class _Loader:
         def convert(path: str) -> Conversion:
             with room.hold(linears[path].weight.nbytes):
                 stored = [part for name in self._table.names(of[path]) for part in self._stored(name)]
-                return converter.convert(path, linears[path], stored, is_head=path == HEAD)
+                return converters[path].convert(path, linears[path], stored, is_head=path == HEAD)
 
-        if not converter.packs_head and HEAD in linears:
-            self._load(HEAD, linears[HEAD])
-            linears = {path: layer for path, layer in linears.items() if path != HEAD}
         conversions = {}
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             for path, conversion in zip(linears, pool.map(convert, linears), strict=True):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 ReadSlice = Callable[["Slice | None"], torch.Tensor]
 """Reads a part of a stored tensor, or with None all of it."""
+HEAD = "lm_head"
+"""Path of the output head."""
 IGNORABLE = (r".*\.rotary_emb\.inv_freq",)
 """Checkpoint names, in full, of what can be computed."""
 
@@ -377,6 +379,17 @@ class NameTable:
     def parameters(self) -> list[str]:
         """Every parameter that the table fills."""
         return list(self._names)
+
+
+def layer_names(table: NameTable, layers: Iterable[str]) -> dict[str, list[str]]:
+    """Returns the names that a layer's matrices have in checkpoints, without ``.weight``, by its path, and the path."""
+    known = set(table.parameters())
+    return {
+        path: [path, *(name.removesuffix(".weight") for name in table.names(f"{path}.weight"))]
+        if f"{path}.weight" in known
+        else [path]
+        for path in layers
+    }
 
 
 def _move(name: str, prefixes: Mapping[str, str]) -> str:

@@ -139,6 +139,22 @@ def test_a_format_that_the_checkpoint_has_not_is_refused(quantised: dict[str, An
     assert caught.value.param == "quantization"
 
 
+def test_the_head_may_be_quantised_alone() -> None:
+    config = decide(dataclasses.replace(model(context=4096), vocab_size=256), HOPPER, quantize_head="fp8")
+    assert config.quantization == "none" and reasons(config)["quantize_head"] == "asked for"
+    assert "nothing is quantised" in reasons(on_gpu(quantization_ignore=("o_proj",)))["quantization_ignore"]
+    for args, message in (
+        ({"quantize_head": "int8"}, "for CPUs"),
+        ({"quantize_head": "fp8", "deterministic": True}, "rows are independent"),
+        ({"quantize_head": "fp8"}, "300 outputs are not a multiple of 16"),
+        ({"quantize_head": "fp8_per_block"}, "300 outputs are not a multiple of 128"),
+    ):
+        spec = model(context=4096) if "300" in message else dataclasses.replace(model(context=4096), vocab_size=256)
+        with pytest.raises(ConfigError, match=message) as caught:
+            decide(spec, HOPPER, **args)
+        assert caught.value.param == "quantize_head"
+
+
 def test_deterministic() -> None:
     assert set(on_gpu(deterministic=True).attention_backends) == {"invariant"}
     assert set(on_gpu(deterministic=True, attention_backend="invariant").attention_backends) == {"invariant"}

@@ -25,7 +25,8 @@ from headrace.text import chat
 from headrace.text.tokenizer import Tokenizer, load_tokenizer
 
 _OF_FILES = (
-    *("model", "revision", "load_format", "trust_remote_code", "skip_tokenizer_init", "quantization"),
+    *("model", "revision", "load_format", "trust_remote_code", "skip_tokenizer_init"),
+    *("quantization", "quantization_ignore", "quantize_head"),
     *("tensor_parallel_size", "enable_expert_parallel", "disable_custom_all_reduce"),
 )
 """Engine arguments about loading or converting a model, which do not apply to a live one."""

@@ -14,7 +14,7 @@ from headrace.weights.names import Slice
 
 DUMMY_STD = 0.02
 _CHUNK = 2**22
-_KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_KINDS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Fp8Method(PackedMethod):
         for part in parts:
             aligned = not (start + sum(map(len, floats))) % (len(codes) // len(scales))
             if not aligned or not isinstance(part.codes, TileCodes) or not self.holds(part.codes):
-                floats.append(part.exact())
+                floats.append(part.exact().to(self._device))
                 continue
             start += self._round(floats, start, sums)
             stored = self._rows(start, start + len(part.codes.values))
@@ -68,7 +68,7 @@ class Fp8Method(PackedMethod):
         codes, scales, _ = self.weight
         size = rows_at_once(codes.shape[1], len(codes) // len(scales))
         for first in range(0, count, size):
-            exact = torch.cat([rows.to(self._device).float() for rows in _slices(parts, first, first + size)])
+            exact = torch.cat([rows.float() for rows in _slices(parts, first, first + size)])
             held = self._rows(start + first, start + first + len(exact))
             for there, here in zip(held, self.rounded(exact), strict=False):
                 copy_numbers(here, there)

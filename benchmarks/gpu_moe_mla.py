@@ -2,10 +2,11 @@
 
     python benchmarks/gpu_moe_mla.py                     # all, a few minutes with compiling
     python benchmarks/gpu_moe_mla.py --only experts      # route, experts, decode or prefill
+    python benchmarks/gpu_moe_mla.py --only experts --format fp8 --format mxfp4      # experts in number formats
     python benchmarks/gpu_moe_mla.py --sweep             # experts with other tile sizes: the three fastest of each shape
 
 Experts: headrace's kernels and ``torch.nn.functional.grouped_mm`` with sorted and gathered tokens. TB/s counts each
-weight of a chosen expert once. Attention: DeepSeek's widths, absorbed and uncompressed.
+weight of a chosen expert once, scales not counted. Attention: DeepSeek's widths, absorbed and uncompressed.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from headrace.attention.backend import StepMetadata
 from headrace.attention.mla import MLABackend
 from headrace.attention.triton import TritonAttention
 from headrace.cache.layer import LayerCache
-from headrace.kernels.moe import reference
+from headrace.kernels.moe import reference, triton_experts
 from headrace.kernels.moe import triton as moe
-from headrace.kernels.moe.triton import MoeTiling
+from headrace.kernels.moe.codes import BLOCK as CODES_BLOCK
+from headrace.kernels.moe.codes import ExpertCodec, ExpertCodes
+from headrace.kernels.moe.tiling import MoeTiling
 from headrace.model_spec import AttentionSpec, MLASpec, MoeSpec
 
 MODELS: dict[str, tuple[int, MoeSpec]] = {
@@ -51,6 +54,14 @@ MODELS: dict[str, tuple[int, MoeSpec]] = {
     ),
 }
 TOKENS = (1, 8, 64, 512, 8192)
+FORMATS: dict[str, tuple[ExpertCodec, tuple[int, int], int | None]] = {
+    "fp8": ("e4m3", (1, 0), 0),
+    "fp8_per_block": ("e4m3", (128, 128), 128),
+    "int4": ("int4", (1, 128), None),
+    "w4afp8": ("int4", (1, 128), 0),
+    "mxfp4": ("mxfp4", (1, 32), None),
+}
+"""Codec, outputs and inputs that share a scale, and channels of a row that do; 0: all, None: rows are not rounded."""
 BLOCK = 16
 
 
@@ -74,6 +85,8 @@ class Mixture:
     hidden: int
     spec: MoeSpec
     tokens: int
+    format: str | None = None
+    """The number format of the weights; None: bfloat16."""
 
     def __post_init__(self) -> None:
         spec, count = self.spec, self.spec.num_experts
@@ -81,17 +94,38 @@ class Mixture:
         self.correction = torch.zeros(count, device=CUDA) if spec.correction_bias else None
         self.experts, self.weights = reference.route(self.logits, spec, self.correction)
         shape = count, 2 * spec.intermediate_size, self.hidden
-        nbytes = 3 * 2 * count * spec.intermediate_size * self.hidden
+        nbytes = 3 * self.width * count * spec.intermediate_size * self.hidden
         copies = 1 if nbytes > 4 * BEYOND_L2 else 2
-        self.layers = [(self._random(*shape), self._random(count, self.hidden, spec.intermediate_size)) for _ in range(copies)]
+        self.layers = [(self._weight(*shape), self._weight(count, self.hidden, spec.intermediate_size)) for _ in range(copies)]
         self.x = self._random(self.tokens, self.hidden)
 
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.empty(*shape, dtype=torch.bfloat16, device=CUDA).normal_(std=0.02)
 
     @property
+    def width(self) -> float:
+        """Bytes of a weight."""
+        return 2.0 if self.format is None else 1.0 if FORMATS[self.format][0] == "e4m3" else 0.5
+
+    def _weight(self, count: int, outputs: int, inputs: int) -> torch.Tensor | ExpertCodes:
+        if self.format is None:
+            return self._random(count, outputs, inputs)
+        codec, (tall, wide), x_group = FORMATS[self.format]
+        wide = wide or inputs
+        shape = (count, outputs, inputs) if codec == "e4m3" else (count, -(-inputs // CODES_BLOCK), outputs, CODES_BLOCK // 4)
+        dtype, low, high = (torch.uint8, 0, 120) if codec == "e4m3" else (torch.int16, -(2**15), 2**15)
+        grid = count, -(-inputs // wide), outputs // tall
+        scales = torch.full(grid, 119, dtype=torch.uint8, device=CUDA)
+        if codec != "mxfp4":
+            scales = torch.full(grid, 2**-8, device=CUDA)
+        static = torch.full((1,), 0.01, device=CUDA) if self.format == "w4afp8" else None
+        codes = torch.randint(low, high, shape, dtype=dtype, device=CUDA)
+        x_group = None if x_group is None else x_group or inputs
+        return ExpertCodes(codec, (count, outputs, inputs), codes, scales, (tall, wide), None, x_group, static)
+
+    @property
     def nbytes(self) -> float:
-        return 3.0 * 2 * int(self.experts.unique().numel()) * self.spec.intermediate_size * self.hidden
+        return 3.0 * self.width * int(self.experts.unique().numel()) * self.spec.intermediate_size * self.hidden
 
     @property
     def flops(self) -> float:
@@ -99,7 +133,7 @@ class Mixture:
 
     def calls(self, tiling: MoeTiling | None) -> list[Call]:
         given = (self.x, self.experts, self.weights)
-        return [partial(moe.moe_mlp, *given, *layer, self.spec, tiling=tiling) for layer in self.layers]
+        return [partial(triton_experts.moe_mlp, *given, *layer, self.spec, tiling=tiling) for layer in self.layers]
 
     def library_calls(self) -> list[Call]:
         return [partial(library, self.x, self.experts, self.weights, *layer, self.spec) for layer in self.layers]
@@ -109,8 +143,9 @@ def mixtures(options: argparse.Namespace) -> Iterator[tuple[dict[str, object], M
     for (name, (hidden, spec)), tokens in itertools.product(MODELS.items(), TOKENS):
         if name not in (options.model or MODELS) or tokens not in (options.tokens or TOKENS):
             continue
-        yield {"model": name, "tokens": tokens}, Mixture(hidden, spec, tokens)
-        torch.cuda.empty_cache()
+        for format_ in options.format or [None]:
+            yield {"model": name, "tokens": tokens, "format": format_ or "bfloat16"}, Mixture(hidden, spec, tokens, format_)
+            torch.cuda.empty_cache()
 
 
 def routing() -> None:
@@ -126,7 +161,8 @@ def experts(options: argparse.Namespace) -> None:
     for facts, mixture in mixtures(options):
         sizes = {"nbytes": mixture.nbytes, "flops": mixture.flops}
         report("experts", mixture.calls(None), kernel="triton", **facts, **sizes)
-        report("experts", mixture.library_calls(), kernel="grouped_mm", **facts, **sizes)
+        if mixture.format is None:
+            report("experts", mixture.library_calls(), kernel="grouped_mm", **facts, **sizes)
 
 
 def sweep(options: argparse.Namespace) -> None:
@@ -197,6 +233,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="try tilings of the experts, print the fastest")
     parser.add_argument("--model", choices=MODELS, action="append", help="measure this model's experts (default: all)")
     parser.add_argument("--tokens", type=int, choices=TOKENS, action="append")
+    parser.add_argument("--format", choices=FORMATS, action="append", help="number format of experts (default: bfloat16)")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device here")

@@ -1,6 +1,7 @@
 """Compiles the kernels for a GPU that need not be there: the interpreter takes code that the compiler refuses.
 
-    python compile_kernels.py 90            # or with "sparse": those of sparse prefill, with "rest": all others
+    python compile_kernels.py 90            # or with "sparse": those of sparse prefill, with "experts": those of experts in
+                                            # number formats, with "rest": all others
 
 prints a JSON line for each compiled kernel: its name, the bytes of shared memory that a program takes; of attention, for which
 widths, and whether it has Hopper's asynchronous products; and of one that is launched before the kernel before is complete,
@@ -34,7 +35,10 @@ from headrace.kernels.kv_cache import triton_fp8 as fp8
 from headrace.kernels.linear import triton as linear
 from headrace.kernels.linear import triton_matmul as matmul
 from headrace.kernels.mla import triton as mla
+from headrace.kernels.moe import codes as expert_codes
 from headrace.kernels.moe import triton as moe
+from headrace.kernels.moe import triton_experts as experts_kernels
+from headrace.kernels.moe import triton_rounding as rounding
 from headrace.kernels.moe import triton_router as router
 from headrace.kernels.norm import ResidualNorm
 from headrace.kernels.norm import triton as norm
@@ -99,7 +103,7 @@ def compile_only(capability: int) -> None:
     JITFunction.run = compiled
     support.compute_capability = lambda device: capability
     native = fp8.NATIVE if capability >= NATIVE_FP8_SM else fp8.BITS
-    for module in (paged_attention, kv_cache, qkv, sparse_attention, sparse_estimate, sparse_means):
+    for module in (paged_attention, kv_cache, qkv, experts_kernels, rounding, sparse_attention, sparse_estimate, sparse_means):
         module.mode = lambda device: native
 
 
@@ -242,13 +246,46 @@ def mixtures() -> None:
         moe.held_experts(experts, 80, 160)
         x = torch.zeros(tokens, 256, dtype=dtype)
         for batch_invariant in (False, True):
-            moe.moe_mlp(x, experts, weights, gate_up, down, spec, batch_invariant=batch_invariant)
+            experts_kernels.moe_mlp(x, experts, weights, gate_up, down, spec, batch_invariant=batch_invariant)
     # DeepSeek-V3's widths, few tokens and many. A weight is not read: one number of its type stands for it.
     spec = MoeSpec(num_experts=256, top_k=8, intermediate_size=2048)
     for tokens in (1, 4096):
         x, weight = torch.empty(tokens, 7168, dtype=BF16), torch.zeros(1, dtype=BF16)
         chosen = torch.zeros(tokens, 8, dtype=torch.int32), torch.zeros(tokens, 8)
-        moe.moe_mlp(x, *chosen, weight, weight, spec)
+        experts_kernels.moe_mlp(x, *chosen, weight, weight, spec)
+
+
+Format = tuple[expert_codes.ExpertCodec, int, int | None, bool]
+"""Codec, inputs that share a scale and channels of a row that do (0: all; None: rows are not rounded), zero points."""
+FORMATS: tuple[Format, ...] = (
+    *(("e4m3", 0, 0, False), ("e4m3", 128, 128, False), ("mxfp4", 32, None, False)),
+    *(("int4", 128, None, False), ("int4", 64, None, True), ("int4", 128, 0, False)),
+)
+
+
+def codes_of(form: Format, outputs: int, inputs: int) -> expert_codes.ExpertCodes:
+    """A weight is not read: one number of its type stands for it."""
+    codec, group, x_group, zeros = form
+    return expert_codes.ExpertCodes(
+        codec,
+        (128, outputs, inputs),
+        torch.zeros(1, dtype=torch.uint8 if codec == "e4m3" else torch.int16),
+        torch.zeros(1, dtype=torch.uint8 if codec == "mxfp4" else torch.float32),
+        (128 if codec == "e4m3" and group > 0 else 1, group or inputs),
+        torch.zeros(1, dtype=torch.int8) if zeros else None,
+        None if x_group is None else x_group or inputs,
+        torch.zeros(1) if codec == "int4" and x_group == 0 else None,
+    )
+
+
+def coded_experts() -> None:
+    """The experts of Qwen3-30B-A3B in every number format, few tokens and many."""
+    spec = MoeSpec(num_experts=128, top_k=8, intermediate_size=768)
+    for form in FORMATS:
+        for tokens in (1, 256, 4096):
+            x, chosen = torch.empty(tokens, 2048, dtype=BF16), torch.zeros(tokens, 8, dtype=torch.int32)
+            weights = codes_of(form, 1536, 2048), codes_of(form, 2048, 768)
+            experts_kernels.moe_mlp(x, chosen, torch.zeros(tokens, 8), *weights, spec)
 
 
 def products() -> None:
@@ -301,12 +338,14 @@ if __name__ == "__main__":
     asked, part = int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "all"
     compile_only(asked)
     device = Resources(132, (227 if asked >= 90 else 163) << 10)
-    if part != "sparse":
+    if part not in ("sparse", "experts"):
         attention(device)
         others()
         mixtures()
         compressed()
         products()
         aside()
-    if part != "rest":
+    if part in ("all", "experts"):
+        coded_experts()
+    if part in ("all", "sparse"):
         sparse(device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch.nn.functional import embedding
@@ -14,11 +15,14 @@ from headrace.kernels.attention.tiling import Geometry, batch_invariant_tiling
 from headrace.kernels.linear import triton_matmul as matmul
 from headrace.kernels.mla import triton as mla
 from headrace.kernels.moe import triton as moe
+from headrace.kernels.moe import triton_experts
 from headrace.kernels.norm import triton as norm
 from headrace.kernels.qkv import triton as qkv
 from headrace.kernels.sampling import triton_sample as sample
 from headrace.kernels.support import Resources
 from headrace.model_spec import MoeSpec
+
+from .moe.coded import CASES, moved, random_codes
 
 Tensors = tuple[torch.Tensor, ...]
 POOL = 70
@@ -139,7 +143,24 @@ class Maker:
         return Operation(
             rows,
             lambda x, experts, weights: (
-                moe.moe_mlp(x, experts.contiguous(), weights.contiguous(), *matrices, spec, *biases, batch_invariant=True),
+                triton_experts.moe_mlp(
+                    x, experts.contiguous(), weights.contiguous(), *matrices, spec, *biases, batch_invariant=True
+                ),
+            ),
+        )
+
+    def coded_experts(self, name: str) -> Operation:
+        """In a number format of ``kernels.moe.coded``."""
+        spec, hidden = dataclasses.replace(_MIXTURE, intermediate_size=64), 128
+        torch.manual_seed(0)
+        shapes = (spec.num_experts, 128, hidden), (spec.num_experts, hidden, 64)
+        matrices = [moved(random_codes(CASES[name], *shape), self.device) for shape in shapes]
+        plain = self.experts(biased=False)
+        rows = (self.random(POOL, hidden), *plain.rows[1:])
+        return Operation(
+            rows,
+            lambda x, experts, weights: (
+                triton_experts.moe_mlp(x, experts.contiguous(), weights.contiguous(), *matrices, spec, batch_invariant=True),
             ),
         )
 
@@ -244,6 +265,8 @@ def operations(make: Maker) -> Iterator[tuple[str, Callable[[], Operation]]]:
     yield "router", make.router
     yield "experts", lambda: make.experts(biased=False)
     yield "experts with biases", lambda: make.experts(biased=True)
+    for name in ("mxfp4", "int4-64", "fp8-channel", "fp8-half-blocks", "w4afp8"):
+        yield f"experts, {name}", partial(make.coded_experts, name)
     for name, geometry in {
         "": (2, 2, 64, 64), ", groups of 3, width 80": (2, 3, 80, 80), ", one KV head of 128": (1, 2, 128, 128),
         ", compressed": (1, 4, 64, 40),

@@ -21,7 +21,7 @@ ALONE = {"_reshape_and_cache"}
 """Launched when the kernel before is complete."""
 
 
-PARTS = {"rest": 31, "sparse": 9}
+PARTS = {"rest": 31, "sparse": 9, "experts": 5}
 """Kernels of each part."""
 
 

@@ -11,10 +11,12 @@ from headrace.kernels.linear import linear
 from headrace.kernels.moe import reference
 
 if TYPE_CHECKING:
-    from headrace.kernels.moe import triton as kernels
+    from headrace.kernels.moe import triton as routing
+    from headrace.kernels.moe import triton_experts as kernels
     from headrace.kernels.moe import triton_router as router_kernels
 else:
-    kernels = gpu.Late(f"{__name__}.triton")
+    routing = gpu.Late(f"{__name__}.triton")
+    kernels = gpu.Late(f"{__name__}.triton_experts")
     router_kernels = gpu.Late(f"{__name__}.triton_router")
 
 MOST_ROUTED = 64
@@ -40,6 +42,6 @@ def router_logits(
     return linear(x.float(), weight, bias, batch_invariant=batch_invariant)
 
 
-route = gpu.dispatch(reference.route, lambda: kernels.route)
-held_experts = gpu.dispatch(reference.held_experts, lambda: kernels.held_experts)
+route = gpu.dispatch(reference.route, lambda: routing.route)
+held_experts = gpu.dispatch(reference.held_experts, lambda: routing.held_experts)
 moe_mlp = gpu.dispatch(reference.moe_mlp, lambda: kernels.moe_mlp)

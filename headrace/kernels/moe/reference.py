@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from headrace.kernels.activation import ACTIVATIONS, clamped_swiglu
+from headrace.kernels.moe.codes import ExpertCodes
 from headrace.model_spec import CLAMPED_SWIGLU, MoeSpec
 
 
@@ -47,8 +48,8 @@ def moe_mlp(
     x: torch.Tensor,
     experts: torch.Tensor,
     weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: torch.Tensor | ExpertCodes,
+    down: torch.Tensor | ExpertCodes,
     spec: MoeSpec,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
@@ -64,7 +65,8 @@ def moe_mlp(
         x: ``[T, hidden]``, last axis contiguous.
         experts: ``[T, top_k]`` int32; of a spec that holds some experts, as ``held_experts`` numbers them.
         weights: ``[T, top_k]`` float32.
-        gate_up: ``[num_held, 2 * intermediate_size, hidden]`` of x's dtype, contiguous: an expert's gate, then its up.
+        gate_up: ``[num_held, 2 * intermediate_size, hidden]`` of x's dtype, contiguous, or codes: an expert's gate, then its
+            up.
         down: ``[num_held, hidden, intermediate_size]`` likewise.
         gate_up_bias: ``[num_held, 2 * intermediate_size]``
         down_bias: ``[num_held, hidden]``
@@ -87,11 +89,19 @@ def moe_mlp(
             continue
         choices = order[start : start + count]
         start += count
-        both = F.linear(x[choices // spec.top_k], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
-        out = F.linear(gated(both, spec), down[expert], None if down_bias is None else down_bias[expert])
+        both = _product(x[choices // spec.top_k], gate_up, expert, gate_up_bias)
+        out = _product(gated(both, spec), down, expert, down_bias)
         weighted[choices] = (out.float() * factors[choices]).to(x.dtype)
     total = weighted.view(len(x), spec.top_k, x.shape[1]).sum(1)
     return total if plus is None else total + plus
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor | ExpertCodes, expert: int, bias: torch.Tensor | None) -> torch.Tensor:
+    own = None if bias is None else bias[expert]
+    if isinstance(weight, torch.Tensor):
+        return F.linear(x, weight[expert], own)
+    rounded = F.linear(weight.round_rows(x), weight.dequantize(expert), None if own is None else own.float())
+    return rounded.to(x.dtype)
 
 
 def gated(gate_up: torch.Tensor, spec: MoeSpec) -> torch.Tensor:

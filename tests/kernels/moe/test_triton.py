@@ -9,9 +9,10 @@ import torch
 
 from headrace.kernels.moe import reference as ref
 from headrace.kernels.moe import router_logits
-from headrace.kernels.moe import triton as moe
+from headrace.kernels.moe import triton as routing
+from headrace.kernels.moe import triton_experts as moe
 from headrace.kernels.moe import triton_router as router
-from headrace.kernels.moe.triton import MoeTiling, most_tiles
+from headrace.kernels.moe.tiling import MoeTiling, most_tiles
 from headrace.model_spec import CLAMPED_SWIGLU, MoeSpec
 from kernels.closeness import STEP
 
@@ -49,7 +50,7 @@ def test_routes(name: str, tokens: int, device: torch.device) -> None:
     torch.manual_seed(tokens)
     logits = 2 * torch.randn(tokens, spec.num_experts)
     bias = 0.3 * torch.randn(spec.num_experts) if spec.correction_bias else None
-    got = by_expert(*moe.route(logits.to(device), spec, None if bias is None else bias.to(device)))
+    got = by_expert(*routing.route(logits.to(device), spec, None if bias is None else bias.to(device)))
     expected = by_expert(*ref.route(logits, spec, bias))
     assert torch.equal(got[0], expected[0])
     torch.testing.assert_close(got[1], expected[1], atol=1e-6, rtol=1e-5)
@@ -59,13 +60,13 @@ def test_experts_of_a_rank_are_numbered_from_zero(device: torch.device) -> None:
     experts = torch.randint(0, 12, (7, 200), dtype=torch.int32)
     for held in ((0, 5), (5, 12)):
         expected = ref.held_experts(experts, *held)
-        assert torch.equal(moe.held_experts(experts.to(device), *held).cpu(), expected)
-    assert moe.held_experts(experts[:0].to(device), 0, 5).shape == (0, 200)
+        assert torch.equal(routing.held_experts(experts.to(device), *held).cpu(), expected)
+    assert routing.held_experts(experts[:0].to(device), 0, 5).shape == (0, 200)
 
 
 def test_routes_of_wide_rows(device: torch.device) -> None:
     logits = torch.randn(5, 40)
-    got = by_expert(*moe.route(logits.to(device)[:, 4:16], SPEC))
+    got = by_expert(*routing.route(logits.to(device)[:, 4:16], SPEC))
     assert torch.equal(got[0], by_expert(*ref.route(logits[:, 4:16], SPEC))[0])
 
 
@@ -73,7 +74,7 @@ def test_ties_and_numbers_that_are_none(device: torch.device) -> None:
     """Experts are always different ones that there are; a token that is not finite has weights that are not."""
     logits = torch.zeros(3, 12)
     logits[1] = torch.nan
-    experts, weights = (t.cpu() for t in moe.route(logits.to(device), SPEC))
+    experts, weights = (t.cpu() for t in routing.route(logits.to(device), SPEC))
     assert experts[0].tolist() == experts[2].tolist() == [0, 1, 2]
     torch.testing.assert_close(weights[0], torch.full((3,), 1 / 3))
     assert ((experts >= 0) & (experts < 12)).all()
@@ -84,7 +85,7 @@ def test_scores_that_vanish(device: torch.device) -> None:
     """Softmax leaves nothing for most experts: they are taken all the same, with weight 0."""
     logits = torch.full((1, 12), -400.0)
     logits[0, 7] = 0.0
-    experts, weights = (t.cpu() for t in moe.route(logits.to(device), SPEC))
+    experts, weights = (t.cpu() for t in routing.route(logits.to(device), SPEC))
     assert experts[0, 0] == 7
     assert len(set(experts[0].tolist())) == 3
     assert weights[0].tolist() == [1.0, 0.0, 0.0]

@@ -1,0 +1,213 @@
+"""Tiles of experts' weights in their number formats, and their products with rows. References: ``headrace.kernels.moe.codes``.
+
+A tile of rows has its channels along the axis on which the product sums them up. ``SWAP``: weights are the left factor, which
+has 64 rows at least in Hopper's instructions, so that few rows of activations waste none of them, and weights that are decoded
+go to the matrix units from registers.
+"""
+
+# A kernel's arguments have no types of Python's, and its tuples grow.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, disable-error-code=assignment
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from headrace.kernels.kv_cache.triton_fp8 import to_half
+
+FLOATS, E4M3, INT4, MXFP4 = (tl.constexpr(number) for number in range(4))
+CODECS = {"e4m3": 1, "int4": 2, "mxfp4": 3}
+AS_FLOATS, AS_E4M3, AS_HALF = (tl.constexpr(number) for number in range(3))
+"""The type of both factors of a product: that of the rows, e4m3, or float16 made of e4m3, for devices without such products."""
+
+
+@triton.constexpr_function
+def _assembler(place, codec, bf16, scaled):
+    """The instructions that make two floats of the codes of 4 bits in one place of two words; int4 less 8.
+
+    ``scaled``: each times a factor of its own.
+    """
+    if bf16:
+        # Before SM90, bfloat16 has no other operation than this.
+        multiply, subtract = "fma.rn.bf16x2 {}, {}, {}, z;", "fma.rn.bf16x2 $0, a, o, c;"
+    else:
+        multiply, subtract = "mul.f16x2 {}, {}, {};", "add.f16x2 $0, a, c;"
+    registers = "{ .reg .b32 a, c, m, o, s, z; mov.b32 o, 0x3f803f80; mov.b32 z, 0x80008000; "
+    if codec == INT4.value:
+        # The code is the lowest bits of a float whose step is 1: 128 + code in bfloat16, 1024 + code in float16.
+        magic, less = (0x43004300, 0xC308C308) if bf16 else (0x64006400, 0xE408E408)
+        return (
+            f"{registers} shr.b32 a, $1, {4 * place}; lop3.b32 a, a, 0x000f000f, {magic:#x}, 0xea;"
+            f" mov.b32 c, {less:#x}; {subtract} }}"
+        )
+    # Exponent and mantissa move to their places, the sign to the highest bit. A factor makes up for the other bias: that of
+    # e2m1 is 1.
+    lowest, mask, factor = (6, 0x01C001C0, 0x7E807E80) if bf16 else (9, 0x0E000E00, 0x74007400)
+    by = lowest - 4 * place
+    shift = f"shl.b32 m, $1, {by}" if by >= 0 else f"shr.b32 m, $1, {-by}"
+    scale = multiply.format("s", "s", "c") + multiply.format("$0", "s", "$2") if scaled else multiply.format("$0", "s", "c")
+    return (
+        f"{registers} shl.b32 s, $1, {12 - 4 * place}; {shift}; and.b32 m, m, {mask:#x};"
+        f" lop3.b32 s, s, 0x80008000, m, 0xea; mov.b32 c, {factor:#x}; {scale} }}"
+    )
+
+
+@triton.jit
+def along(values, FIRST: tl.constexpr):
+    """Numbers along the first of two axes, or the second."""
+    if FIRST:
+        return values[:, None]
+    else:
+        return values[None, :]
+
+
+@triton.jit
+def _numbers(words, scale, PLACE: tl.constexpr, CODEC: tl.constexpr, DTYPE: tl.constexpr, MODE: tl.constexpr,
+             SCALED: tl.constexpr):  # fmt: skip
+    """The number in one place of each word, exactly; int4 less 8. SCALED: times ``scale``."""
+    BF16: tl.constexpr = DTYPE is tl.bfloat16
+    if MODE == 1 and (BF16 or DTYPE is tl.float16):
+        CODE: tl.constexpr = _assembler(PLACE, CODEC, BF16, SCALED)
+        if SCALED:
+            return tl.inline_asm_elementwise(CODE, "=r,r,r", [words, scale.to(DTYPE)], dtype=DTYPE.value, is_pure=True, pack=2)
+        else:
+            return tl.inline_asm_elementwise(CODE, "=r,r", [words], dtype=DTYPE.value, is_pure=True, pack=2)
+    else:
+        code = (words.to(tl.uint16, bitcast=True) >> (4 * PLACE)) & 15
+        if CODEC == INT4:
+            return (code.to(tl.float32) - 8.0).to(DTYPE)
+        else:
+            # Sign, exponent and mantissa at float16's places, whose bias is 15.
+            bits = ((code & 8) << 12) | ((code & 7) << 9)
+            number = bits.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+            return (number * scale if SCALED else number).to(DTYPE)
+
+
+@triton.jit
+def rows_tile(x, row, used, start, IN: tl.constexpr, CHANNELS: tl.constexpr, FACTOR: tl.constexpr, MODE: tl.constexpr,
+              SWAP: tl.constexpr):  # fmt: skip
+    """``CHANNELS`` of some rows from ``start`` on, as a factor. ``row``: offset of each; used: which of them count."""
+    channel = start + tl.arange(0, CHANNELS)
+    at = x + along(row, not SWAP) + along(channel, SWAP)
+    value = tl.load(at, mask=along(used, not SWAP) & along(channel < IN, SWAP), other=0.0)
+    return to_half(value, MODE) if FACTOR == AS_HALF else value
+
+
+@triton.jit
+def step_of_rows(x, row, used, start, IN: tl.constexpr, STEP: tl.constexpr, CODEC: tl.constexpr, FACTOR: tl.constexpr,
+                 MODE: tl.constexpr, SWAP: tl.constexpr):  # fmt: skip
+    """Loads the tiles of some rows that ``add_product`` takes: one, or for 4 bits one for each place in a word."""
+    if CODEC > E4M3:
+        tiles = ()
+        for place in tl.static_range(4):
+            tiles += (rows_tile(x, row, used, start + place * (STEP // 4), IN, STEP // 4, FACTOR, MODE, SWAP),)
+        return tiles
+    else:
+        return (rows_tile(x, row, used, start, IN, STEP, FACTOR, MODE, SWAP),)
+
+
+@triton.jit
+def _dot(x, weight, sums, SWAP: tl.constexpr, PRECISION: tl.constexpr):
+    if SWAP:
+        return tl.dot(weight, x, sums, input_precision=PRECISION)
+    else:
+        return tl.dot(x, weight, sums, input_precision=PRECISION)
+
+
+@triton.jit
+def for_outputs(values, expert, row, first, group, OUT: tl.constexpr, GROUPS: tl.constexpr, SHARED: tl.constexpr,
+                OUTPUTS: tl.constexpr, SWAP: tl.constexpr):  # fmt: skip
+    """Loads the values of a group of inputs for the outputs ``row`` of a tile that begins with ``first``.
+
+    SHARED: outputs that have one in common.
+    """
+    base = values + (expert.to(tl.int64) * GROUPS + group) * (OUT // SHARED)
+    if SHARED % OUTPUTS == 0:
+        return tl.load(base + first // SHARED)
+    else:
+        return along(tl.load(base + row // SHARED, mask=row < OUT, other=0), SWAP)
+
+
+@triton.jit
+def as_float(scale, CODEC: tl.constexpr):
+    """A scale as it is stored -> float32"""
+    if CODEC == MXFP4:
+        bits = scale.to(tl.int32)
+        # 2 ** -127 is subnormal.
+        return tl.where(bits == 0, 0x400000, bits << 23).to(tl.float32, bitcast=True)
+    else:
+        return scale.to(tl.float32)
+
+
+@triton.jit
+def add_product(
+    sums, rows, x_scale, weight, scales, zeros, expert, row, first, start, OUT: tl.constexpr, IN: tl.constexpr,
+    OUTPUTS: tl.constexpr, CHANNELS: tl.constexpr, CODEC: tl.constexpr, SHARED_OUT: tl.constexpr, SHARED_IN: tl.constexpr,
+    ZEROS: tl.constexpr, FACTOR: tl.constexpr, MODE: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """Adds to ``sums`` the product of a tile of rows and a tile of an expert's weight ``[OUT, IN]``, over ``CHANNELS`` from
+    ``start`` on: a step.
+
+    A step lies within one group of e4m3, and is a block of words of 4 bits. Scales of groups are applied to the group's sums,
+    so that products are exact; those of mxfp4 to the weights, which stay exact.
+
+    Args:
+        rows: the step of the rows, from ``step_of_rows``.
+        x_scale: factor of the rows for this step.
+        row, first: outputs of the tile, and the first of them.
+    """
+    present = row < OUT
+    if CODEC == FLOATS:
+        channel = start + tl.arange(0, CHANNELS)
+        at = along((expert.to(tl.int64) * OUT + row) * IN, SWAP) + along(channel, not SWAP)
+        part = tl.load(weight + at, mask=along(present, SWAP) & along(channel < IN, not SWAP), other=0.0)
+        return _dot(rows[0], part, sums, SWAP, PRECISION)
+    else:
+        EACH: tl.constexpr = SHARED_IN < IN
+        GROUPS: tl.constexpr = (IN + SHARED_IN - 1) // SHARED_IN
+        zero_sums = tl.zeros([sums.shape[0], sums.shape[1]], tl.float32)
+        factor = x_scale
+        if CODEC == E4M3:
+            if EACH:
+                # A step past the end has no weights, and any group will do.
+                group = tl.minimum(start // SHARED_IN, GROUPS - 1)
+                factor = x_scale * for_outputs(scales, expert, row, first, group, OUT, GROUPS, SHARED_OUT, OUTPUTS, SWAP)
+            channel = start + tl.arange(0, CHANNELS)
+            at = along((expert.to(tl.int64) * OUT + row) * IN, SWAP) + along(channel, not SWAP)
+            part = tl.load(weight + at, mask=along(present, SWAP) & along(channel < IN, not SWAP), other=0.0)
+            if FACTOR != AS_E4M3:
+                part = to_half(part, MODE).to(rows[0].dtype)
+            return sums + _dot(rows[0], part, zero_sums, SWAP, PRECISION) * factor
+        else:
+            WORDS: tl.constexpr = CHANNELS // 4
+            BLOCKS: tl.constexpr = (IN + CHANNELS - 1) // CHANNELS
+            DTYPE: tl.constexpr = tl.float16 if FACTOR == AS_E4M3 else rows[0].dtype
+            # Powers of two: of their type's range, only float16 is too narrow for them.
+            SCALED: tl.constexpr = CODEC == MXFP4 and EACH and DTYPE is not tl.float16
+            SPAN: tl.constexpr = SHARED_IN // WORDS if EACH and SHARED_IN < CHANNELS else 4
+            block = ((expert.to(tl.int64) * BLOCKS + start // CHANNELS) * OUT + row) * WORDS
+            at = along(block, SWAP) + along(tl.arange(0, WORDS), not SWAP)
+            words = tl.load(weight + at, mask=along(present, SWAP) & (start < IN), other=0)
+            part = sums if SCALED else zero_sums
+            scale = 1.0
+            for place in tl.static_range(4):
+                if EACH:
+                    group = tl.minimum((start + place * WORDS) // SHARED_IN, GROUPS - 1)
+                if SCALED:
+                    stored = for_outputs(scales, expert, row, first, group, OUT, GROUPS, SHARED_OUT, OUTPUTS, SWAP)
+                    scale = as_float(stored, CODEC)
+                number = _numbers(words, scale, place, CODEC, DTYPE, MODE, SCALED)
+                if ZEROS:
+                    zero = for_outputs(zeros, expert, row, first, group if EACH else 0, OUT, GROUPS, SHARED_OUT, OUTPUTS, SWAP)
+                    number -= zero.to(DTYPE)
+                if FACTOR == AS_E4M3:
+                    # Exact: differences of codes and zero points have 4 bits at most.
+                    number = number.to(tl.float8e4nv)
+                part = _dot(rows[place], number, part, SWAP, PRECISION)
+                if place % SPAN == SPAN - 1 and not SCALED:
+                    if EACH:
+                        stored = for_outputs(scales, expert, row, first, group, OUT, GROUPS, SHARED_OUT, OUTPUTS, SWAP)
+                        factor = x_scale * as_float(stored, CODEC)
+                    sums += part * factor
+                    part = zero_sums
+            return part if SCALED else sums

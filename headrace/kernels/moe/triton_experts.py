@@ -1,0 +1,549 @@
+"""Products of rows with experts' weights. References: ``headrace.kernels.moe.reference``.
+
+Tokens are never moved: a stable counting sort gives their order by expert, and products gather rows through it. Only
+the device knows how many tiles an expert has. The host launches the most there can be, and each program finds its expert's
+tile, or that there is none, so a captured graph serves any routing.
+"""
+
+# A kernel's arguments have no types of Python's.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from headrace.kernels.kv_cache.triton_fp8 import NATIVE, gain, mode, quantized, scale_of
+from headrace.kernels.moe.codes import BLOCK, X_GROUP, ExpertCodes
+from headrace.kernels.moe.tiling import MoeTiling, batch_invariant_tiling, choose_tiling, most_tiles
+from headrace.kernels.moe.triton_codecs import (
+    AS_E4M3,
+    AS_HALF,
+    CODECS,
+    E4M3,
+    FLOATS,
+    add_product,
+    along,
+    as_float,
+    for_outputs,
+    step_of_rows,
+)
+from headrace.kernels.moe.triton_rounding import round_rows
+from headrace.kernels.triton_pdl import begin, options
+from headrace.model_spec import CLAMPED_SWIGLU, MoeSpec
+
+_SILU, _GELU, _GELU_TANH, _CLAMPED = (tl.constexpr(number) for number in range(4))
+_GATES = {"silu": 0, "swish": 0, "gelu": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2, CLAMPED_SWIGLU: 3}
+_NOT, _DYNAMIC, _STATIC = (tl.constexpr(number) for number in range(3))
+"""Whether activations are rounded to e4m3: not, with scales of their own, or with a given one."""
+_CHUNK, _LONG_CHUNK = 2048, 8192
+"""Choices counted at a time, and where there are more than that."""
+_FEW = 32
+"""Choices up to which none are sorted: each gets its own tile, if there are enough experts that few tokens share one."""
+_BAND = 1024
+"""Rows of the tiles that go through the outputs together, so that both factors stay in the cache."""
+_BLOCK = 1024
+"""Channels of a program that sums up a token's experts."""
+
+
+@triton.jit(do_not_specialize=["choices"])
+def _sort(experts, order, start, choices, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    """One expert: where its choices begin in the order, and which they are."""
+    begin(PDL)
+    own = tl.program_id(0)
+    before = 0
+    mine = 0
+    for first in range(0, choices, CHUNK):
+        index = first + tl.arange(0, CHUNK)
+        expert = tl.load(experts + index, mask=index < choices, other=EXPERTS)
+        before += tl.sum((expert < own).to(tl.int32), 0)
+        mine += tl.sum((expert == own).to(tl.int32), 0)
+    tl.store(start + own, before)
+    if own == EXPERTS - 1:
+        tl.store(start + EXPERTS, before + mine)
+    if mine > 0:
+        done = before
+        for first in range(0, choices, CHUNK):
+            index = first + tl.arange(0, CHUNK)
+            hit = (tl.load(experts + index, mask=index < choices, other=EXPERTS) == own).to(tl.int32)
+            tl.store(order + done + tl.cumsum(hit, 0) - 1, index, mask=hit == 1)
+            done += tl.sum(hit, 0)
+
+
+@triton.jit
+def _tile(start, tile, EXPERTS: tl.constexpr, EXPERTS_P: tl.constexpr, TOKENS: tl.constexpr):
+    """The expert of a tile (EXPERTS: there is no such tile), its first place in the order and the end of its expert's."""
+    expert = tl.arange(0, EXPERTS_P)
+    present = expert < EXPERTS
+    low = tl.load(start + expert, mask=present, other=0)
+    high = tl.load(start + expert + 1, mask=present, other=0)
+    ends = tl.cumsum((high - low + TOKENS - 1) // TOKENS, 0)
+    passed = present & (ends <= tile)
+    owner = tl.sum(passed.to(tl.int32), 0)
+    skipped = tl.max(tl.where(passed, ends, 0), 0)
+    inside = tl.where(owner < EXPERTS, owner, EXPERTS - 1)
+    first = tl.load(start + inside) + (tile - skipped) * TOKENS
+    return owner, first, tl.load(start + inside + 1)
+
+
+@triton.jit
+def _tile_and_outputs(tiles, OUT: tl.constexpr, OUTPUTS: tl.constexpr, BAND: tl.constexpr):
+    """The tile of rows and the tile of outputs of a program: a band of the first goes through all of the second, and tiles of
+    one expert follow each other."""
+    across: tl.constexpr = (OUT + OUTPUTS - 1) // OUTPUTS
+    band, within = tl.program_id(0) // (BAND * across), tl.program_id(0) % (BAND * across)
+    height = tl.minimum(tiles - band * BAND, BAND)
+    return band * BAND + within % height, within // height
+
+
+@triton.jit
+def _rows(order, start, tile, EXPERTS: tl.constexpr, EXPERTS_P: tl.constexpr, TOKENS: tl.constexpr, SORTED: tl.constexpr):
+    """The expert of a tile (EXPERTS: there is none such), its places in the order, which of them count, and their choices.
+
+    Not SORTED, the order is that of the choices, each of which is a tile, and ``start`` is their experts.
+    """
+    if SORTED:
+        expert, first, end = _tile(start, tile, EXPERTS, EXPERTS_P, TOKENS)
+        place = first + tl.arange(0, TOKENS)
+        used = place < end
+        choice = tl.load(order + place, mask=used, other=0)
+    else:
+        expert = tl.load(start + tile)
+        place = tile + tl.arange(0, TOKENS)
+        used = place == tile
+        choice = tl.where(used, place, 0)
+    return expert, place, used, choice
+
+
+@triton.jit
+def _activate(gate, up, alpha, limit, GATE: tl.constexpr, DTYPE: tl.constexpr):
+    """``act(gate) * up`` of sums that were rounded, rounded where the references round."""
+    gate = gate.to(DTYPE).to(tl.float32)
+    up = up.to(DTYPE).to(tl.float32)
+    if GATE == _CLAMPED:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        return ((up + 1.0) * gate * tl.sigmoid(alpha * gate)).to(DTYPE)
+    if GATE == _SILU:
+        active = gate * tl.sigmoid(gate)
+    elif GATE == _GELU:
+        active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    else:
+        # 0.5 x (1 + tanh u) is x sigmoid(2 u).
+        bent = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        active = gate * tl.sigmoid(2.0 * bent)
+    return (active.to(DTYPE).to(tl.float32) * up).to(DTYPE)
+
+
+@triton.jit
+def _scales_of_rows(scales, row, used, group, column, SCALED: tl.constexpr, SWAP: tl.constexpr):
+    """The factors of a tile's rows in a group of channels."""
+    if SCALED == _STATIC:
+        return tl.load(scales)
+    else:
+        return along(tl.load(scales + group * column + row, mask=used, other=0.0), not SWAP)
+
+
+@triton.jit
+def _finish(
+    sums, scales, expert, row, first, x_scale, OUT: tl.constexpr, IN: tl.constexpr, OUTPUTS: tl.constexpr, CODEC: tl.constexpr,
+    SHARED_OUT: tl.constexpr, SHARED_IN: tl.constexpr, FACTOR: tl.constexpr, MODE: tl.constexpr, SWAP: tl.constexpr
+):  # fmt: skip
+    """Applies the scales that all channels share. ``x_scale``: of the rows."""
+    if CODEC == FLOATS:
+        return sums
+    else:
+        factor = x_scale
+        if SHARED_IN >= IN:
+            scale = for_outputs(scales, expert, row, first, 0, OUT, 1, SHARED_OUT, OUTPUTS, SWAP)
+            factor = as_float(scale, CODEC) * x_scale
+        if FACTOR == AS_HALF:
+            factor = factor * gain(MODE)
+        if CODEC == E4M3 and FACTOR != AS_E4M3:
+            factor = factor * gain(MODE)
+        return sums * factor
+
+
+@triton.jit(do_not_specialize=["x_column", "out_column", "tiles"])
+def _up(
+    x, x_scales, order, start, weight, scales, zeros, bias, out, out_scales, x_row: tl.int64, x_column: tl.int64,
+    out_column: tl.int64, tiles, alpha, limit, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_P: tl.constexpr,
+    IN: tl.constexpr, INNER: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, CHANNELS: tl.constexpr,
+    STEP: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, SORTED: tl.constexpr, PRECISION: tl.constexpr,
+    CODEC: tl.constexpr,
+    SHARED_OUT: tl.constexpr, SHARED_IN: tl.constexpr, ZEROS: tl.constexpr, FACTOR: tl.constexpr, SCALED: tl.constexpr,
+    X_GROUP: tl.constexpr, ROUND: tl.constexpr, DTYPE: tl.constexpr, MODE: tl.constexpr, SWAP: tl.constexpr, BAND: tl.constexpr,
+    PDL: tl.constexpr
+):  # fmt: skip
+    """A tile of ``act(x gate^T) * (x up^T)``, written by order. ROUND: as e4m3."""
+    begin(PDL)
+    tile, slice_ = _tile_and_outputs(tiles, INNER, OUTPUTS, BAND)
+    expert, place, used, choice = _rows(order, start, tile, EXPERTS, EXPERTS_P, TOKENS, SORTED)
+    if expert == EXPERTS:
+        return
+    token = choice // TOP_K
+    rows = token.to(tl.int64) * x_row
+    first = slice_ * OUTPUTS
+    output = first + tl.arange(0, OUTPUTS)
+    present = output < INNER
+    # Rows past the gate's are the up's first: what they give is not written.
+    gate = tl.zeros([OUTPUTS, TOKENS] if SWAP else [TOKENS, OUTPUTS], tl.float32)
+    up = tl.zeros([OUTPUTS, TOKENS] if SWAP else [TOKENS, OUTPUTS], tl.float32)
+    for begins in range(0, IN, CHANNELS):
+        for step in tl.static_range(0, CHANNELS, STEP):
+            at = begins + step
+            parts = step_of_rows(x, rows, used, at, IN, STEP, CODEC, FACTOR, MODE, SWAP)
+            x_scale = 1.0
+            if SCALED == _DYNAMIC and X_GROUP < IN:
+                group = tl.minimum(at // X_GROUP, (IN - 1) // X_GROUP)
+                x_scale = _scales_of_rows(x_scales, token, used, group, x_column, SCALED, SWAP)
+            gate = add_product(
+                gate, parts, x_scale, weight, scales, zeros, expert, output, first, at, 2 * INNER, IN, OUTPUTS, STEP,
+                CODEC, SHARED_OUT, SHARED_IN, ZEROS, FACTOR, MODE, SWAP, PRECISION,
+            )  # fmt: skip
+            up = add_product(
+                up, parts, x_scale, weight, scales, zeros, expert, INNER + output, INNER + first, at, 2 * INNER, IN,
+                OUTPUTS, STEP, CODEC, SHARED_OUT, SHARED_IN, ZEROS, FACTOR, MODE, SWAP, PRECISION,
+            )  # fmt: skip
+    factor = 1.0
+    if SCALED == _STATIC or (SCALED == _DYNAMIC and X_GROUP >= IN):
+        factor = _scales_of_rows(x_scales, token, used, 0, x_column, SCALED, SWAP)
+    gate = _finish(gate, scales, expert, output, first, factor, 2 * INNER, IN, OUTPUTS, CODEC, SHARED_OUT, SHARED_IN, FACTOR,
+                   MODE, SWAP)  # fmt: skip
+    up = _finish(up, scales, expert, INNER + output, INNER + first, factor, 2 * INNER, IN, OUTPUTS, CODEC, SHARED_OUT,
+                 SHARED_IN, FACTOR, MODE, SWAP)  # fmt: skip
+    if BIAS:
+        base = bias + expert.to(tl.int64) * 2 * INNER
+        gate += along(tl.load(base + output, mask=present, other=0.0).to(tl.float32), SWAP)
+        up += along(tl.load(base + INNER + output, mask=present, other=0.0).to(tl.float32), SWAP)
+    active = _activate(gate, up, alpha, limit, GATE, DTYPE)
+    at = along(place.to(tl.int64) * INNER, not SWAP) + along(output, SWAP)
+    mask = along(used, not SWAP) & along(present, SWAP)
+    if ROUND == _NOT:
+        tl.store(out + at, active, mask=mask)
+    else:
+        value = tl.where(along(present, SWAP), active.to(tl.float32), 0.0)
+        if ROUND == _STATIC:
+            scale = tl.load(out_scales)
+        else:
+            own = scale_of(value, 0 if SWAP else 1)
+            tl.store(out_scales + slice_ * out_column + place, own, mask=used)
+            scale = along(own, not SWAP)
+        tl.store(out + at, quantized(value, value * 0.0 + scale, MODE), mask=mask)
+
+
+@triton.jit(do_not_specialize=["x_column", "tiles"])
+def _down(
+    x, x_scales, order, start, weight, scales, zeros, bias, factors, out, x_column: tl.int64, tiles, EXPERTS: tl.constexpr,
+    EXPERTS_P: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr,
+    CHANNELS: tl.constexpr, STEP: tl.constexpr, BIAS: tl.constexpr, SORTED: tl.constexpr, PRECISION: tl.constexpr,
+    CODEC: tl.constexpr, SHARED_OUT: tl.constexpr, SHARED_IN: tl.constexpr, ZEROS: tl.constexpr, FACTOR: tl.constexpr,
+    SCALED: tl.constexpr, X_GROUP: tl.constexpr, MODE: tl.constexpr, SWAP: tl.constexpr, BAND: tl.constexpr,
+    PDL: tl.constexpr
+):  # fmt: skip
+    """A tile of ``(x down^T) * factor``, x by order, written where each choice stands."""
+    begin(PDL)
+    tile, slice_ = _tile_and_outputs(tiles, OUT, OUTPUTS, BAND)
+    expert, place, used, choice = _rows(order, start, tile, EXPERTS, EXPERTS_P, TOKENS, SORTED)
+    if expert == EXPERTS:
+        return
+    first = slice_ * OUTPUTS
+    output = first + tl.arange(0, OUTPUTS)
+    present = output < OUT
+    rows = place.to(tl.int64) * IN
+    sums = tl.zeros([OUTPUTS, TOKENS] if SWAP else [TOKENS, OUTPUTS], tl.float32)
+    for begins in range(0, IN, CHANNELS):
+        for step in tl.static_range(0, CHANNELS, STEP):
+            at = begins + step
+            parts = step_of_rows(x, rows, used, at, IN, STEP, CODEC, FACTOR, MODE, SWAP)
+            x_scale = 1.0
+            if SCALED == _DYNAMIC and X_GROUP < IN:
+                group = tl.minimum(at // X_GROUP, (IN - 1) // X_GROUP)
+                x_scale = _scales_of_rows(x_scales, place, used, group, x_column, SCALED, SWAP)
+            sums = add_product(
+                sums, parts, x_scale, weight, scales, zeros, expert, output, first, at, OUT, IN, OUTPUTS, STEP, CODEC,
+                SHARED_OUT, SHARED_IN, ZEROS, FACTOR, MODE, SWAP, PRECISION,
+            )  # fmt: skip
+    factor = 1.0
+    if SCALED == _STATIC or (SCALED == _DYNAMIC and X_GROUP >= IN):
+        factor = _scales_of_rows(x_scales, place, used, 0, x_column, SCALED, SWAP)
+    sums = _finish(sums, scales, expert, output, first, factor, OUT, IN, OUTPUTS, CODEC, SHARED_OUT, SHARED_IN, FACTOR, MODE,
+                   SWAP)  # fmt: skip
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    if BIAS:
+        base = bias + expert.to(tl.int64) * OUT
+        sums += along(tl.load(base + output, mask=present, other=0.0).to(tl.float32), SWAP)
+    sums = sums.to(DTYPE).to(tl.float32) * along(tl.load(factors + choice, mask=used, other=0.0), not SWAP)
+    at = along(choice.to(tl.int64) * OUT, not SWAP) + along(output, SWAP)
+    tl.store(out + at, sums.to(DTYPE), mask=along(used, not SWAP) & along(present, SWAP))
+
+
+@triton.jit
+def _sum_choices(
+    weighted,
+    experts,
+    plus,
+    out,
+    EXPERTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PLUS: tl.constexpr,
+    SOME: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The sum of a token's experts for a block of channels, in the order of choice. Expert EXPERTS has written nothing."""
+    begin(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    present = channel < WIDTH
+    total = tl.zeros([BLOCK], tl.float32)
+    for choice in tl.static_range(TOP_K):
+        used = present
+        if SOME:
+            used = present & (tl.load(experts + token * TOP_K + choice) < EXPERTS)
+        part = tl.load(weighted + (token * TOP_K + choice) * WIDTH + channel, mask=used, other=0.0)
+        total += part.to(tl.float32)
+    if PLUS:
+        added = tl.load(plus + token * WIDTH + channel, mask=present, other=0.0).to(tl.float32)
+        total = total.to(out.dtype.element_ty).to(tl.float32) + added
+    tl.store(out + token * WIDTH + channel, total.to(out.dtype.element_ty), mask=present)
+
+
+Held = torch.Tensor | ExpertCodes
+_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+def moe_mlp(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: Held,
+    down: Held,
+    spec: MoeSpec,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    tiling: MoeTiling | None = None,
+    *,
+    plus: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+) -> torch.Tensor:
+    """Kernel version of ``headrace.kernels.moe.moe_mlp``.
+
+    ``tiling`` replaces the one chosen by size.
+    """
+    if not experts.numel():
+        return torch.empty_like(x)
+    hidden, inner = x.shape[1], spec.intermediate_size
+    routing = _sorted(experts, spec.num_held, batch_invariant)
+
+    def chosen(held: Held, size_in: int, size_out: int, paired: bool) -> MoeTiling:
+        kind = held.kind if isinstance(held, ExpertCodes) else "floats"
+        if batch_invariant:
+            return batch_invariant_tiling(size_in, size_out, x.itemsize, kind)
+        sizes = routing.choices, spec.num_held, size_in, size_out
+        return tiling or choose_tiling(*sizes, x.itemsize, kind, paired=paired)
+
+    first, second = chosen(gate_up, hidden, inner, True), chosen(down, inner, hidden, False)
+    active, scales = _gate_up(x, routing, gate_up, gate_up_bias, down, spec, first)
+    return _sum(_weighted(active, scales, x.dtype, routing, down, down_bias, weights, hidden, second), experts, plus, spec)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Routing:
+    """The choices of tokens."""
+
+    choices: int
+    experts: int
+    in_order: bool
+    """They are sorted by expert; each is a tile of its own otherwise."""
+    order: torch.Tensor
+    """``[choices]``: choices by expert, or the expert of each"""
+    start: torch.Tensor
+    """``[experts + 1]``: the first of each expert in the order, or the expert of each choice"""
+
+    def tiles(self, tiling: MoeTiling) -> int:
+        return most_tiles(self.choices, self.experts, tiling.tokens) if self.in_order else self.choices
+
+    def options(self, tiling: MoeTiling, x: torch.Tensor) -> dict[str, Any]:
+        """Launch keywords of both products."""
+        return {
+            "EXPERTS": self.experts,
+            "EXPERTS_P": triton.next_power_of_2(self.experts),
+            "SORTED": self.in_order,
+            "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+            "MODE": mode(x.device),
+            "TOKENS": tiling.tokens,
+            "OUTPUTS": tiling.outputs,
+            "CHANNELS": tiling.channels,
+            "SWAP": tiling.swap,
+            "BAND": max(_BAND // tiling.tokens, 1),
+            "num_warps": tiling.num_warps,
+            "num_stages": tiling.num_stages,
+            **options(x.device),
+        }
+
+
+def _sorted(experts: torch.Tensor, count: int, batch_invariant: bool) -> _Routing:
+    choices = experts.numel()
+    if not batch_invariant and (len(experts) == 1 or choices <= min(_FEW, count // 4)):
+        return _Routing(choices, count, False, experts, experts)
+    order = torch.empty(choices, dtype=torch.int32, device=experts.device)
+    start = torch.empty(count + 1, dtype=torch.int32, device=experts.device)
+    many = choices > _LONG_CHUNK
+    chunk = _LONG_CHUNK if many else min(_CHUNK, triton.next_power_of_2(choices))
+    warps = 16 if many else 4
+    _sort[(count,)](experts, order, start, choices, EXPERTS=count, CHUNK=chunk, num_warps=warps, **options(experts.device))
+    return _Routing(choices, count, True, order, start)
+
+
+def _gate_up(
+    x: torch.Tensor,
+    routing: _Routing,
+    held: Held,
+    bias: torch.Tensor | None,
+    down: Held,
+    spec: MoeSpec,
+    tiling: MoeTiling,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inputs of the second product, by order, and their scales if ``down`` takes rounded ones."""
+    inner, choices, device = spec.intermediate_size, routing.choices, x.device
+    rows, x_scales = _rounded(x, held)
+    rounds = _NOT
+    if isinstance(down, ExpertCodes) and down.x_group is not None:
+        rounds = _STATIC if down.x_scale is not None else _DYNAMIC if tiling.outputs == down.x_group else _NOT
+    active = torch.empty(choices, inner, dtype=x.dtype if rounds == _NOT else torch.uint8, device=device)
+    scales = active
+    if isinstance(down, ExpertCodes) and rounds != _NOT:
+        groups, given = triton.cdiv(inner, X_GROUP), down.x_scale
+        scales = torch.empty(groups, choices, dtype=torch.float32, device=device) if given is None else given
+    tiles = routing.tiles(tiling)
+    _up[(tiles * triton.cdiv(inner, tiling.outputs),)](
+        rows,
+        x_scales,
+        routing.order,
+        routing.start,
+        *_tensors(held),
+        rows if bias is None else bias,
+        active,
+        scales,
+        rows.stride(0),
+        x_scales.stride(0),
+        choices,
+        tiles,
+        spec.alpha,
+        spec.limit,
+        TOP_K=spec.top_k,
+        IN=x.shape[1],
+        INNER=inner,
+        GATE=_GATES[spec.act],
+        BIAS=bias is not None,
+        ROUND=rounds,
+        DTYPE=_TYPES[x.dtype],
+        **_format(held, tiling, x.shape[1]),
+        **routing.options(tiling, x),
+    )
+    return _rounded(active, down) if rounds == _NOT else (_typed(active, down), scales)
+
+
+def _weighted(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    dtype: torch.dtype,
+    routing: _Routing,
+    held: Held,
+    bias: torch.Tensor | None,
+    weights: torch.Tensor,
+    hidden: int,
+    tiling: MoeTiling,
+) -> torch.Tensor:
+    """The output of each choice times its weight, ``[choices, hidden]``."""
+    inner = x.shape[1]
+    out = torch.empty(routing.choices, hidden, dtype=dtype, device=x.device)
+    tiles = routing.tiles(tiling)
+    _down[(tiles * triton.cdiv(hidden, tiling.outputs),)](
+        x,
+        x_scales,
+        routing.order,
+        routing.start,
+        *_tensors(held),
+        x if bias is None else bias,
+        weights,
+        out,
+        x_scales.stride(0),
+        tiles,
+        IN=inner,
+        OUT=hidden,
+        BIAS=bias is not None,
+        **_format(held, tiling, inner),
+        **routing.options(tiling, out),
+    )
+    return out
+
+
+def _rounded(x: torch.Tensor, held: Held) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows as a product with the weight takes them, and their scales."""
+    if isinstance(held, ExpertCodes) and held.x_group is not None:
+        codes, scales = round_rows(x, held)
+        return _typed(codes, held), scales
+    return x, x
+
+
+def _tensors(held: Held) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scales and zero points, or tensors that are not read in their places."""
+    if isinstance(held, torch.Tensor):
+        return held, held, held
+    return _typed(held.codes, held), held.scales, held.scales if held.zeros is None else held.zeros
+
+
+def _typed(codes: torch.Tensor, held: Held) -> torch.Tensor:
+    """Bytes as e4m3 where the device multiplies that."""
+    native = isinstance(held, ExpertCodes) and held.x_group is not None and mode(codes.device) == NATIVE
+    return codes.view(torch.float8_e4m3fn) if native and codes.dtype == torch.uint8 else codes
+
+
+def _format(held: Held, tiling: MoeTiling, channels: int) -> dict[str, Any]:
+    """The kernel's constants of the number format."""
+    if isinstance(held, torch.Tensor):
+        constants = {"CODEC": FLOATS, "SHARED_OUT": 1, "SHARED_IN": 1, "ZEROS": False, "FACTOR": 0, "SCALED": _NOT}
+        return {**constants, "X_GROUP": 1, "STEP": tiling.channels}
+    rounded = held.x_group is not None
+    x_group = held.x_group or channels
+    # A step of e4m3 has one scale of the weights and one of a row.
+    shared = [size for size in (held.group[1], x_group) if size < channels]
+    return {
+        "CODEC": CODECS[held.codec],
+        "SHARED_OUT": held.group[0],
+        "SHARED_IN": held.group[1],
+        "ZEROS": held.zeros is not None,
+        "FACTOR": (1 if mode(held.codes.device) == NATIVE else 2) if rounded else 0,
+        "SCALED": _NOT if not rounded else _DYNAMIC if held.x_scale is None else _STATIC,
+        "X_GROUP": x_group,
+        "STEP": BLOCK if held.codec != "e4m3" else min([tiling.channels, *shared]),
+    }
+
+
+def _sum(weighted: torch.Tensor, experts: torch.Tensor, plus: torch.Tensor | None, spec: MoeSpec) -> torch.Tensor:
+    """``[T * top_k, hidden] -> [T, hidden]``"""
+    tokens, hidden = len(experts), weighted.shape[1]
+    total = torch.empty(tokens, hidden, dtype=weighted.dtype, device=weighted.device)
+    block = min(_BLOCK, triton.next_power_of_2(hidden))
+    _sum_choices[(tokens, triton.cdiv(hidden, block))](
+        weighted,
+        experts,
+        total if plus is None else plus,
+        total,
+        EXPERTS=spec.num_held,
+        SOME=spec.held is not None,
+        WIDTH=hidden,
+        TOP_K=spec.top_k,
+        BLOCK=block,
+        PLUS=plus is not None,
+        num_warps=max(block // 256, 1),
+        **options(weighted.device),
+    )
+    return total

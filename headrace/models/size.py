@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from headrace.layers.linear import Linear
+from headrace.layers.moe import Experts
 from headrace.model_spec import AnySpec, ForeignSpec
 from headrace.model_spec.kv import DTYPE_BYTES
 from headrace.models import registry
@@ -31,7 +32,8 @@ def weight_bytes(model: AnySpec, dtype: str, quantization: str, quantize_head: s
     if quantization == "none" and head in ("none", STORED):
         return nbytes
     linears = {path: module for path, module in built.named_modules() if isinstance(module, Linear)}
-    left = ignored(ignore, layer_names(registry.name_table(model), linears)) if ignore else {}
+    mixtures = {path: module for path, module in built.named_modules() if isinstance(module, Experts)}
+    left = ignored(ignore, layer_names(registry.name_table(model), (*linears, *mixtures))) if ignore else {}
     for path, layer in linears.items():
         is_head = path == HEAD
         name = head if is_head else quantization
@@ -45,4 +47,9 @@ def weight_bytes(model: AnySpec, dtype: str, quantization: str, quantize_head: s
             nbytes += count * DTYPE_BYTES[dtype]
         elif not held.copies and not tied:
             nbytes -= count * DTYPE_BYTES[dtype]
+    if quantization != "none" and find(quantization).experts:
+        for path, experts in mixtures.items():
+            if path not in left:
+                count = sum(map(math.prod, experts.shapes.values()))
+                nbytes += math.ceil(count * find(quantization).nbytes) - count * DTYPE_BYTES[dtype]
     return nbytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -12,6 +12,7 @@ from headrace.layers.linear import Linear
 from headrace.layers.moe import Experts
 from headrace.layers.stored import StoredMatrix
 from headrace.quant.candidates import LayerFacts
+from headrace.quant.experts import ExpertsFacts
 from headrace.quant.registry import Quantization
 
 
@@ -83,19 +84,27 @@ class Converter:
         coded = any(part.codes is not None for part in parts)
         return Conversion(layer.method.format, _reason(facts, "dequantised" if coded else "which is kept", against), 0.0)
 
-    def prepare(self, layer: Experts) -> Conversion | None:
-        """Gives experts the first method that supports them, before they are loaded; None: they stay floats."""
+    def prepare(self, layer: Experts, stored: Mapping[str, Sequence[StoredMatrix]]) -> Conversion | None:
+        """Gives experts the method of the first candidate that holds them, before they are loaded; None: no candidate
+        concerns them, and they stay floats.
+
+        Args:
+            stored: the stored matrices by matrix of the layer, those of other ranks' experts among them.
+        """
         dtype = layer.gate_up_proj.dtype
+        facts = ExpertsFacts(hidden_size=layer.gate_up_proj.shape[-1], spec=layer.spec, device=self._device.type, stored=stored)
         against: list[str] = []
-        for kind in self._quantization.experts.get(self._device.type, ()):
-            if reasons := kind.supports(layer.gate_up_proj.shape[-1], layer.spec, self._device.type):
+        for candidate in self._quantization.experts.get(self._device.type, ()):
+            if not candidate.concerns(facts):
+                continue
+            if reasons := candidate.misfits(facts):
                 against += reasons[:1]
                 continue
-            layer.method = kind()
+            layer.method = candidate.method(facts)
             layer.method.allocate(layer, dtype, self._device)
-            return Conversion(layer.method.format, "; ".join((f"quantization {self._quantization.name}", *against)), 0.0)
-        return None
+            return Conversion(layer.method.format, _reason(facts, candidate.reason(facts), against), 0.0)
+        return Conversion(layer.method.format, _reason(facts, "dequantised", against), 0.0) if against else None
 
 
-def _reason(facts: LayerFacts, how: str, against: Sequence[str]) -> str:
+def _reason(facts: LayerFacts | ExpertsFacts, how: str, against: Sequence[str]) -> str:
     return "; ".join(dict.fromkeys((f"stored as {facts.kinds}, {how}", *against)))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from headrace.errors import ConfigError
 from headrace.kernels.linear.fp8_reference import GROUP
-from headrace.layers.moe import ExpertsMethod
 from headrace.layers.stored import ScaleGroup
+from headrace.model_spec import MoeSpec
 from headrace.quant.candidates import Candidate, EngineFacts, Limit
+from headrace.quant.experts import ExpertsCandidate, KeepExperts, RoundExperts
 from headrace.quant.formats.find import method_name
 from headrace.quant.formats.scheme import Scheme
 from headrace.quant.fp8 import KEEP_FP8, Fp8BlockMethod, Fp8Method, round_to_fp8
@@ -31,8 +32,8 @@ class Quantization:
     name: str
     candidates: Mapping[str, tuple[Candidate, ...]]
     """Type of device -> candidates for its matrices, in order of preference."""
-    experts: Mapping[str, tuple[type[ExpertsMethod], ...]] = dataclasses.field(default_factory=dict)
-    """The same for the experts of mixtures. Those that none supports stay floats."""
+    experts: Mapping[str, tuple[ExpertsCandidate, ...]] = dataclasses.field(default_factory=dict)
+    """The same for the experts of mixtures. Those that none holds stay floats."""
     floats: bool
     """Whether matrices that no candidate holds stay floats; they are refused otherwise."""
     packs_head: bool
@@ -70,10 +71,12 @@ def _integers(bits: int) -> Quantization:
 def _fp8(name: str, method: type[Fp8Method] | None) -> Quantization:
     """``method``: to which floats are rounded; None: they stay floats."""
     candidates = (KEEP_FP8,) if method is None else (KEEP_FP8, round_to_fp8(method))
+    experts = (KeepExperts(),) if method is None else (KeepExperts(), RoundExperts(blocks=method is Fp8BlockMethod))
     return Quantization(
         name=name,
         # CPUs multiply FP8 by converting it, so that tests can.
         candidates={"cuda": candidates, "cpu": candidates},
+        experts={"cuda": experts, "cpu": experts},
         floats=True,
         # A checkpoint that has codes for the head means them.
         packs_head=method is None,
@@ -182,6 +185,10 @@ def refusal(name: str, engine: EngineFacts) -> Limit | None:
     return None
 
 
+def _kept(candidates: Sequence[Candidate]) -> frozenset[str]:
+    return frozenset[str]().union(*(candidate.keeps for candidate in candidates))
+
+
 def automatic(engine: EngineFacts, types: Counter[str] | None, stored: Scheme | None) -> tuple[str, str]:
     """Chooses the quantization of a native model where the user leaves it open.
 
@@ -201,10 +208,13 @@ def automatic(engine: EngineFacts, types: Counter[str] | None, stored: Scheme | 
     codes = {rule.format.spec.codes for rule in stored.rules if rule.format is not None} if stored is not None else set()
     candidates = QUANTIZATIONS[STORED].candidates[engine.device]
     wanted = [candidate for candidate in candidates if candidate.keeps & codes]
-    if not codes or codes - frozenset().union(*(candidate.keeps for candidate in wanted)):
+    kept = _kept(wanted)
+    if any(isinstance(mlp, MoeSpec) for mlp in engine.model.mlps):
+        kept = kept.union(*(candidate.keeps for candidate in QUANTIZATIONS[STORED].experts[engine.device]))
+    if not codes or codes - kept:
         theirs = " or ".join(candidate.title for candidate in candidates)
         return "none", f"the checkpoint is not of {theirs}, which kernels here multiply: weights are made {engine.dtype}"
-    title = " and ".join(candidate.title for candidate in wanted)
+    title = " and ".join((*(candidate.title for candidate in wanted), *sorted(codes - _kept(wanted))))
     for limit in (limit for candidate in wanted for limit in candidate.limits(engine)):
         return "none", f"the checkpoint is of {title}, and weights are made {engine.dtype}: {limit.reason}"
     return STORED, f"the checkpoint is of {title}, which the GPU multiplies"

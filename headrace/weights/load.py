@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -16,7 +14,6 @@ from typing import Literal
 import torch
 from torch import nn
 
-from headrace.config import Decision, MemoryLine
 from headrace.errors import ConfigError, listed
 from headrace.layers.linear import Linear
 from headrace.layers.moe import Experts
@@ -29,8 +26,9 @@ from headrace.quant.ignored import ignored
 from headrace.quant.registry import STORED, find, head_quantization
 from headrace.sources.files import ModelFiles
 from headrace.weights.checkpoint import Checkpoint, DummyCheckpoint
+from headrace.weights.experts import expert_parts, stored_experts
 from headrace.weights.names import HEAD, NameTable, Slice, layer_names
-from headrace.weights.report import LoadReport
+from headrace.weights.report import LoadReport, decisions, memory
 from headrace.weights.safetensors import SafetensorsCheckpoint
 from headrace.weights.scaled import ScaledCheckpoint
 from headrace.weights.sharded import ShardedCheckpoint, is_sharded
@@ -172,31 +170,30 @@ class _Loader:
         start = time.perf_counter()
         linears = {path: module for path, module in self._model.named_modules() if isinstance(module, Linear)}
         matrices = {f"{path}.weight" for path in linears}
-        experts = {
-            f"{path}.{matrix}": module
-            for path, module in self._model.named_modules()
-            if isinstance(module, Experts)
-            for matrix in module.shapes
-        }
         converters = {
             name: Converter(self._device, find(name)) for name in dict.fromkeys((quantization, head)) if name != "none"
         }
-        conversions = self._prepare(converters[quantization]) if quantization in converters else {}
-        left = ignored(ignore, layer_names(self._table, linears)) if converters and ignore else {}
+        mixtures = {path: module for path, module in self._model.named_modules() if isinstance(module, Experts)}
+        left = ignored(ignore, layer_names(self._table, (*linears, *mixtures))) if converters and ignore else {}
+        conversions = {path: Conversion("floats", why, 0.0) for path, why in left.items()}
+        if quantization in converters:
+            asked = {path: layer for path, layer in mixtures.items() if path not in left}
+            conversions |= self._prepare(asked, converters[quantization])
         tied = linears[HEAD].weight is not self._parameters.get(f"{HEAD}.weight") if HEAD in linears else False
         chosen: dict[str, Converter] = {}
         for path in linears:
             name = head if path == HEAD else quantization
-            if path in left:
-                conversions[path] = Conversion("floats", left[path], 0.0)
-            elif name in converters and not (path == HEAD and tied and name == STORED):
+            if path not in left and name in converters and not (path == HEAD and tied and name == STORED):
                 chosen[path] = converters[name]
+        experts = {f"{path}.{matrix}": layer for path, layer in mixtures.items() for matrix in layer.shapes}
         for parameter in self._table.parameters():
             if parameter not in matrices:
                 self._fill(parameter, experts.get(parameter))
-        for path, layer in linears.items():
+        for path in mixtures.keys() & conversions.keys():
+            conversions[path] = dataclasses.replace(conversions[path], error=mixtures[path].method.error())
+        for path, linear in linears.items():
             if path not in chosen:
-                self._load(path, layer)
+                self._load(path, linear)
         self._check_ties()
         conversions |= self._pack({path: linears[path] for path in chosen}, chosen)
         self._progress(self._total, self._total)
@@ -205,14 +202,17 @@ class _Loader:
             nbytes_read=self._total,
             num_tensors=len(self._checkpoint.tensors),
             quantization=quantization,
-            memory=_memory(self._model),
+            memory=memory(self._model),
             errors={f"{path}.weight": conversion.error for path, conversion in conversions.items()},
-            decisions=(*self._checkpoint.decisions(), *_decisions(conversions)),
+            decisions=(*self._checkpoint.decisions(), *decisions(conversions)),
         )
 
-    def _prepare(self, converter: Converter) -> dict[str, Conversion]:
+    def _prepare(self, mixtures: dict[str, Experts], converter: Converter) -> dict[str, Conversion]:
         """Chooses the methods of experts, which allocate before they load."""
-        found = {path: converter.prepare(one) for path, one in self._model.named_modules() if isinstance(one, Experts)}
+        found = {
+            path: converter.prepare(layer, stored_experts(self._checkpoint, self._table, path, layer))
+            for path, layer in mixtures.items()
+        }
         self._parameters = dict(self._model.named_parameters())
         return {path: conversion for path, conversion in found.items() if conversion is not None}
 
@@ -224,8 +224,11 @@ class _Loader:
             if part is None or part.empty:
                 continue
             if experts is not None:
-                (stored,) = self._stored(name, split=False)
-                experts.method.load(experts, parameter.rpartition(".")[2], stored, part.index, part.start)
+                parts = [(0, one) for one in self._stored(name, split=False)]
+                if experts.method.takes_codes:
+                    parts = expert_parts(self._checkpoint, name, part)
+                for row, stored in parts:
+                    experts.method.load(experts, parameter.rpartition(".")[2], stored, part.index, part.start + row)
             else:
                 held = part.read(partial(self._checkpoint.read, name))
                 part.view(self._parameters[parameter]).copy_(held)
@@ -321,31 +324,3 @@ class _Loader:
     def _read(self, name: str) -> None:
         self._done += self._nbytes(name)
         self._progress(min(self._done, self._total), self._total)
-
-
-def _memory(model: nn.Module) -> tuple[MemoryLine, ...]:
-    """Reports the weights' bytes by format. Tied ones count once."""
-    plain = sum(parameter.nbytes for parameter in model.parameters())
-    dtypes = " and ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}))
-    lines = [MemoryLine("weights", plain, dtypes)]
-    held: Counter[tuple[str, str]] = Counter()
-    for module in model.modules():
-        if isinstance(module, Linear | Experts):
-            held.update({(line.name, line.detail): line.nbytes for line in module.memory()})
-    lines += [MemoryLine(name, nbytes, detail) for (name, detail), nbytes in sorted(held.items())]
-    return tuple(lines)
-
-
-def _decisions(conversions: dict[str, Conversion]) -> tuple[Decision, ...]:
-    """One for each kind of matrix: those of all layers that were treated alike are one line."""
-    alike: dict[tuple[str, str, str], list[float]] = {}
-    for path, conversion in conversions.items():
-        kind = re.sub(r"\.\d+\.", ".*.", path)
-        alike.setdefault((kind, conversion.format, conversion.reason), []).append(conversion.error)
-    out = []
-    for (kind, how, reason), errors in alike.items():
-        worst = float(torch.tensor(errors).max())  # NaN if one is.
-        error = "no rounding of weights" if worst == 0 else f"relative error at most {worst:.1e}"
-        count = f" ({len(errors)} layers)" if "*" in kind else ""
-        out.append(Decision(f"format of {kind}{count}", how, f"{reason}; {error}"))
-    return tuple(out)

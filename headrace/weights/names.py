@@ -383,13 +383,11 @@ class NameTable:
 
 def layer_names(table: NameTable, layers: Iterable[str]) -> dict[str, list[str]]:
     """Returns the names that a layer's matrices have in checkpoints, without ``.weight``, by its path, and the path."""
-    known = set(table.parameters())
-    return {
-        path: [path, *(name.removesuffix(".weight") for name in table.names(f"{path}.weight"))]
-        if f"{path}.weight" in known
-        else [path]
-        for path in layers
-    }
+    names = {path: [path] for path in layers}
+    for parameter in table.parameters():
+        if (path := parameter.rpartition(".")[0]) in names:
+            names[path] += [name.removesuffix(".weight") for name in table.names(parameter) if not name.endswith("bias")]
+    return names
 
 
 def _move(name: str, prefixes: Mapping[str, str]) -> str:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections import Counter
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 
 from headrace.config import Decision, MemoryLine
+from headrace.layers.linear import Linear
+from headrace.layers.moe import Experts
+from headrace.quant.convert import Conversion
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,3 +49,31 @@ def unquantized_report(
         errors={},
         decisions=decisions,
     )
+
+
+def memory(model: nn.Module) -> tuple[MemoryLine, ...]:
+    """Reports the weights' bytes by format. Tied ones count once."""
+    plain = sum(parameter.nbytes for parameter in model.parameters())
+    dtypes = " and ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}))
+    lines = [MemoryLine("weights", plain, dtypes)]
+    held: Counter[tuple[str, str]] = Counter()
+    for module in model.modules():
+        if isinstance(module, Linear | Experts):
+            held.update({(line.name, line.detail): line.nbytes for line in module.memory()})
+    lines += [MemoryLine(name, nbytes, detail) for (name, detail), nbytes in sorted(held.items())]
+    return tuple(lines)
+
+
+def decisions(conversions: dict[str, Conversion]) -> tuple[Decision, ...]:
+    """One for each kind of matrix: those of all layers that were treated alike are one line."""
+    alike: dict[tuple[str, str, str], list[float]] = {}
+    for path, conversion in conversions.items():
+        kind = re.sub(r"\.\d+\.", ".*.", path)
+        alike.setdefault((kind, conversion.format, conversion.reason), []).append(conversion.error)
+    out = []
+    for (kind, how, reason), errors in alike.items():
+        worst = float(torch.tensor(errors).max())  # NaN if one is.
+        error = "no rounding of weights" if worst == 0 else f"relative error at most {worst:.1e}"
+        count = f" ({len(errors)} layers)" if "*" in kind else ""
+        out.append(Decision(f"format of {kind}{count}", how, f"{reason}; {error}"))
+    return tuple(out)

@@ -13,11 +13,12 @@ from support.resolving import HOPPER, ZEN, model
 from headrace.choices import Quantization as Choice
 from headrace.errors import ConfigError
 from headrace.layers.linear import Linear
-from headrace.layers.moe import Experts, ExpertsMethod
+from headrace.layers.moe import Experts
 from headrace.layers.stored import StoredMatrix
 from headrace.model_spec import MoeSpec
 from headrace.quant.candidates import EngineFacts, Limit, Round
 from headrace.quant.convert import Converter
+from headrace.quant.experts import CodedExperts, ExpertsFacts, KeepExperts, RoundExperts
 from headrace.quant.formats.find import _METHODS, method_name
 from headrace.quant.int8 import Int8Method
 from headrace.quant.packed import PackedMethod
@@ -123,26 +124,29 @@ def test_floats_come_back_where_a_candidate_gave_up_and_none_follows() -> None:
     assert done.format == "floats" and torch.equal(layer.weight, torch.full((16, 64), 1000.0).bfloat16())
 
 
-class WideExperts(ExpertsMethod):
-    format = "wide experts"
+@dataclasses.dataclass(frozen=True)
+class Picky(RoundExperts):
+    """Holds experts of wide tokens alone."""
 
-    @classmethod
-    def supports(cls, hidden_size: int, spec: MoeSpec, device: str) -> list[str]:
-        return [] if hidden_size >= 64 else [f"{hidden_size} inputs are few"]
-
-
-class AnyExperts(ExpertsMethod):
-    format = "any experts"
+    def misfits(self, facts: ExpertsFacts) -> list[str]:
+        return [] if facts.hidden_size >= 64 else [f"{facts.hidden_size} inputs are few"]
 
 
-@pytest.mark.parametrize(("hidden", "kind", "against"), [(64, WideExperts, ""), (32, AnyExperts, "; 32 inputs are few")])
-def test_experts_walk_alike(hidden: int, kind: type[ExpertsMethod], against: str) -> None:
-    named = dataclasses.replace(find("fp8"), experts={"cpu": (WideExperts, AnyExperts)})
-    layer = Experts(
-        hidden, MoeSpec(num_experts=4, top_k=2, intermediate_size=32, act="silu"), dtype=torch.bfloat16, device="cpu"
-    )
-    done = Converter(CPU, named).prepare(layer)
-    assert done is not None and type(layer.method) is kind
-    assert (done.format, done.reason) == (kind.format, f"quantization fp8{against}")
-    assert layer.down_proj.dtype == torch.bfloat16
-    assert Converter(CPU, find("fp8")).prepare(layer) is None
+@pytest.mark.parametrize(("hidden", "shared", "against"), [(64, "blocks", ""), (32, "output", "; 32 inputs are few")])
+def test_experts_walk_alike(hidden: int, shared: str, against: str) -> None:
+    named = dataclasses.replace(find("fp8"), experts={"cpu": (KeepExperts(), Picky(blocks=True), RoundExperts(blocks=False))})
+    spec = MoeSpec(num_experts=4, top_k=2, intermediate_size=64)
+
+    def layer() -> Experts:
+        return Experts(hidden, spec, dtype=torch.bfloat16, device="cpu")
+
+    stored = {"gate_up_proj": [matrix(64, hidden)] * 8, "down_proj": [matrix(hidden, 64)] * 4}
+    own = layer()
+    done = Converter(CPU, named).prepare(own, stored)
+    assert done is not None and isinstance(own.method, CodedExperts)
+    assert (done.format, done.reason) == (own.method.format, f"stored as BF16, rounded to FP8{against}")
+    assert ("a scale for each output" in done.format) == (shared == "output")
+    assert not any(name in own.shapes for name, _ in own.named_parameters())
+    plain = layer()
+    assert Converter(CPU, find("stored")).prepare(plain, stored) is None
+    assert plain.down_proj.dtype == torch.bfloat16

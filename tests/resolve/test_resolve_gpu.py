@@ -11,7 +11,7 @@ from support.resolving import GIB, HOPPER, a_device, decide, model, on_gpu
 from headrace.attention import select
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
-from headrace.model_spec import ForeignSpec
+from headrace.model_spec import ForeignSpec, MoeSpec
 from headrace.model_spec.model import ModelFacts
 from headrace.resolve.memory import CUDA_SLACK
 from headrace.resolve.schedule import DETERMINISTIC, MAX_GRAPH_ROWS
@@ -120,6 +120,28 @@ def test_fp8_checkpoints_are_kept(quantised: dict[str, Any] | None, args: dict[s
     config = on_gpu(quantised=quantised, **args)
     assert config.quantization == chosen
     assert any(reason in why for why in reasons(config).values())
+
+
+MXFP4 = {"quant_method": "mxfp4"}
+
+
+@pytest.mark.parametrize(
+    ("quantised", "args", "chosen"),
+    [
+        *((one, {}, "stored") for one in (MXFP4, FOUR, BLOCKS, {"quant_method": "w4afp8"})),
+        *((one, {"deterministic": True}, "stored") for one in (MXFP4, FOUR)),
+        *((one, {"deterministic": True}, "none") for one in (BLOCKS, {"quant_method": "w4afp8"})),
+        (MXFP4, {"quantization": "none"}, "none"),
+        ({**FOUR, "bits": 8}, {}, "none"),
+    ],
+)
+def test_experts_of_four_bits_are_kept(quantised: dict[str, Any], args: dict[str, Any], chosen: str) -> None:
+    """Their kernels have tiles for any batch; those of FP8 matrices beside them do not."""
+    moe = MoeSpec(num_experts=4, top_k=2, intermediate_size=64)
+    spec = dataclasses.replace(model(), mlps=(moe, moe))
+    assert decide(spec, HOPPER, quantised=quantised, **args).quantization == chosen
+    if quantised is MXFP4:
+        assert on_gpu(quantised=quantised).quantization == "none"
 
 
 @pytest.mark.parametrize(

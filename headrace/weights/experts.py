@@ -1,0 +1,61 @@
+"""The stored matrices of experts, and a rank's parts of their codes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from headrace.layers.moe import Experts
+from headrace.layers.stored import Codes, StoredMatrix
+from headrace.parallel.shards import Cut
+from headrace.quant.experts import cut_experts, take_experts, take_rows
+from headrace.weights.checkpoint import Checkpoint
+from headrace.weights.names import NameTable, Target
+
+
+def stored_experts(checkpoint: Checkpoint, table: NameTable, path: str, layer: Experts) -> Mapping[str, Sequence[StoredMatrix]]:
+    """The stored matrices that make up each matrix of a layer, for what they say about their number formats."""
+    return {
+        matrix: [_whole(checkpoint, name, table.part(name)) for name in table.names(f"{path}.{matrix}")]
+        for matrix in layer.shapes
+    }
+
+
+def expert_parts(checkpoint: Checkpoint, name: str, target: Target) -> list[tuple[int, StoredMatrix]]:
+    """Cuts a tensor's codes to the parts that a rank holds.
+
+    Returns:
+        Parts with consecutive outputs, each with its first row within the target.
+    """
+    whole, part = _whole(checkpoint, name, target), target.part
+    if part is None:
+        return [(0, StoredMatrix(whole.kind, whole.read, partial(_in_order, whole, target)))]
+    starts = itertools.accumulate((stop - start for start, stop in part.ranges), initial=0)
+    outputs = part.axis == len(part.shape) - 2
+    parts = [StoredMatrix(whole.kind, whole.read, partial(_cut, whole, target, *range_)) for range_ in part.ranges]
+    return [(start if outputs else 0, one) for start, one in zip(starts, parts, strict=False)]
+
+
+def _whole(checkpoint: Checkpoint, name: str, target: Target | None) -> StoredMatrix:
+    layout = None if target is None else target.layout
+    if layout is not None and (layout.transposed or layout.wrapped):
+        return StoredMatrix(checkpoint.tensors[name].kind, partial(checkpoint.read, name))
+    codes, spec = partial(checkpoint.codes, name), partial(checkpoint.spec, name)
+    return StoredMatrix(checkpoint.tensors[name].kind, partial(checkpoint.read, name), codes, spec)
+
+
+def _in_order(whole: StoredMatrix, target: Target) -> Codes | None:
+    """The codes, with outputs in the order of the parameter."""
+    codes, layout = whole.codes, target.layout
+    return codes if codes is None or layout is None or layout.rows is None else take_rows(codes, layout.rows())
+
+
+def _cut(whole: StoredMatrix, target: Target, start: int, stop: int) -> Codes | None:
+    codes, part = _in_order(whole, target), target.part
+    if codes is None or part is None:
+        return codes
+    from_last = len(part.shape) - part.axis
+    if from_last > 2:
+        return take_experts(codes, start, stop)
+    return cut_experts(codes, Cut("inputs" if from_last == 1 else "outputs", start, stop, part.shape[part.axis]))

@@ -1,0 +1,357 @@
+"""Experts of quantised checkpoints are held as they are stored, whole and cut for ranks, and say what their floats say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.models.harness import Bench
+from support.models.packers import AWQ_PLACES, words
+from transformers import DeepseekV3Config, GptOssConfig, PretrainedConfig, Qwen3MoeConfig
+
+from headrace.errors import ConfigError
+from headrace.layers.moe import Experts
+from headrace.models import registry
+from headrace.models.decoder import Decoder
+from headrace.models.size import weight_bytes
+from headrace.parallel.layout import ParallelSizes, shard_model
+from headrace.quant.experts import CodedExperts
+from headrace.weights.load import load_weights
+from headrace.weights.report import LoadReport
+
+from .models import files, tensors
+
+INNER = 192
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 128,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": INNER}
+QWEN = {"num_experts": 4, **ROUTED}
+DEEPSEEK = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "num_key_value_heads": 4,
+    **ROUTED,
+}
+
+Packed = dict[str, torch.Tensor]
+
+
+def tiles(weight: torch.Tensor, tile: tuple[int, int], name: str = "weight_scale_inv") -> Packed:
+    rows, columns = weight.shape
+    grid = -(-rows // tile[0]), -(-columns // tile[1])
+    scales = (0.5 + torch.rand(grid, generator=torch.Generator().manual_seed(rows))) * 2e-4
+    return {"weight": (weight * 4000).clamp(-448, 448).to(torch.float8_e4m3fn), name: scales}
+
+
+def integers(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scales and zero points."""
+    generator = torch.Generator().manual_seed(weight.shape[0])
+    codes = torch.randint(0, 16, weight.shape, generator=generator)
+    scales = (0.5 + torch.rand(len(weight), weight.shape[1] // group, generator=generator)).mul(0.004).half()
+    return codes, scales, torch.randint(0, 16, scales.shape, generator=generator)
+
+
+def gptq(weight: torch.Tensor) -> Packed:
+    codes, scales, _ = integers(weight, 32)
+    zeros = torch.full((scales.shape[1], scales.shape[0]), 7)
+    order = torch.arange(weight.shape[1], dtype=torch.int32) // 32
+    held = {"qweight": words(codes, 4).T.contiguous(), "qzeros": words(zeros, 4)}
+    return held | {"scales": scales.T.contiguous(), "g_idx": order}
+
+
+def awq(weight: torch.Tensor) -> Packed:
+    codes, scales, zeros = integers(weight, 64)
+    held = {"qweight": words(codes.T, 4, AWQ_PLACES), "qzeros": words(zeros.T, 4, AWQ_PLACES)}
+    return held | {"scales": scales.T.contiguous()}
+
+
+def packed(weight: torch.Tensor) -> Packed:
+    codes, scales, _ = integers(weight, 64)
+    return {"weight_packed": words(codes, 4), "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
+
+
+def pairs(weight: torch.Tensor) -> Packed:
+    codes, scales, _ = integers(weight, 64)
+    signed = (codes - 8).to(torch.int8)
+    both = (signed[:, ::2] & 15) | (signed[:, 1::2] << 4)
+    return {
+        "weight": both,
+        "weight_scale_inv": scales.bfloat16(),
+        "input_scale": torch.tensor(0.02 + weight.std().item() / 100),
+    }
+
+
+W4A16 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64, "symmetric": True}
+FORMATS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Packed]]] = {
+    "blocks": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, lambda weight: tiles(weight, (128, 128))),
+    "outputs": ({"quant_method": "fbgemm_fp8"}, lambda weight: tiles(weight, (1, weight.shape[1]), "weight_scale")),
+    "tensor": ({"quant_method": "fp8"}, lambda weight: tiles(weight, tuple(weight.shape), "weight_scale")),  # type: ignore[arg-type]
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}, gptq),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64}, awq),
+    "packed": (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"g": {"targets": ["Linear"], "weights": W4A16}},
+        },
+        packed,
+    ),
+    "w4afp8": ({"quant_method": "w4afp8", "group_size": 64}, pairs),
+}
+ROUNDED = {"blocks", "outputs", "tensor", "w4afp8"}
+"""Formats with rounded activations."""
+
+
+def saved(folder: Path, kind: type[PretrainedConfig], changes: dict[str, Any], name: str) -> PretrainedConfig:
+    """Saves a model whose experts are quantised, and all else is floats."""
+    scheme, pack = FORMATS[name]
+    architecture = "Qwen3MoeForCausalLM" if kind is Qwen3MoeConfig else "DeepseekV3ForCausalLM"
+    hf_config = kind(architectures=[architecture], **{**SIZES, **changes}, quantization_config=scheme)
+    held: Packed = {}
+    for full, tensor in tensors(hf_config).items():
+        module = full.removesuffix(".weight")
+        if ".experts." not in full:
+            held[full] = tensor
+            continue
+        held |= {f"{module}.{leaf}": one.contiguous() for leaf, one in pack(tensor).items()}
+    save_file(held, folder / "model.safetensors")
+    return hf_config
+
+
+def saved_gpt_oss(folder: Path) -> PretrainedConfig:
+    hf_config = GptOssConfig(
+        architectures=["GptOssForCausalLM"],
+        **{**SIZES, "intermediate_size": INNER},
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        quantization_config={"quant_method": "mxfp4"},
+    )
+    generator = torch.Generator().manual_seed(0)
+    held: Packed = {}
+    for name, tensor in tensors(hf_config).items():
+        if name.endswith("_proj") and ".experts." in name:
+            outputs, inputs = tensor.shape[1:]
+            held[f"{name}_blocks"] = torch.randint(
+                0, 256, (4, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8
+            )
+            exponents = torch.randint(117, 123, (4, outputs, inputs // 32), generator=generator)
+            held[f"{name}_scales"] = exponents.to(torch.uint8)
+        else:
+            held[name] = tensor
+    save_file(held, folder / "model.safetensors")
+    return hf_config
+
+
+def loaded(
+    hf_config: PretrainedConfig, folder: Path, quantization: str, rank: int = 0, **sizes: Any
+) -> tuple[Decoder, LoadReport]:
+    spec = registry.model_spec(hf_config)
+    if sizes:
+        spec = shard_model(spec, rank, ParallelSizes(**sizes))
+    model = registry.build(spec, "float32", "cpu", to_load=True)
+    found = files(hf_config, "safetensors", [folder / "model.safetensors"])
+    device = torch.device("cpu")
+    return model, load_weights(model, registry.name_table(spec), found, device=device, quantization=quantization)
+
+
+def same_experts(held: Decoder, floats: Decoder) -> None:
+    """The codes mean the numbers that are read as floats, bit for bit."""
+    for path, theirs in floats.named_modules():
+        if isinstance(theirs, Experts):
+            ours = held.get_submodule(path)
+            assert isinstance(ours, Experts) and isinstance(ours.method, CodedExperts)
+            assert not any(name in ours.shapes for name, _ in ours.named_parameters())
+            for matrix in theirs.shapes:
+                assert torch.equal(ours.method.dequantize(ours, matrix), theirs.get_parameter(matrix)), (path, matrix)
+
+
+def same_answers(held: Decoder, floats: Decoder, bound: float) -> None:
+    prompts = [[5, 17, 3, 60, 44, 9, 12], [8]]
+    expected, found = (Bench(model).generate(prompts, 1)[1] for model in (floats, held))
+    for ours, theirs in zip(found, expected, strict=True):
+        error = (ours - theirs).norm() / theirs.norm()
+        assert error <= bound, float(error)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("kind", [Qwen3MoeConfig, DeepseekV3Config], ids=["qwen3", "deepseek"])
+def test_stored_experts_are_kept(kind: type[PretrainedConfig], name: str, tmp_path: Path) -> None:
+    hf_config = saved(tmp_path, kind, QWEN if kind is Qwen3MoeConfig else DEEPSEEK, name)
+    (held, report), (floats, _) = (loaded(hf_config, tmp_path, how) for how in ("stored", "none"))
+    same_experts(held, floats)
+    same_answers(held, floats, 0.05 if name in ROUNDED else 1e-5)
+    (decision,) = [one for one in report.decisions if one.name.startswith("format of layers.*.mlp.experts")]
+    assert "whose numbers are kept" in decision.reason and "no rounding of weights" in decision.reason
+    line = next(line for line in report.memory if line.name == "packed weights")
+    experts = [one for one in held.modules() if isinstance(one, Experts)]
+    assert line.nbytes == sum(buffer.nbytes for one in experts for buffer in one.buffers())
+    assert line.nbytes < (1.1 if name in ("blocks", "outputs", "tensor") else 0.75) * len(experts) * 4 * 3 * 128 * INNER
+
+
+def test_mxfp4_of_gpt_oss_stays_in_four_bits(tmp_path: Path) -> None:
+    """With rows of gate and up in turns, biases, and a clamped activation."""
+    hf_config = saved_gpt_oss(tmp_path)
+    (held, report), (floats, _) = (loaded(hf_config, tmp_path, how) for how in ("stored", "none"))
+    same_experts(held, floats)
+    same_answers(held, floats, 1e-5)
+    assert any(one.value == "MXFP4, groups of 32" for one in report.decisions)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["slices", "whole experts"])
+@pytest.mark.parametrize("name", [*FORMATS, "mxfp4"])
+def test_ranks_hold_parts_of_codes(name: str, whole: bool, tmp_path: Path) -> None:
+    """Three ranks of 64 channels: a cut splits the blocks of 128 inputs and outputs, and groups of integers end with it."""
+    hf_config = saved_gpt_oss(tmp_path) if name == "mxfp4" else saved(tmp_path, Qwen3MoeConfig, QWEN, name)
+    size = 2 if whole else 3
+    changes = {"num_attention_heads": 6, "num_key_value_heads": 3} if size == 3 else {}
+    if changes:
+        hf_config = with_heads(hf_config, tmp_path, changes)
+    for rank in range(size):
+        (held, _), (floats, _) = (
+            loaded(hf_config, tmp_path, how, rank, tensor=size, whole_experts=whole) for how in ("stored", "none")
+        )
+        same_experts(held, floats)
+
+
+def with_heads(hf_config: PretrainedConfig, folder: Path, changes: dict[str, int]) -> PretrainedConfig:
+    """The same experts in a model with other heads."""
+    held = load_file(folder / "model.safetensors")
+    fields = json.loads(hf_config.to_json_string(use_diff=False))
+    other = type(hf_config)(**fields | changes)
+    experts = {name: one for name, one in held.items() if ".experts." in name}
+    rest = {name: one for name, one in tensors(other).items() if ".experts." not in name}
+    save_file(experts | rest, folder / "model.safetensors")
+    return other
+
+
+WIDE = {**W4A16, "group_size": 128}
+ACT_ORDER = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": True}
+
+
+def wide(weight: torch.Tensor) -> Packed:
+    codes, scales, _ = integers(weight, 128)
+    return {"weight_packed": words(codes, 4), "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
+
+
+def ordered(weight: torch.Tensor) -> Packed:
+    held = gptq(weight)
+    return held | {"g_idx": held["g_idx"].flip(0).contiguous()}
+
+
+def test_groups_that_a_cut_splits_become_smaller_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 256 inputs in groups of 128, each of four ranks holds 64."""
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    monkeypatch.setitem(FORMATS, "wide", (config | {"config_groups": {"g": {"targets": ["Linear"], "weights": WIDE}}}, wide))
+    hf_config = saved(tmp_path, Qwen3MoeConfig, QWEN | {"moe_intermediate_size": 256, "num_key_value_heads": 4}, "wide")
+    for rank in range(4):
+        (held, _), (floats, _) = (loaded(hf_config, tmp_path, how, rank, tensor=4) for how in ("stored", "none"))
+        same_experts(held, floats)
+
+
+def test_inputs_in_another_order_become_floats_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FORMATS, "ordered", (ACT_ORDER, ordered))
+    hf_config = saved(tmp_path, Qwen3MoeConfig, QWEN, "ordered")
+    (held, report), (floats, _) = (loaded(hf_config, tmp_path, how) for how in ("stored", "none"))
+    assert any("inputs are stored in another order" in one.reason for one in report.decisions)
+    same_answers(held, floats, 1e-6)
+
+
+def test_experts_of_which_some_are_in_another_order_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FORMATS, "plain", (ACT_ORDER, gptq))
+    hf_config = saved(tmp_path, Qwen3MoeConfig, QWEN, "plain")
+    held = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.experts.2.down_proj.g_idx"
+    held[name] = held[name].flip(0).contiguous()
+    save_file(held, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"desc_act.* are not kept: set quantization none"):
+        loaded(hf_config, tmp_path, "stored")
+
+
+def test_experts_that_are_named_stay_floats(tmp_path: Path) -> None:
+    hf_config = Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], **{**SIZES, **QWEN, "num_key_value_heads": 4})
+    save_file(tensors(hf_config), tmp_path / "model.safetensors")
+    spec = registry.model_spec(hf_config)
+    model = registry.build(spec, "bfloat16", "cpu", to_load=True)
+    found = files(hf_config, "safetensors", [tmp_path / "model.safetensors"])
+    ignore = ("layers.1.mlp.experts",)
+    report = load_weights(
+        model, registry.name_table(spec), found, device=torch.device("cpu"), quantization="fp8", ignore=ignore
+    )
+    kinds = [type(one.method) is CodedExperts for one in model.modules() if isinstance(one, Experts)]
+    assert kinds == [True, False]
+    assert any("quantization_ignore" in one.reason and "experts" in one.name for one in report.decisions)
+    assert report.nbytes <= weight_bytes(spec, "bfloat16", "fp8", ignore=ignore)
+    assert weight_bytes(spec, "bfloat16", "fp8") < weight_bytes(spec, "bfloat16", "fp8", ignore=ignore)
+
+
+def test_ranks_with_other_experts_have_the_largest_static_scale_of_all(tmp_path: Path) -> None:
+    hf_config = saved(tmp_path, Qwen3MoeConfig, QWEN, "w4afp8")
+    held = load_file(tmp_path / "model.safetensors")
+    scales = {name: one for name, one in held.items() if name.endswith("input_scale") and ".layers.0." in name}
+    for index, name in enumerate(scales):
+        held[name] = torch.tensor(0.01 * (1 + index))
+    save_file(held, tmp_path / "model.safetensors")
+    for rank in range(2):
+        model, _ = loaded(hf_config, tmp_path, "stored", rank, tensor=2, whole_experts=True)
+        experts = next(one for one in model.modules() if isinstance(one, Experts))
+        for matrix, parts in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
+            largest = max(float(held[name]) for name in scales if any(f".{part}_proj." in name for part in parts))
+            assert float(experts.get_buffer(f"{matrix}_x_scale")) == pytest.approx(largest)
+
+
+def test_experts_of_several_formats_become_floats_with_a_reason(tmp_path: Path) -> None:
+    """An expert that the description leaves as floats."""
+    hf_config = saved(tmp_path, Qwen3MoeConfig, QWEN, "blocks")
+    held = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    held[name] = held[name].float()
+    del held[f"{name}_scale_inv"]
+    save_file(held, tmp_path / "model.safetensors")
+    model, report = loaded(hf_config, tmp_path, "stored")
+    kinds = [type(one.method) is CodedExperts for one in model.modules() if isinstance(one, Experts)]
+    assert kinds == [True, False]
+    assert any("not all experts are stored as codes" in one.reason for one in report.decisions)
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "fp8_per_block"])
+def test_floats_are_rounded_while_they_load(quantization: str, tmp_path: Path) -> None:
+    sizes = {**SIZES, **QWEN, "num_key_value_heads": 4}
+    hf_config = Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], **sizes)
+    save_file(tensors(hf_config), tmp_path / "model.safetensors")
+    (held, report), (floats, _) = (loaded(hf_config, tmp_path, how) for how in (quantization, "none"))
+    same_answers(held, floats, 0.1)
+    (decision,) = [one for one in report.decisions if one.name.startswith("format of layers.*.mlp.experts")]
+    assert "rounded to FP8; relative error at most" in decision.reason
+    for path, theirs in floats.named_modules():
+        if isinstance(theirs, Experts):
+            ours = held.get_submodule(path)
+            for matrix in theirs.shapes:
+                meant, rounded = theirs.get_parameter(matrix), ours.method.dequantize(ours, matrix)
+                error = (rounded - meant).norm() / meant.norm()
+                assert 0.01 < error < 0.04
+                assert error <= ours.method.error() * 1.1

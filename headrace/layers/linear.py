@@ -14,6 +14,7 @@ from torch import nn
 from headrace.config import MemoryLine
 from headrace.errors import ConfigError
 from headrace.kernels.linear import linear
+from headrace.kernels.linear.fp8_reference import Activations, Fp8Rows
 from headrace.layers.embedding import Embedding
 from headrace.layers.stored import Codes, StoredMatrix
 from headrace.parallel.group import Group
@@ -45,12 +46,24 @@ class Linear(nn.Module):
         self.batch_invariant = False
         """Each row's result is bitwise independent of the other rows."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., in_features] -> [..., out_features]``"""
+    def forward(self, x: Activations) -> torch.Tensor:
+        """``[..., in_features] -> [..., out_features]``. ``Fp8Rows`` are for a layer that has ``rounds``."""
+        if isinstance(x, Fp8Rows):
+            return self.method.apply_rounded(self, x)
         return self.method.apply(self, x)
 
     def memory(self) -> list[MemoryLine]:
         return self.method.memory(self)
+
+    @property
+    def rounds(self) -> int | None:
+        """Channels that share a scale in the FP8 rows that the layer multiplies. Whatever makes its input may round it so, and
+        the result is the same. None: it multiplies floats."""
+        return self.method.group(self)
+
+    def readers(self) -> tuple[Linear, ...]:
+        """The layers that multiply the input, which nothing else reads."""
+        return (self,)
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}{', bias' if self.bias is not None else ''}, {self.method.format}"
@@ -110,6 +123,14 @@ class LinearMethod(ABC):
     @abstractmethod
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         """``[..., in_features] -> [..., out_features]``, with the layer's bias, in ``layer.out_dtype`` or x's dtype."""
+
+    def group(self, layer: Linear) -> int | None:
+        """Returns the channels that share a scale, where ``apply`` rounds rows to FP8 and ``apply_rounded`` takes such rows."""
+        return None
+
+    def apply_rounded(self, layer: Linear, x: Fp8Rows) -> torch.Tensor:
+        """``apply`` of the rows that have been rounded to x: ``[T, out_features]``."""
+        raise TypeError(f"{self.format} are not multiplied by rounded rows")
 
     @abstractmethod
     def dequantize(self, layer: Linear) -> torch.Tensor:

@@ -7,8 +7,16 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from headrace.kernels import support
-from headrace.kernels.linear.fp8 import FEW_ROWS, fp8_linear
-from headrace.kernels.linear.fp8_reference import E4M3_MAX, GROUP, LEAST_SCALE, Fp8Weight, dequantize, quantize_rows_ref
+from headrace.kernels.linear.fp8 import fp8_linear, round_rows
+from headrace.kernels.linear.fp8_reference import (
+    E4M3_MAX,
+    GROUP,
+    LEAST_SCALE,
+    Fp8Rows,
+    Fp8Weight,
+    dequantize,
+    quantize_rows_ref,
+)
 from headrace.layers.linear import Linear
 from headrace.layers.stored import Codes, StoredMatrix
 from headrace.quant.candidates import EngineFacts, Keep, Limit, Round
@@ -20,7 +28,8 @@ from headrace.quant.packed import PackedMethod, copy_numbers
 class Fp8Method(PackedMethod):
     """A scale for each output. Activations are rounded to e4m3 with a scale for each token.
 
-    Buffers: ``codes`` ``[N, K]`` float8_e4m3fn, ``scales`` ``[N, 1]`` float32 and ``one``, 1.0. They must stay where they are.
+    Buffers, which must stay where they are: ``codes`` ``[N, K]`` float8_e4m3fn, ``scales`` ``[N, 1]`` float32, and ``one`` and
+    ``turns`` as an ``Fp8Weight`` has them.
     """
 
     format = "FP8, a scale for each output"
@@ -39,7 +48,8 @@ class Fp8Method(PackedMethod):
     def load(self, layer: Linear, parts: Sequence[StoredMatrix]) -> float:
         codes = torch.empty(layer.out_features, layer.in_features, dtype=torch.float8_e4m3fn, device=self._device)
         scales = torch.empty(self.scales_shape(layer), device=self._device)
-        self.weight = Fp8Weight(codes, scales, torch.ones((), device=self._device))
+        turns = torch.zeros(-(-layer.out_features // 64), dtype=torch.int32, device=self._device)
+        self.weight = Fp8Weight(codes, scales, torch.ones((), device=self._device), turns)
         floats: list[torch.Tensor] = []
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)
         start = 0
@@ -65,7 +75,7 @@ class Fp8Method(PackedMethod):
         errors and of the weights to ``sums``."""
         count = sum(map(len, parts))
         # A few rows at a time: each step is a float32 copy. Blocks may have rows of two parts.
-        codes, scales, _ = self.weight
+        codes, scales, *_ = self.weight
         size = rows_at_once(codes.shape[1], len(codes) // len(scales))
         for first in range(0, count, size):
             exact = torch.cat([rows.float() for rows in _slices(parts, first, first + size)])
@@ -78,8 +88,14 @@ class Fp8Method(PackedMethod):
         return count
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
-        y = fp8_linear(x.reshape(-1, layer.in_features), self.weight, layer.bias, layer.out_dtype)
+        y = self.apply_rounded(layer, round_rows(x.reshape(-1, layer.in_features), self.group(layer)))
         return y.view(*x.shape[:-1], layer.out_features)
+
+    def group(self, layer: Linear) -> int:
+        return layer.in_features
+
+    def apply_rounded(self, layer: Linear, x: Fp8Rows) -> torch.Tensor:
+        return fp8_linear(x, self.weight, layer.bias, layer.out_dtype)
 
     def dequantize(self, layer: Linear) -> torch.Tensor:
         return dequantize(self.weight)
@@ -101,9 +117,9 @@ class Fp8Method(PackedMethod):
 
     def _rows(self, start: int, stop: int) -> Fp8Weight:
         """Some outputs of the weight, as views."""
-        codes, scales, one = self.weight
+        codes, scales, one, turns = self.weight
         outputs = len(codes) // len(scales)
-        return Fp8Weight(codes[start:stop], scales[start // outputs : stop // outputs], one)
+        return Fp8Weight(codes[start:stop], scales[start // outputs : stop // outputs], one, turns)
 
 
 class Fp8BlockMethod(Fp8Method):
@@ -114,8 +130,11 @@ class Fp8BlockMethod(Fp8Method):
     """
 
     format = f"FP8, a scale for each {GROUP} x {GROUP}"
-    kernel = f"Triton up to {FEW_ROWS} rows, cuBLASLt above"
+    kernel = "by number of rows, Triton or cuBLASLt"
     multiples = GROUP, GROUP
+
+    def group(self, layer: Linear) -> int:
+        return GROUP
 
     @classmethod
     def holds(cls, codes: Codes) -> bool:

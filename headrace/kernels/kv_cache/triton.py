@@ -41,7 +41,7 @@ def store_heads(
         wide = new.to(tl.float32)
         scale = scale_of(wide, 1)
         tl.store(scales + block * scale_block + offset * scale_offset + head * scale_head, scale, mask=head_mask)
-        tl.store(target, quantized(wide, tl.broadcast_to(scale[:, None], wide.shape), FP8), mask=mask)
+        tl.store(target, quantized(wide, scale[:, None], FP8), mask=mask)
 
 
 @triton.jit

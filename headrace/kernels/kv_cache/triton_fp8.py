@@ -67,9 +67,13 @@ def from_float(x, MODE: tl.constexpr):
 @triton.jit
 def scale_of(x, AXIS: tl.constexpr):
     """``max(absmax / 448, 1e-12)`` of float32 along an axis; NaN if there is one."""
-    # As integers, NaN is above infinity, so that the maximum keeps it.
-    size = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return scale_of_peak(tl.max(size, AXIS).to(tl.float32, bitcast=True))
+    return scale_of_peak(tl.max(size_bits(x), AXIS).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def size_bits(x):
+    """Bits of the absolute values of float32. Their maximum is that of the values, and NaN if there is one, above infinity."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
@@ -81,7 +85,14 @@ def scale_of_peak(peak):
 
 @triton.jit
 def quantized(x, scale, MODE: tl.constexpr):
-    """``x / scale`` (of one shape) as uint8 that hold e4m3, saturated; 0 for NaN."""
-    ratio = tl.div_rn(x, scale)
-    ratio = tl.where(ratio > 448.0, 448.0, tl.where(ratio < -448.0, -448.0, ratio))
+    """``x / scale`` as uint8 that hold e4m3, saturated; 0 for NaN. The shape of ``scale`` broadcasts to that of x."""
+    if MODE == 1:
+        # A correction of the product with the inverse gives the quotient, in three instructions. Products with -1 keep the sign
+        # of zero, which Triton's minus loses. The conversion saturates.
+        inverse = tl.div_rn(1.0, scale)
+        ratio = x * inverse
+        ratio = tl.fma(tl.fma(ratio, scale, x * -1.0), inverse * -1.0, ratio)
+    else:
+        ratio = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+        ratio = tl.where(ratio > 448.0, 448.0, tl.where(ratio < -448.0, -448.0, ratio))
     return from_float(tl.where(ratio != ratio, 0.0, ratio), MODE)

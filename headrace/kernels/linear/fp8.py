@@ -6,58 +6,70 @@ scale, in the second a scale for each ``GROUP`` channels, as in DeepSeek-V3 (202
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import ScalingType, scaled_mm
 
-from headrace.kernels import gpu
-from headrace.kernels.linear.fp8_reference import Fp8Weight, fp8_linear_ref, quantize_rows_ref
+from headrace.kernels import gpu, support
+from headrace.kernels.linear.fp8_reference import Fp8Rows, Fp8Weight, fp8_linear_ref, round_rows_ref
+from headrace.kernels.linear.fp8_tilings import FewTiling, Library, SingleTiling, WideTiling, choose
 
 if TYPE_CHECKING:
     from headrace.kernels.linear import triton_fp8 as kernels
+    from headrace.kernels.linear import triton_fp8_few as few_kernels
+    from headrace.kernels.linear import triton_fp8_wide as wide_kernels
 else:
     kernels = gpu.Late("headrace.kernels.linear.triton_fp8")
+    few_kernels = gpu.Late("headrace.kernels.linear.triton_fp8_few")
+    wide_kernels = gpu.Late("headrace.kernels.linear.triton_fp8_wide")
 
-FEW_ROWS = 8
-"""Up to this many rows, the Triton kernel for blocks beats cuBLASLt's. On an H200, the four products of a layer of Qwen3-8B
-take 78 and 89 us at 8 rows, 86 and 87 at 16, activations and their rounding included."""
-UNSCALED_ROWS = 256
-"""Up to this many rows, cuBLASLt's product without scales and a kernel that applies them beat its product with a scale for each
-row and output: 81 and 103 us at 64 rows, 122 and 120 at 256."""
 EXACT_ROWS = 64
 """Up to this many rows, sums of more than 14 bits take no longer: 64 and 64 us at 64 rows, 68 and 70 at 128."""
 
 
+def round_rows(x: torch.Tensor, group: int) -> Fp8Rows:
+    """Rounds ``[T, K]``, whose last axis is contiguous, to e4m3 with a scale for each ``group`` channels."""
+    return kernels.quantize_rows(x, group) if gpu.takes(x) else round_rows_ref(x, group)
+
+
 def fp8_linear(
-    x: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
+    x: Fp8Rows, weight: Fp8Weight, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """``x W^T + bias`` with x rounded as ``quantize_rows_ref`` does.
+    """``x W^T + bias``.
 
     Args:
-        x: ``[T, K]``, last axis contiguous.
+        x: ``[T, K]``, rounded with a scale for each ``weight.group`` channels.
         weight: on a GPU, of multiples of 16 outputs and inputs.
         bias: ``[N]``
-        out_dtype: dtype of the result; None: x's.
+        out_dtype: dtype of the result; None: that of the rows before they were rounded.
     """
-    dtype, rows = out_dtype or x.dtype, len(x)
+    dtype, rows = out_dtype or x.dtype, x.rows
     if not rows:
-        return x.new_empty(0, len(weight.codes), dtype=dtype)
-    if not gpu.takes(x):
-        return fp8_linear_ref(*quantize_rows_ref(x, weight.group), weight, bias, dtype)
-    weight_t, few = weight.codes.t(), rows <= FEW_ROWS
-    # cuBLASLt's blocks are of multiples of four rows.
-    codes, scales = kernels.quantize_rows(x, weight.group, 4 if weight.in_blocks and not few else 1)
-    if weight.in_blocks and few:
-        return kernels.blocks(codes, scales, weight, bias, dtype)
-    if weight.in_blocks:
+        return x.scales.new_empty(0, len(weight.codes), dtype=dtype)
+    if not gpu.takes(x.codes):
+        return fp8_linear_ref(x, weight, bias, dtype)
+    choice = choose(rows, weight, hopper=_is_hopper(x.codes.device))
+    if isinstance(choice, WideTiling):
+        return wide_kernels.wide(x, weight, bias, dtype, choice)
+    if isinstance(choice, FewTiling | SingleTiling):
+        return few_kernels.few(x, weight, bias, dtype, choice)
+    weight_t = weight.codes.t()
+    if choice == Library.BY_BLOCK:
         # Rounded once: a bias is added before.
-        wide = dtype if dtype == torch.bfloat16 and bias is None else torch.float32
+        sums = dtype if dtype == torch.bfloat16 and bias is None else torch.float32
         recipes = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
-        y = scaled_mm(codes, weight_t, scales, recipes[0], weight.scales.t(), recipes[1], output_dtype=wide)[:rows]
+        y = scaled_mm(x.codes, weight_t, x.scales, recipes[0], weight.scales.t(), recipes[1], output_dtype=sums)[:rows]
         return (y if bias is None else y + bias).to(dtype)
-    if rows <= UNSCALED_ROWS or dtype != torch.bfloat16:
+    codes, scales = x.codes[:rows], x.scales[:rows]
+    if choice == Library.UNSCALED or dtype != torch.bfloat16:
         fast = rows > EXACT_ROWS
         y = torch._scaled_mm(codes, weight_t, weight.one, weight.one, out_dtype=torch.float32, use_fast_accum=fast)
         return kernels.scale(y, scales, weight.scales, bias, dtype)
     return torch._scaled_mm(codes, weight_t, scales, weight.scales.t(), bias=bias, out_dtype=dtype, use_fast_accum=True)
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return support.compute_capability(device) == 90

@@ -19,6 +19,8 @@ class Fp8Weight(NamedTuple):
     """``[N, 1]`` or, of blocks, ``[N / GROUP, K / GROUP]``; float32"""
     one: torch.Tensor
     """1.0, on the weight's device."""
+    turns: torch.Tensor
+    """Zeros, int32, for each 64 outputs: programs that share a sum count themselves there, and leave zeros behind."""
 
     @property
     def in_blocks(self) -> bool:
@@ -28,6 +30,23 @@ class Fp8Weight(NamedTuple):
     def group(self) -> int:
         """Channels of a row of x that share a scale."""
         return GROUP if self.in_blocks else self.codes.shape[1]
+
+
+class Fp8Rows(NamedTuple):
+    """Rows ``[T, K]`` rounded to e4m3, as ``quantize_rows_ref`` rounds them."""
+
+    codes: torch.Tensor
+    """``[T, K]`` float8_e4m3fn. Rows of any content may follow, as many as in ``scales``."""
+    scales: torch.Tensor
+    """``[T, K / group]`` float32; on a GPU, with a contiguous first axis."""
+    rows: int
+    """T"""
+    dtype: torch.dtype
+    """Dtype of the rows before."""
+
+
+Activations = torch.Tensor | Fp8Rows
+"""Rows that a matrix multiplies: floats, or rounded already."""
 
 
 def quantize_rows_ref(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,12 +61,15 @@ def quantize_rows_ref(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.
     return codes.view(x.shape).to(torch.float8_e4m3fn), scales
 
 
-def fp8_linear_ref(
-    codes: torch.Tensor, scales: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None, out_dtype: torch.dtype
-) -> torch.Tensor:
-    """The product of rows that are rounded already."""
-    x = codes.float() * scales.repeat_interleave(weight.group, 1)
-    y = x @ dequantize(weight).t()
+def round_rows_ref(x: torch.Tensor, group: int) -> Fp8Rows:
+    """``quantize_rows_ref`` of ``[T, K]``."""
+    return Fp8Rows(*quantize_rows_ref(x, group), len(x), x.dtype)
+
+
+def fp8_linear_ref(x: Fp8Rows, weight: Fp8Weight, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+    """The product in float32, rounded once."""
+    rows = x.codes.float() * x.scales.repeat_interleave(weight.group, 1)
+    y = rows @ dequantize(weight).t()
     return (y if bias is None else y + bias.float()).to(out_dtype)
 
 

@@ -118,7 +118,7 @@ def _peak(part):
 @triton.jit
 def _quantized_part(part, scale, FP8: tl.constexpr):
     wide = part.to(tl.float32)
-    return quantized(wide, tl.broadcast_to(scale[:, None], wide.shape), FP8)
+    return quantized(wide, scale[:, None], FP8)
 
 
 @triton.jit

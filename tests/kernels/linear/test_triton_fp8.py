@@ -7,7 +7,10 @@ import torch
 
 from headrace.kernels.linear.fp8 import EXACT_ROWS, fp8_linear
 from headrace.kernels.linear.fp8_reference import GROUP, Fp8Weight, dequantize, quantize_rows_ref
-from headrace.kernels.linear.triton_fp8 import MAX_ROWS, blocks, quantize_rows, scale
+from headrace.kernels.linear.fp8_tilings import FEW_ROWS, FewTiling, SingleTiling, WideTiling
+from headrace.kernels.linear.triton_fp8 import quantize_rows, scale
+from headrace.kernels.linear.triton_fp8_few import few
+from headrace.kernels.linear.triton_fp8_wide import wide
 
 SHAPES = [(256, 128), (640, 256), (1280, 128)]
 """(in, out)"""
@@ -16,12 +19,17 @@ SHAPES = [(256, 128), (640, 256), (1280, 128)]
 def weight_of(inputs: int, outputs: int, *, in_blocks: bool, device: torch.device) -> Fp8Weight:
     codes = (torch.randn(outputs, inputs) * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
     shape = (outputs // GROUP, inputs // GROUP) if in_blocks else (outputs, 1)
-    return Fp8Weight(codes.to(device), (torch.rand(shape) * 1e-3 + 1e-4).to(device), torch.ones((), device=device))
+    return Fp8Weight(
+        codes.to(device),
+        (torch.rand(shape) * 1e-3 + 1e-4).to(device),
+        torch.ones((), device=device),
+        torch.zeros(outputs // 16, dtype=torch.int32, device=device),
+    )
 
 
 def rows_of(count: int, inputs: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     x = torch.randn(count, inputs) * torch.logspace(-2, 2, count)[:, None]
-    x[:1, : inputs // 2] = 0
+    x[:1, : inputs // 2] = -0.0
     return x.to(dtype)
 
 
@@ -37,30 +45,52 @@ def check(got: torch.Tensor, x: torch.Tensor, weight: Fp8Weight, bias: torch.Ten
     assert bool(((got.double() - expected).abs() <= bound).all())
 
 
-@pytest.mark.parametrize("multiple", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("inputs", "group"), [(256, 128), (256, 256), (1300, 1300)])
-def test_rows_are_rounded_as_the_reference_rounds(
-    inputs: int, group: int, dtype: torch.dtype, multiple: int, device: torch.device
-) -> None:
+@pytest.mark.parametrize(("inputs", "group"), [(256, 128), (256, 256), (1280, 128), (1300, 1300)])
+def test_rows_are_rounded_as_the_reference_rounds(inputs: int, group: int, dtype: torch.dtype, device: torch.device) -> None:
     wide = torch.full((3, inputs + 20), torch.nan, dtype=dtype)
     wide[:, 10:-10] = rows_of(3, inputs, dtype)
-    x = wide.to(device)[:, 10:-10]
-    codes, scales = quantize_rows(x, group, multiple)
-    expected, factors = quantize_rows_ref(x.cpu(), group)
-    assert len(codes) == len(scales) == (3 if multiple == 1 else 4)
-    assert torch.equal(scales[:3].cpu(), factors)
-    assert torch.equal(codes[:3].cpu().view(torch.uint8), expected.view(torch.uint8))
+    rounded = quantize_rows(wide.to(device)[:, 10:-10], group)
+    expected, factors = quantize_rows_ref(wide[:, 10:-10], group)
+    # cuBLASLt's blocks are of multiples of four rows.
+    assert len(rounded.codes) == len(rounded.scales) == 4
+    assert (rounded.rows, rounded.dtype) == (3, dtype)
+    assert torch.equal(rounded.scales[:3].cpu(), factors)
+    assert torch.equal(rounded.codes[:3].cpu().view(torch.uint8), expected.view(torch.uint8))
+
+
+FEW = [FewTiling(16, 4, 4), FewTiling(32, 2, 2), FewTiling(8, 4, 8), SingleTiling(4, 256, 4, 2), SingleTiling(2, 1024, 4, 4)]
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize("rows", [1, 7, MAX_ROWS])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_blocks(shape: tuple[int, int], rows: int, bias: bool, device: torch.device) -> None:
+@pytest.mark.parametrize("rows", [1, 7, FEW_ROWS])
+@pytest.mark.parametrize("tiling", FEW, ids=str)
+@pytest.mark.parametrize("in_blocks", [False, True], ids=["outputs", "blocks"])
+def test_few_rows(in_blocks: bool, tiling: FewTiling | SingleTiling, rows: int, bias: bool, device: torch.device) -> None:
+    if isinstance(tiling, SingleTiling) and rows > 1:
+        pytest.skip("it is for one row")
     torch.manual_seed(rows)
-    weight, x = weight_of(*shape, in_blocks=True, device=device), rows_of(rows, shape[0]).to(device)
-    more = torch.randn(shape[1], device=device) if bias else None
-    check(blocks(*quantize_rows(x, GROUP), weight, more, torch.float32), x, weight, more)
+    for inputs, outputs in SHAPES if in_blocks else [*SHAPES, (336, 208)]:
+        weight = weight_of(inputs, outputs, in_blocks=in_blocks, device=device)
+        x = rows_of(rows, inputs).to(device)
+        more = torch.randn(outputs, device=device) if bias else None
+        check(few(quantize_rows(x, weight.group), weight, more, torch.float32, tiling), x, weight, more)
+
+
+WIDE = [WideTiling(64, 16, 4, 3), WideTiling(128, 32, 8, 3, 2), WideTiling(64, 32, 4, 3, 3)]
+
+
+@pytest.mark.parametrize("rows", [3, 17, 40])
+@pytest.mark.parametrize("tiling", WIDE, ids=str)
+@pytest.mark.parametrize("in_blocks", [False, True], ids=["outputs", "blocks"])
+def test_many_rows(in_blocks: bool, tiling: WideTiling, rows: int, device: torch.device) -> None:
+    torch.manual_seed(rows)
+    for inputs, outputs in SHAPES[:2] if in_blocks else [*SHAPES[:2], (336, 208)]:
+        weight = weight_of(inputs, outputs, in_blocks=in_blocks, device=device)
+        x, bias = rows_of(rows, inputs).to(device), torch.randn(outputs, device=device)
+        for more in (bias, None):
+            check(wide(quantize_rows(x, weight.group), weight, more, torch.float32, tiling), x, weight, more)
+        assert not weight.turns.any()
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
@@ -78,22 +108,26 @@ def test_scales_are_applied_at_the_end(dtype: torch.dtype, bias: bool, device: t
 
 def test_factors_that_do_not_fit_are_refused(device: torch.device) -> None:
     weight = weight_of(256, 128, in_blocks=True, device=device)
-    for shape in ((2, 128), (MAX_ROWS + 1, 256)):
+    for shape in ((2, 128), (FEW_ROWS + 1, 256)):
         with pytest.raises(ValueError, match="do not fit"):
-            blocks(*quantize_rows(rows_of(*shape).to(device), GROUP), weight, None, torch.float32)
+            few(quantize_rows(rows_of(*shape).to(device), GROUP), weight, None, torch.float32, FEW[0])
+    with pytest.raises(ValueError, match="one row"):
+        few(quantize_rows(rows_of(2, 256).to(device), GROUP), weight, None, torch.float32, SingleTiling(4, 256, 4, 2))
+    with pytest.raises(ValueError, match="do not fit"):
+        wide(quantize_rows(rows_of(2, 128).to(device), GROUP), weight, None, torch.float32, WIDE[0])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rows", [0, 1, 2, 8, 9, 17, 64, 257, 600])
+@pytest.mark.parametrize("rows", [0, 1, 2, 8, 16, 17, 33, 64, 128, 200, 257, 600])
 @pytest.mark.parametrize("in_blocks", [False, True], ids=["outputs", "blocks"])
-@pytest.mark.parametrize("shape", [(512, 384), (4096, 6144)], ids=str)
+@pytest.mark.parametrize("shape", [(512, 384), (128, 256), (4096, 6144)], ids=str)
 def test_products_of_any_number_of_rows(shape: tuple[int, int], in_blocks: bool, rows: int, out_dtype: torch.dtype) -> None:
     torch.manual_seed(rows)
     device = torch.device("cuda")
     weight = weight_of(*shape, in_blocks=in_blocks, device=device)
     x, bias = rows_of(rows, shape[0], torch.bfloat16).to(device), torch.randn(shape[1], device=device, dtype=torch.bfloat16)
-    got = fp8_linear(x, weight, bias, out_dtype)
+    got = fp8_linear(quantize_rows(x, weight.group), weight, bias, out_dtype)
     assert got.shape == (rows, shape[1]) and got.dtype == out_dtype
     # Fast sums keep about 14 bits.
     check(got, x, weight, bias, 2.0**-12 if in_blocks or rows <= EXACT_ROWS else 2.0**-10)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from headrace.kernels.activation import ACTIVATIONS
-from headrace.layers.linear import FusedLinear, RowParallelLinear
+from headrace.kernels.activation import ACTIVATIONS, activate
+from headrace.kernels.linear.fp8_reference import Activations
+from headrace.layers.linear import FusedLinear, Linear, RowParallelLinear
 from headrace.model_spec import DenseSpec
 
 
@@ -21,7 +22,11 @@ class GatedMLP(nn.Module):
         self.down_proj = RowParallelLinear(spec.intermediate_size, hidden_size, bias=spec.bias, dtype=dtype, device=device)
         self.act_mul = ACTIVATIONS[spec.act]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Activations) -> torch.Tensor:
         """``[T, hidden] -> [T, hidden]``"""
-        out: torch.Tensor = self.down_proj(self.act_mul(self.gate_up_proj(x)))
+        out: torch.Tensor = self.down_proj(activate(self.act_mul, self.gate_up_proj(x), self.down_proj.rounds))
         return out
+
+    def readers(self) -> tuple[Linear, ...]:
+        """The layers that multiply the input, which nothing else reads."""
+        return (self.gate_up_proj,)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from headrace.kernels.norm import ResidualNorm, rms_norm
+from headrace.kernels.linear.fp8_reference import Activations
+from headrace.kernels.norm import ResidualNorm, rms_norm, rounded_rms_norm
 from headrace.parallel.group import ALONE, Group
 
 
@@ -25,20 +26,27 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(width, dtype=dtype, device=device), requires_grad=False)
+        self.rounds: int | None = None
+        """Norms are ``Fp8Rows`` with a scale for each so many channels, as all that reads them needs; None: they are floats."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Activations:
+        if self.rounds is not None:
+            return rounded_rms_norm(x, self.weight, self.eps, self.rounds, offset=self.offset)
         return rms_norm(x, self.weight, self.eps, offset=self.offset)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[Activations, torch.Tensor]:
         """``(norm(total + residual), total + residual)``, where total is the sum of the ranks' x."""
-        return self.group.add_norm(x, residual, ResidualNorm(self.weight, self.eps, self.offset))
+        return self.group.add_norm(x, residual, self._behind_sum())
 
-    def add_normed(self, x: torch.Tensor, first: RMSNorm, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_normed(self, x: torch.Tensor, first: RMSNorm, residual: torch.Tensor) -> tuple[Activations, torch.Tensor]:
         """``(norm(first(total) + residual), first(total) + residual)``, where total is the sum of the ranks' x."""
-        norm = ResidualNorm(self.weight, self.eps, self.offset)
+        norm = self._behind_sum()
         if type(first) is not type(self) or not (self.plain or self.offset):
             return norm.add(first(self.group.all_reduce(x)), residual)
         return self.group.add_norm(x, residual, norm._replace(first=first.weight, first_eps=first.eps))
+
+    def _behind_sum(self) -> ResidualNorm:
+        return ResidualNorm(self.weight, self.eps, self.offset, rounds=self.rounds)
 
     def extra_repr(self) -> str:
         return f"{len(self.weight)}, eps={self.eps}"

@@ -8,6 +8,8 @@ names of Hugging Face's checkpoints, except for fused ones.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
@@ -15,6 +17,7 @@ from headrace.attention.context import ForwardContext
 from headrace.attention.layer import Attention
 from headrace.attention.sparse_rows import SparseRows
 from headrace.errors import ConfigError
+from headrace.kernels.linear.fp8_reference import Activations
 from headrace.layers.embedding import Embedding
 from headrace.layers.linear import FusedLinear, Linear, RowParallelLinear
 from headrace.layers.mlp import GatedMLP
@@ -49,7 +52,11 @@ class DecoderAttention(nn.Module):
         self.v_factor = 1.0
         self.attention = Attention(spec, device)
 
-    def forward(self, x: torch.Tensor, cos_sin: torch.Tensor | None, ctx: ForwardContext) -> torch.Tensor:
+    def readers(self) -> tuple[Linear, ...]:
+        """The layers that multiply the input, which nothing else reads."""
+        return (self.qkv_proj,)
+
+    def forward(self, x: Activations, cos_sin: torch.Tensor | None, ctx: ForwardContext) -> torch.Tensor:
         """``[T, hidden] -> [T, hidden]``, the rank's part of the sum over tensor-parallel ranks.
 
         The call between the projections is fused. Unfused, with q, k and v split by heads::
@@ -107,14 +114,19 @@ class DecoderLayer(nn.Module):
             The same two for the next layer.
         """
         if residual is None:
-            x, residual = self.input_layernorm(x), x
+            normed, residual = self.input_layernorm(x), x
         else:
-            x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, cos_sin, ctx)
-        x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.run_mlp(x, ctx), residual
+            normed, residual = self.input_layernorm.add(x, residual)
+        x = self.self_attn(normed, cos_sin, ctx)
+        normed, residual = self.post_attention_layernorm.add(x, residual)
+        return self.run_mlp(normed, ctx), residual
 
-    def run_mlp(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+    def norm_readers(self) -> Iterator[tuple[RMSNorm, nn.Module]]:
+        """Gives norms with the only module that reads each of them."""
+        yield self.input_layernorm, self.self_attn
+        yield self.post_attention_layernorm, self.mlp
+
+    def run_mlp(self, x: Activations, ctx: ForwardContext) -> torch.Tensor:
         """``[T, hidden] -> [T, hidden]``"""
         return self.mlp(x)  # type: ignore[no-any-return]
 
@@ -179,7 +191,8 @@ class Decoder(nn.Module):
 
     def last_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """Applies the final norm to the last layer's results: ``[T, hidden]``."""
-        return self.norm(x) if residual is None else self.norm.add(x, residual)[0]
+        # No matrix of rounded rows reads the final norm.
+        return self.norm(x) if residual is None else self.norm.add(x, residual)[0]  # type: ignore[return-value]
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from headrace.config import Decision, EngineArgs, EngineConfig
 from headrace.errors import ConfigError, ContradictionError
+from headrace.layers.rounding import round_norms
 from headrace.model_spec import AnySpec, ModelSpec
 from headrace.models import registry
 from headrace.models.capture import one_line
@@ -205,5 +206,6 @@ class _Native:
             seed=config.args.seed,
             progress=progress,
         )
+        round_norms(model)
         layers = fuse(model)
         return model, dataclasses.replace(report, decisions=(*report.decisions, *([] if layers is None else [layers])))

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from headrace.kernels.linear.fp8_reference import Activations
 from headrace.kernels.norm import ResidualNorm
 from headrace.parallel.peers import MOST_BYTES, ONE_SHOT_BYTES, SIZES, PeerMemory
 
@@ -42,7 +43,7 @@ class Group(Protocol):
         """``[...] -> [size, ...]``: every rank's, by rank."""
         ...
 
-    def add_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: ResidualNorm) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: ResidualNorm) -> tuple[Activations, torch.Tensor]:
         """``norm.add`` of the sum over all ranks. ``x`` may be overwritten; the residual is the same on every rank."""
         return norm.add(self.all_reduce(x), residual)
 
@@ -202,9 +203,10 @@ class NcclGroup(Group):
             self._group.allreduce([x]).wait()
         return x
 
-    def add_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: ResidualNorm) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: ResidualNorm) -> tuple[Activations, torch.Tensor]:
         if self._peers is not None and self._peers.fuses(x, residual, norm):
-            return self._peers.add_norm(x, residual, norm)
+            normed, total = self._peers.add_norm(x, residual, norm)
+            return norm.rounded(normed), total
         return super().add_norm(x, residual, norm)
 
     def check(self) -> None:

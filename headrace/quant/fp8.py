@@ -34,7 +34,7 @@ class Fp8Method(PackedMethod):
 
     format = "FP8, a scale for each output"
     devices = frozenset({"cpu", "cuda"})
-    kernel = "cuBLASLt"
+    kernel = "by number of rows, Triton or cuBLASLt"
     multiples = 16, 16
 
     @classmethod
@@ -130,7 +130,6 @@ class Fp8BlockMethod(Fp8Method):
     """
 
     format = f"FP8, a scale for each {GROUP} x {GROUP}"
-    kernel = "by number of rows, Triton or cuBLASLt"
     multiples = GROUP, GROUP
 
     def group(self, layer: Linear) -> int:

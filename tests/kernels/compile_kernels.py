@@ -33,7 +33,12 @@ from headrace.kernels.inputs import triton as inputs
 from headrace.kernels.kv_cache import triton as kv_cache
 from headrace.kernels.kv_cache import triton_fp8 as fp8
 from headrace.kernels.linear import triton as linear
+from headrace.kernels.linear import triton_fp8 as linear_fp8
+from headrace.kernels.linear import triton_fp8_few as fp8_few
+from headrace.kernels.linear import triton_fp8_wide as fp8_wide
 from headrace.kernels.linear import triton_matmul as matmul
+from headrace.kernels.linear.fp8_reference import GROUP, Fp8Weight
+from headrace.kernels.linear.fp8_tilings import FewTiling, SingleTiling, WideTiling
 from headrace.kernels.mla import triton as mla
 from headrace.kernels.moe import codes as expert_codes
 from headrace.kernels.moe import triton as moe
@@ -103,7 +108,8 @@ def compile_only(capability: int) -> None:
     JITFunction.run = compiled
     support.compute_capability = lambda device: capability
     native = fp8.NATIVE if capability >= NATIVE_FP8_SM else fp8.BITS
-    for module in (paged_attention, kv_cache, qkv, experts_kernels, rounding, sparse_attention, sparse_estimate, sparse_means):
+    products = activation, norm, linear_fp8, fp8_few, fp8_wide, experts_kernels, rounding
+    for module in (paged_attention, kv_cache, qkv, sparse_attention, sparse_estimate, sparse_means, *products):
         module.mode = lambda device: native
 
 
@@ -296,6 +302,24 @@ def products() -> None:
             matmul.matmul_by_head(x, turned, torch.zeros(4, 16, 512, dtype=dtype))
 
 
+def fp8_products() -> None:
+    """With scales of outputs and of blocks; whatever rounds rows to FP8."""
+    x, gate_up = torch.zeros(4, 4096, dtype=BF16), torch.zeros(4, 8192, dtype=BF16)
+    for group in (4096, GROUP):
+        norm.rounded_rms_norm(x, None, x[0], 1e-6, group)
+        norm.rounded_rms_norm(x, x, x[0], 1e-6, group)
+        activation.rounded_gated(gate_up, group, gelu=False)
+        rows = linear_fp8.quantize_rows(x, group)
+        scales = torch.zeros(1024, 1) if group > GROUP else torch.zeros(1024 // GROUP, 4096 // GROUP)
+        codes, turns = torch.zeros(1024, 4096, dtype=torch.float8_e4m3fn), torch.zeros(16, dtype=torch.int32)
+        weight, single = Fp8Weight(codes, scales, torch.ones(()), turns), rows._replace(rows=1)
+        fp8_few.few(single, weight, None, BF16, SingleTiling(2, 2048, 4, 2))
+        fp8_few.few(rows, weight, x[0, :1024], BF16, FewTiling(16, 4, 8))
+        for split in (1, 2):
+            fp8_wide.wide(rows, weight, x[0, :1024], BF16, WideTiling(64, 32, 4, 6, split))
+    linear_fp8.scale(torch.zeros(4, 1024), rows.scales, scales, x[0, :1024], BF16)
+
+
 def sparse(resources: Resources) -> None:
     """Prompts of 2048 tokens, for rows of up to 131072."""
     for module in (sparse_attention, sparse_estimate, sparse_means):
@@ -344,6 +368,7 @@ if __name__ == "__main__":
         mixtures()
         compressed()
         products()
+        fp8_products()
         aside()
     if part in ("all", "experts"):
         coded_experts()

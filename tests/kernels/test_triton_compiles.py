@@ -15,13 +15,13 @@ CAPABILITY, SHARED = 90, 227 << 10
 """And the bytes of shared memory that a program may have. The script does other generations too, which takes its time."""
 
 
-READ_AHEAD = {"_single", "_several", "_router_logits", "_peer_sum"}
+READ_AHEAD = {"_single", "_several", "_fp8_single", "_fp8_few", "_fp8_wide", "_scale", "_router_logits", "_peer_sum"}
 """Kernels that begin with what no kernel writes: a weight."""
 ALONE = {"_reshape_and_cache"}
 """Launched when the kernel before is complete."""
 
 
-PARTS = {"rest": 31, "sparse": 9, "experts": 5}
+PARTS = {"rest": 37, "sparse": 9, "experts": 5}
 """Kernels of each part."""
 
 

@@ -10,6 +10,8 @@ import torch
 from headrace.kernels import gpu
 from headrace.kernels.activation import native, reference
 from headrace.kernels.activation.reference import clamped_swiglu, gelu_mul
+from headrace.kernels.linear.fp8 import round_rows
+from headrace.kernels.linear.fp8_reference import Activations
 from headrace.kernels.native.library import kernels_for
 
 if TYPE_CHECKING:
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 else:
     kernels = gpu.Late(f"{__name__}.triton")
 
-__all__ = ["ACTIVATIONS", "clamped_swiglu", "gelu_mul", "gelu_tanh_mul", "silu_mul"]
+__all__ = ["ACTIVATIONS", "activate", "clamped_swiglu", "gelu_mul", "gelu_tanh_mul", "silu_mul"]
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -38,3 +40,16 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_pytorch_tanh": gelu_tanh_mul,
 }
 """Hugging Face's name -> ``act(gate) * up`` for ``[..., 2n] -> [..., n]``."""
+
+
+def activate(act_mul: Callable[[torch.Tensor], torch.Tensor], gate_up: torch.Tensor, rounds: int | None) -> Activations:
+    """``act_mul(gate_up)``: ``[T, 2n] -> [T, n]``.
+
+    Args:
+        rounds: the result is rounded to e4m3 with a scale for each so many channels; None: it is not.
+    """
+    if rounds is None:
+        return act_mul(gate_up)
+    if gpu.takes(gate_up) and act_mul in (silu_mul, gelu_tanh_mul):
+        return kernels.rounded_gated(gate_up, rounds, gelu=act_mul is gelu_tanh_mul)
+    return round_rows(act_mul(gate_up), rounds)

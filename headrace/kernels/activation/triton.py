@@ -1,7 +1,7 @@
 """Gated activations. References: ``headrace.kernels.activation.reference``."""
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# A kernel's arguments have no types of Python's, and its tuples grow.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, disable-error-code=assignment
 
 from __future__ import annotations
 
@@ -9,22 +9,19 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.kernels.kv_cache.triton_fp8 import as_bytes, mode, quantized, scale_of_peak, size_bits
+from headrace.kernels.linear.fp8_reference import Fp8Rows
+from headrace.kernels.linear.triton_fp8 import block_of, empty_rows, store_rounded
 from headrace.kernels.triton_pdl import begin, options
 
 _BLOCK = 1024
+_ROW_BLOCK = 4096
+"""Channels of a row that a program takes at a time, where the whole row has one scale."""
 
 
 @triton.jit
-def _gated(
-    gate_up, out, token_stride: tl.int64, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr
-):
-    """A block of one token's channels."""
-    begin(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = channel < WIDTH
-    gate = tl.load(gate_up + token * token_stride + channel, mask=mask, other=0.0)
-    up = tl.load(gate_up + token * token_stride + WIDTH + channel, mask=mask, other=0.0)
+def _product(gate, up, GELU: tl.constexpr):
+    """The activation is rounded, and then its product with up."""
     wide = gate.to(tl.float32)
     if GELU:
         # 0.5 x (1 + tanh u) is x sigmoid(2 u), which loses no digits where u is far below 0.
@@ -32,8 +29,51 @@ def _gated(
         activated = wide * tl.sigmoid(2.0 * bent)
     else:
         activated = wide * tl.sigmoid(wide)
-    product = activated.to(gate.dtype).to(tl.float32) * up.to(tl.float32)
-    tl.store(out + token * WIDTH + channel, product.to(gate.dtype), mask=mask)
+    return (activated.to(gate.dtype).to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+
+
+@triton.jit
+def _gated(
+    gate_up, out, scales, token_stride: tl.int64, scale_column: tl.int64, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    GELU: tl.constexpr, GROUP: tl.constexpr, MODE: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """A block of one token's channels. With GROUP, ``out`` has their e4m3 codes, and ``scales`` one for each ``GROUP``."""
+    begin(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * BLOCK
+    channel = first + tl.arange(0, BLOCK)
+    mask = channel < WIDTH
+    gate = tl.load(gate_up + token * token_stride + channel, mask=mask, other=0.0)
+    up = tl.load(gate_up + token * token_stride + WIDTH + channel, mask=mask, other=0.0)
+    product = _product(gate, up, GELU)
+    if GROUP:
+        store_rounded(product, out, scales, scale_column, token, first, WIDTH, BLOCK, GROUP, MODE)
+    else:
+        tl.store(out + token * WIDTH + channel, product, mask=mask)
+
+
+@triton.jit
+def _gated_row(
+    gate_up, codes, scales, token_stride: tl.int64, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr,
+    MODE: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """One token, rounded with one scale: its products stay in registers until the scale is known."""
+    begin(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    channel = tl.arange(0, BLOCK)
+    products = ()
+    peak = tl.zeros([BLOCK], tl.int32)
+    for first in tl.static_range(0, WIDTH, BLOCK):
+        mask = channel < WIDTH - first
+        gate = tl.load(gate_up + token * token_stride + first + channel, mask=mask, other=0.0)
+        up = tl.load(gate_up + token * token_stride + WIDTH + first + channel, mask=mask, other=0.0)
+        products += (_product(gate, up, GELU),)
+        peak = tl.maximum(peak, size_bits(products[first // BLOCK].to(tl.float32)))
+    scale = scale_of_peak(tl.max(peak, 0).to(tl.float32, bitcast=True))
+    tl.store(scales + token, scale)
+    for first in tl.static_range(0, WIDTH, BLOCK):
+        stored = quantized(products[first // BLOCK].to(tl.float32), scale, MODE)
+        tl.store(codes + token * WIDTH + first + channel, stored, mask=channel < WIDTH - first)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -46,22 +86,46 @@ def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return _launch(gate_up, gelu=True)
 
 
+def rounded_gated(gate_up: torch.Tensor, group: int, *, gelu: bool) -> Fp8Rows:
+    """``gelu_tanh_mul`` or ``silu_mul`` of ``[T, 2n]``, rounded to e4m3 with a scale for each ``group`` channels: n, or a power
+    of two that divides it."""
+    tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+    codes, scales = empty_rows(tokens, width, group, gate_up.device)
+    if tokens and group < width:
+        _run(gate_up, codes, scales, block_of(width, group), gelu=gelu)
+    elif tokens:
+        block = min(_ROW_BLOCK, triton.next_power_of_2(width))
+        _gated_row[(tokens,)](
+            gate_up, as_bytes(codes), scales, gate_up.stride(0), WIDTH=width, BLOCK=block, GELU=gelu, MODE=mode(codes.device),
+            num_warps=max(block // 256, 1), **options(codes.device),
+        )  # fmt: skip
+    return Fp8Rows(codes, scales, tokens, gate_up.dtype)
+
+
 def _launch(gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
     rows = gate_up.reshape(-1, gate_up.shape[-1])
-    tokens, width = rows.shape[0], rows.shape[1] // 2
+    width = rows.shape[1] // 2
     if rows.shape[1] % 2 or rows.stride(1) != 1:
         raise ValueError(f"gate and up must be [..., 2n] with a contiguous last axis, not {list(gate_up.shape)}")
     out = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
-        block = min(_BLOCK, triton.next_power_of_2(width))
-        _gated[(tokens, triton.cdiv(width, block))](
-            rows,
-            out,
-            rows.stride(0),
-            WIDTH=width,
-            BLOCK=block,
-            GELU=gelu,
-            num_warps=max(block // 256, 1),
-            **options(gate_up.device),
-        )
+        _run(rows, out, None, min(_BLOCK, triton.next_power_of_2(width)), gelu=gelu)
     return out
+
+
+def _run(rows: torch.Tensor, out: torch.Tensor, scales: torch.Tensor | None, block: int, *, gelu: bool) -> None:
+    tokens, width = rows.shape[0], rows.shape[1] // 2
+    _gated[(tokens, triton.cdiv(width, block))](
+        rows,
+        out if scales is None else as_bytes(out),
+        out if scales is None else scales,
+        rows.stride(0),
+        0 if scales is None else scales.stride(1),
+        WIDTH=width,
+        BLOCK=block,
+        GELU=gelu,
+        GROUP=0 if scales is None else width // scales.shape[1],
+        MODE=mode(rows.device),
+        num_warps=min(max(block // 256, 1), 16),
+        **options(rows.device),
+    )

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from headrace.kernels import gpu
+from headrace.kernels.linear.fp8 import round_rows
+from headrace.kernels.linear.fp8_reference import Activations, Fp8Rows
 from headrace.kernels.native.library import kernels_for
 from headrace.kernels.norm import native
 from headrace.kernels.norm.reference import rms_norm_ref
@@ -83,6 +85,13 @@ def norm_add_rms_norm(
     return add_rms_norm(rms_norm(x, first, first_eps, offset=offset), residual, weight, eps, offset=offset)
 
 
+def rounded_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, group: int, *, offset: bool = False) -> Fp8Rows:
+    """``rms_norm`` of ``[T, n]``, rounded to e4m3 with a scale for each ``group`` channels."""
+    if gpu.takes(x) and weight.dtype == x.dtype:
+        return kernels.rounded_rms_norm(x, None, weight, eps, group, offset=offset)[0]
+    return round_rows(rms_norm(x, weight, eps, offset=offset), group)
+
+
 class ResidualNorm(NamedTuple):
     """Weights of the sum behind a layer's part: its output is added to the residual stream, and the sum is normed."""
 
@@ -95,8 +104,21 @@ class ResidualNorm(NamedTuple):
     """``[n]``: an output is normed by it before it is added."""
     first_eps: float = 0.0
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the norm of the sum, the sum), both as x: ``[..., n]``."""
-        if self.first is None:
-            return add_rms_norm(x, residual, self.weight, self.eps, offset=self.offset)
-        return norm_add_rms_norm(x, residual, self.first, self.first_eps, self.weight, self.eps, offset=self.offset)
+    rounds: int | None = None
+    """The norm is rounded to e4m3 with a scale for each so many channels; None: it is not."""
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[Activations, torch.Tensor]:
+        """(the norm of the sum, the sum), both as x: ``[..., n]``, or where the norm is rounded ``[T, n]``."""
+        first = None if self.first is None else (self.first, self.first_eps)
+        weights = (self.weight,) if self.first is None else (self.weight, self.first)
+        if self.rounds is not None and gpu.takes(x) and all(each.dtype == x.dtype for each in (residual, *weights)):
+            return kernels.rounded_rms_norm(x, residual, self.weight, self.eps, self.rounds, first=first, offset=self.offset)
+        if first is None:
+            normed, total = add_rms_norm(x, residual, self.weight, self.eps, offset=self.offset)
+        else:
+            normed, total = norm_add_rms_norm(x, residual, *first, self.weight, self.eps, offset=self.offset)
+        return self.rounded(normed), total
+
+    def rounded(self, normed: torch.Tensor) -> Activations:
+        """Rounds the norm if it is to be rounded."""
+        return normed if self.rounds is None else round_rows(normed, self.rounds)

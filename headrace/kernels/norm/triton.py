@@ -9,6 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.kernels.kv_cache.triton_fp8 import as_bytes, mode
+from headrace.kernels.linear.fp8_reference import Fp8Rows
+from headrace.kernels.linear.triton_fp8 import empty_rows, store_rounded
 from headrace.kernels.triton_pdl import begin, options
 
 
@@ -32,6 +35,7 @@ def _rms_norm(
     first,
     weight,
     out,
+    scales,
     total,
     first_eps,
     eps,
@@ -40,16 +44,20 @@ def _rms_norm(
     x_inner: tl.int64,
     residual_outer: tl.int64,
     residual_inner: tl.int64,
+    scale_column: tl.int64,
     WIDTH: tl.constexpr,
     WIDTH_P: tl.constexpr,
     FIRST: tl.constexpr,
     ADD: tl.constexpr,
     OFFSET: tl.constexpr,
+    GROUP: tl.constexpr,
+    MODE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One row of ``WIDTH`` channels; row r of x begins at ``(r // inner) * x_outer + (r % inner) * x_inner``.
 
-    With FIRST, x is normed by the weight ``first`` before it is added.
+    With FIRST, x is normed by the weight ``first`` before it is added. With GROUP, ``out`` has e4m3 codes of the norm, and
+    ``scales`` one for each ``GROUP`` channels.
     """
     begin(PDL)
     row = tl.program_id(0)
@@ -65,7 +73,11 @@ def _rms_norm(
         added = tl.load(residual + outer * residual_outer + within * residual_inner + channel, mask=mask, other=0.0)
         value = (value.to(tl.float32) + added.to(tl.float32)).to(value.dtype)
         tl.store(total + place, value, mask=mask)
-    tl.store(out + place, normed(value, factor, eps, WIDTH, OFFSET), mask=mask)
+    result = normed(value, factor, eps, WIDTH, OFFSET)
+    if GROUP:
+        store_rounded(result, out, scales, scale_column, row.to(tl.int64), 0, WIDTH, WIDTH_P, GROUP, MODE)
+    else:
+        tl.store(out + place, result, mask=mask)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: bool = False) -> torch.Tensor:
@@ -74,7 +86,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: bool 
     ``x`` is ``[T, n]`` or ``[T, heads, n]`` of any strides with a contiguous last axis.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, None, weight, out, out, eps, None, offset)
+    _launch(x, None, weight, out, None, out, eps, None, offset)
     return out
 
 
@@ -93,8 +105,33 @@ def add_rms_norm(
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, residual, weight, out, total, eps, first, offset)
+    _launch(x, residual, weight, out, None, total, eps, first, offset)
     return out, total
+
+
+def rounded_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    group: int,
+    *,
+    first: tuple[torch.Tensor, float] | None = None,
+    offset: bool = False,
+) -> tuple[Fp8Rows, torch.Tensor]:
+    """``rms_norm`` of ``[T, n]``, or with a residual ``add_rms_norm``, with the norm rounded to e4m3.
+
+    Args:
+        group: channels that share a scale: n, or a power of two that divides it.
+
+    Returns:
+        the norm; the sum, or x.
+    """
+    rows, width = x.shape
+    codes, scales = empty_rows(rows, width, group, x.device)
+    total = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, residual, weight, codes, scales, total, eps, first, offset)
+    return Fp8Rows(codes, scales, rows, x.dtype), total
 
 
 def _launch(
@@ -102,6 +139,7 @@ def _launch(
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     out: torch.Tensor,
+    scales: torch.Tensor | None,
     total: torch.Tensor,
     eps: float,
     first: tuple[torch.Tensor, float] | None,
@@ -115,26 +153,30 @@ def _launch(
         raise ValueError(
             f"the residual must be {list(x.shape)} {x.dtype}, as x is, not {list(residual.shape)} {residual.dtype}"
         )
-    if not out.numel():
+    if not x.numel():
         return
     width_p = triton.next_power_of_2(width)
-    _rms_norm[(out.numel() // width,)](
+    _rms_norm[(x.numel() // width,)](
         x,
         x if residual is None else residual,
         first_weight,
         weight,
-        out,
+        out if scales is None else as_bytes(out),
+        out if scales is None else scales,
         total,
         first_eps,
         eps,
         x.shape[1] if x.ndim == 3 else 1,
         *_row_strides(x),
         *_row_strides(x if residual is None else residual),
+        0 if scales is None else scales.stride(1),
         WIDTH=width,
         WIDTH_P=width_p,
         FIRST=first is not None,
         ADD=residual is not None,
         OFFSET=offset,
+        GROUP=0 if scales is None else width // scales.shape[1],
+        MODE=mode(x.device),
         # Eight channels a thread: 16 bytes of a 16-bit type, the widest load there is.
         num_warps=min(max(width_p // 256, 1), 16),
         **options(x.device),

@@ -7,6 +7,7 @@ in the latent, so that they are rotated and cached like those of any family.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from headrace.attention.context import ForwardContext
 from headrace.attention.mla import MLAAttention
 from headrace.errors import ConfigError
+from headrace.kernels.linear.fp8_reference import Activations
 from headrace.layers.linear import FusedLinear, Linear, RowParallelLinear
 from headrace.layers.norm import RMSNorm
 from headrace.model_spec import AttentionSpec, MLASpec, ModelSpec, MoeSpec
@@ -74,17 +76,26 @@ class MLASelfAttention(nn.Module):
         self.o_proj = RowParallelLinear(spec.out_size, model.hidden_size, bias=model.output_bias, dtype=dtype, device=device)
         self.attention = MLAAttention(spec)
 
-    def forward(self, x: torch.Tensor, cos_sin: torch.Tensor | None, ctx: ForwardContext) -> torch.Tensor:
+    def readers(self) -> tuple[Linear, ...]:
+        """The layers that multiply the input, which nothing else reads."""
+        return (self.a_proj,) if self.q_a_layernorm is not None else (self.a_proj, self.q_proj)
+
+    def norm_readers(self) -> Iterator[tuple[RMSNorm, nn.Module]]:
+        """Gives norms with the only module that reads each of them."""
+        if self.q_a_layernorm is not None:
+            yield self.q_a_layernorm, self.q_b_proj
+
+    def forward(self, x: Activations, cos_sin: torch.Tensor | None, ctx: ForwardContext) -> torch.Tensor:
         """``[T, hidden] -> [T, hidden]``"""
         spec, projected = self.spec, self.a_proj(x)
         latent = projected[:, projected.shape[1] - spec.row_width :]
-        q = self._queries(x, projected).view(len(x), spec.num_heads, self.head_dim)
+        q = self._queries(x, projected).view(len(projected), spec.num_heads, self.head_dim)
         out: torch.Tensor = self.o_proj(
             self.attention.forward_qkv(q, latent, self.kv_a_layernorm, self.kv_b_proj.weight, ctx, cos_sin)
         )
         return out
 
-    def _queries(self, x: torch.Tensor, projected: torch.Tensor) -> torch.Tensor:
+    def _queries(self, x: Activations, projected: torch.Tensor) -> torch.Tensor:
         if self.q_a_layernorm is None:
             return self.q_proj(x)  # type: ignore[no-any-return]
         rank = projected.shape[1] - self.spec.row_width

@@ -13,6 +13,7 @@ from torch import nn
 
 from headrace.attention.context import ForwardContext, TokenKinds
 from headrace.errors import ConfigError, ContradictionError
+from headrace.kernels.linear.fp8_reference import Activations
 from headrace.kernels.moe import route, router_logits
 from headrace.layers.moe import ExpertRouter, Experts, MoeMLP
 from headrace.model_spec import AttentionSpec, ModelSpec, MoeSpec
@@ -79,7 +80,7 @@ class ErnieVLLayer(ErnieLayer):
             return ErnieVLMLP(model.hidden_size, spec, spec.vision, dtype=dtype, device=device)
         return super().build_mlp(model, index, dtype, device)
 
-    def run_mlp(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+    def run_mlp(self, x: Activations, ctx: ForwardContext) -> torch.Tensor:
         return self.mlp(x, ctx.kinds) if isinstance(self.mlp, ErnieVLMLP) else super().run_mlp(x, ctx)
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
+from torch import nn
 
 from headrace.attention.context import ForwardContext
+from headrace.kernels.linear.fp8_reference import Activations
+from headrace.layers.norm import RMSNorm
 from headrace.model_spec import ModelSpec
 from headrace.models.decoder import Decoder, DecoderLayer
 from headrace.weights.names import NameTable
@@ -44,17 +48,21 @@ class GemmaLayer(DecoderLayer):
         self, x: torch.Tensor, residual: torch.Tensor | None, cos_sin: torch.Tensor | None, ctx: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if residual is None:
-            x, residual = self.input_layernorm(x), x
+            normed, residual = self.input_layernorm(x), x
         else:
-            x, residual = self.input_layernorm.add_normed(x, self._before[0], residual)
-        x = self.self_attn(x, cos_sin, ctx)
-        x, residual = self.pre_feedforward_layernorm.add_normed(x, self.post_attention_layernorm, residual)
-        return self.feed_forward(x, residual), residual
+            normed, residual = self.input_layernorm.add_normed(x, self._before[0], residual)
+        x = self.self_attn(normed, cos_sin, ctx)
+        normed, residual = self.pre_feedforward_layernorm.add_normed(x, self.post_attention_layernorm, residual)
+        return self.feed_forward(normed, residual), residual
+
+    def norm_readers(self) -> Iterator[tuple[RMSNorm, nn.Module]]:
+        yield self.input_layernorm, self.self_attn
+        yield self.pre_feedforward_layernorm, self.mlp
 
     def stream(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return residual + self.post_feedforward_layernorm(self.group.all_reduce(x))  # type: ignore[no-any-return]
 
-    def feed_forward(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
+    def feed_forward(self, x: Activations, stream: torch.Tensor) -> torch.Tensor:
         """Returns the rank's part of the MLP's output for x, the normed stream."""
         return self.mlp(x)  # type: ignore[no-any-return]
 
@@ -76,7 +84,7 @@ class GemmaDecoder(Decoder):
         if residual is None:
             return self.norm(x)  # type: ignore[no-any-return]
         last = self.layers[-1]
-        return self.norm.add_normed(x, last.post_feedforward_layernorm, residual)[0]  # type: ignore[arg-type]
+        return self.norm.add_normed(x, last.post_feedforward_layernorm, residual)[0]  # type: ignore[arg-type, return-value]
 
 
 def rounded(factor: float, dtype: torch.dtype) -> float:

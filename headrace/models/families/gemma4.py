@@ -15,6 +15,7 @@ from torch import nn
 from headrace.attention.context import ForwardContext
 from headrace.errors import ConfigError
 from headrace.kernels.activation import ACTIVATIONS
+from headrace.kernels.linear.fp8_reference import Activations
 from headrace.layers.embedding import Embedding
 from headrace.layers.linear import Linear
 from headrace.layers.mlp import GatedMLP
@@ -109,7 +110,7 @@ class Gemma4Layer(GemmaLayer):
             raise ConfigError(f"layer {index}: experts of Gemma 4 stand beside an MLP, and there is none", "enable_moe_block")
         return GatedMLP(model.hidden_size, dense, dtype=dtype, device=device)
 
-    def feed_forward(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
+    def feed_forward(self, x: Activations, stream: torch.Tensor) -> torch.Tensor:
         """Returns the whole output: that of experts is normed apart."""
         dense = self.group.all_reduce(self.mlp(x))
         if self.router is None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
+from torch import nn
 
 from headrace.attention.context import ForwardContext
-from headrace.layers.norm import ShardedRMSNorm, norm_together
+from headrace.kernels.linear.fp8_reference import Activations
+from headrace.layers.norm import RMSNorm, ShardedRMSNorm, norm_together
 from headrace.model_spec import AttentionSpec, ModelSpec
 from headrace.models.decoder import Decoder, DecoderAttention, DecoderLayer
 from headrace.models.family import Family
@@ -26,7 +29,7 @@ class Olmo2Attention(DecoderAttention):
             norm = ShardedRMSNorm(width, model.norm_eps, of=of, ranks=ranks, dtype=dtype, device=device)
             setattr(self, name, norm)
 
-    def forward(self, x: torch.Tensor, cos_sin: torch.Tensor | None, ctx: ForwardContext) -> torch.Tensor:
+    def forward(self, x: Activations, cos_sin: torch.Tensor | None, ctx: ForwardContext) -> torch.Tensor:
         spec, norms = self.spec, (self.q_norm, self.k_norm)
         q, k, v = self.qkv_proj(x).split((spec.q_size, spec.k_size, spec.v_size), dim=1)
         q, k = norm_together(norms, (q, k))  # type: ignore[arg-type]
@@ -56,6 +59,9 @@ class Olmo2Layer(DecoderLayer):
         attended = self.group.all_reduce(self.self_attn(stream, cos_sin, ctx))
         stream = stream + self.post_attention_layernorm(attended)
         return self.run_mlp(stream, ctx), stream
+
+    def norm_readers(self) -> Iterator[tuple[RMSNorm, nn.Module]]:
+        return iter(())
 
     def stream(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return residual + self.post_feedforward_layernorm(self.group.all_reduce(x))  # type: ignore[no-any-return]

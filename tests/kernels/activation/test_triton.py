@@ -9,6 +9,7 @@ import torch
 
 from headrace.kernels.activation import reference as ref
 from headrace.kernels.activation import triton as activation
+from headrace.kernels.linear.triton_fp8 import quantize_rows
 from kernels.closeness import STEP, close
 
 # The interpreter computes a sigmoid by numpy, whose exp says so when it overflows.
@@ -58,3 +59,18 @@ def test_more_axes(pair: tuple[Function, Function], device: torch.device) -> Non
 def test_odd_width(device: torch.device) -> None:
     with pytest.raises(ValueError, match="2n"):
         activation.silu_mul(torch.zeros(2, 5, device=device))
+
+
+@pytest.mark.parametrize("group", [None, 128], ids=["row", "blocks"])
+@pytest.mark.parametrize("gelu", [False, True], ids=["silu", "gelu"])
+@pytest.mark.parametrize(("rows", "width"), [(1, 128), (3, 640), (140, 384), (0, 256), (2, 2816)])
+def test_rounded_in_the_same_kernel(rows: int, width: int, gelu: bool, group: int | None, device: torch.device) -> None:
+    """Codes and scales are those of the product that is rounded behind it, bit for bit."""
+    torch.manual_seed(0)
+    gate_up = (4 * torch.randn(rows, 2 * width + 16)).bfloat16().to(device)[:, 8:-8]
+    got = activation.rounded_gated(gate_up, group or width, gelu=gelu)
+    product = activation.gelu_tanh_mul(gate_up) if gelu else activation.silu_mul(gate_up)
+    expected = quantize_rows(product, group or width)
+    assert (got.rows, got.dtype) == (rows, gate_up.dtype)
+    assert torch.equal(got.scales[:rows], expected.scales[:rows])
+    assert torch.equal(got.codes[:rows].view(torch.uint8), expected.codes[:rows].view(torch.uint8))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from headrace.kernels import norm as ref
+from headrace.kernels.linear.triton_fp8 import quantize_rows
 from headrace.kernels.norm import triton as norm
 from headrace.kernels.norm.reference import rms_norm_ref
 from kernels.closeness import STEP, close
@@ -70,6 +73,28 @@ def test_a_norm_on_either_side_of_a_sum(shape: tuple[int, ...], dtype: torch.dty
     torch.testing.assert_close(total.cpu(), expected, rtol=steps, atol=steps * size / 4)
     # Of the same sum: the sums may be a step apart.
     close(normed, rms_norm_ref(total.cpu(), weight, EPS, offset=offset), steps=2)
+
+
+@pytest.mark.parametrize("group", [None, 128], ids=["row", "blocks"])
+@pytest.mark.parametrize("way", ["plain", "sum", "offset", "first"])
+@pytest.mark.parametrize("shape", [(1, 128), (3, 640), (2, 1024), (0, 256)], ids=str)
+def test_rounded_in_the_same_kernel(shape: tuple[int, int], way: str, group: int | None, device: torch.device) -> None:
+    """Codes and scales are those of the norm that is rounded behind it, bit for bit."""
+    torch.manual_seed(0)
+    x, residual = (torch.randn(shape).bfloat16().to(device) for _ in range(2))
+    first, weight = (0.2 * torch.randn(2, shape[-1])).bfloat16().to(device)
+    options: dict[str, Any] = {"offset": way == "offset"}
+    if way == "plain":
+        normed, total = norm.rms_norm(x, weight, EPS), x
+    else:
+        options |= {"first": (first, 1e-2)} if way == "first" else {}
+        normed, total = norm.add_rms_norm(x, residual, weight, EPS, **options)
+    got, added = norm.rounded_rms_norm(x, None if way == "plain" else residual, weight, EPS, group or shape[-1], **options)
+    expected = quantize_rows(normed, group or shape[-1])
+    assert torch.equal(added, total)
+    assert (got.rows, got.dtype) == (shape[0], x.dtype)
+    assert torch.equal(got.scales[: got.rows], expected.scales[: got.rows])
+    assert torch.equal(got.codes[: got.rows].view(torch.uint8), expected.codes[: got.rows].view(torch.uint8))
 
 
 def test_rows_within_wider_ones(device: torch.device) -> None:

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from headrace.kernels.support import Resources
+from headrace.kernels.support import Resources, power_of_two
 
 MIN_SPLIT, SMALL_SPLIT = 256, 64
 """Tokens of the longest row for each split, and where tiles are of 16 keys: more splits cost more in merging than they gain
@@ -125,7 +125,7 @@ def choose_tiling(geometry: Geometry, *, num_rows: int, num_tokens: int, max_que
     warps: 162). What takes a conversion has registers for 64 queries and heads, with 4 warps and 128 keys: 231 (128, 64 keys
     and 8 warps: 153).
     """
-    block_m = min(max(KEYS_FIRST, _power_of_two(max_queries * geometry.group_size)), geometry.max_block_m)
+    block_m = min(max(KEYS_FIRST, power_of_two(max_queries * geometry.group_size)), geometry.max_block_m)
     heads = min(geometry.group_size, block_m)
     block_q = block_m // heads
     tiles = max(num_rows, -(-num_tokens // block_q))
@@ -242,7 +242,7 @@ def cut(width: int) -> tuple[int, int]:
     as 16 and 16).
     """
     main = max(16, 1 << (width.bit_length() - 1))
-    rest = max(16, _power_of_two(width - main)) if width > main else 0
+    rest = max(16, power_of_two(width - main)) if width > main else 0
     return (2 * main, 0) if rest == main else (main, rest)
 
 
@@ -250,8 +250,3 @@ def aligned(keys: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether heads begin at multiples of 16 bytes and are multiples of 16 numbers apart. Tiles of others go to shared memory
     number by number, by way of registers."""
     return all(part.data_ptr() % 16 == 0 and all(step % 16 == 0 for step in part.stride()[:3]) for part in (keys, values))
-
-
-def _power_of_two(number: int) -> int:
-    """The smallest one that is not below."""
-    return 1 << (number - 1).bit_length()

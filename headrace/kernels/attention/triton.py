@@ -25,6 +25,8 @@ from headrace.kernels.attention.triton_splits import merge, partials
 from headrace.kernels.attention.triton_tile import find_row, finish, load_queries, spread, store_output, take_tile, zeros
 from headrace.kernels.kv_cache.triton import scale_strides
 from headrace.kernels.kv_cache.triton_fp8 import OFF, as_bytes, mode
+from headrace.kernels.support import cdiv, power_of_two
+from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import begin as begin_launch
 from headrace.kernels.triton_pdl import options
 
@@ -75,7 +77,7 @@ def _key_range(
     return low, high
 
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
+@launched(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
 def _attend(
     q,  # [T, H, D]
     keys,  # [blocks, block_size, KV, D]
@@ -260,8 +262,8 @@ def paged_attention(
     group = num_heads // kv_heads
     check_tensors(q, keys, values)
     if out is None:
-        out = torch.empty(len(q), num_heads, v_head_dim, dtype=q.dtype, device=q.device)
-    num_rows = len(seq_lens)
+        out = torch.empty(q.shape[0], num_heads, v_head_dim, dtype=q.dtype, device=q.device)
+    num_rows = seq_lens.shape[0]
     if not num_rows or not len(tokens):
         return out
     fp8 = OFF
@@ -277,8 +279,8 @@ def paged_attention(
     dv_a, dv_b = cut(v_head_dim)
     block_q = 1 if single else tiling.block_q
     tiles = num_rows if single else len(tokens) // block_q + num_rows
-    block_m = max(KEYS_FIRST if tiling.keys_first else 16, triton.next_power_of_2(block_q * tiling.heads))
-    _attend[(tiles, kv_heads * triton.cdiv(group, tiling.heads), tiling.splits)](
+    block_m = max(KEYS_FIRST if tiling.keys_first else 16, power_of_two(block_q * tiling.heads))
+    _attend[(tiles, kv_heads * cdiv(group, tiling.heads), tiling.splits)](
         q, keys, values, q if k_scale is None else k_scale, q if v_scale is None else v_scale,
         block_tables, query_start, seq_lens, q if sinks is None else sinks, ends, target, lse,
         num_rows, tokens.start, scale, soft_cap or 0.0, window or 0, tiling.split_tokens,

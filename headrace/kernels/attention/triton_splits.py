@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from headrace.kernels.attention.tiling import Tiling, partial_size
+from headrace.kernels.support import cdiv, power_of_two
+from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import begin as begin_launch
 from headrace.kernels.triton_pdl import options
 
@@ -19,7 +20,7 @@ _MERGED_AT_ONCE = 4096
 """Numbers that a program has in registers."""
 
 
-@triton.jit(do_not_specialize=["splits"])
+@launched(do_not_specialize=["splits"])
 def _merge(
     partial, lse, out, splits, DV: tl.constexpr, BLOCK: tl.constexpr, SPLITS_P: tl.constexpr, AT_ONCE: tl.constexpr,
     ORDERED: tl.constexpr, PDL: tl.constexpr
@@ -78,10 +79,10 @@ def partials(
 def merge(partial: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, tiling: Tiling) -> None:
     """Fills ``out [tokens, H, dv]`` from what ``partials`` gave and the splits filled."""
     num_tokens, num_heads, v_head_dim = out.shape
-    splits = triton.next_power_of_2(tiling.splits)
+    splits = power_of_two(tiling.splits)
     at_once = min(splits, _MERGED_SPLITS)
-    block = min(_MERGED_CHANNELS, triton.next_power_of_2(v_head_dim), _MERGED_AT_ONCE // at_once)
-    _merge[(num_tokens * num_heads, triton.cdiv(v_head_dim, block))](
+    block = min(_MERGED_CHANNELS, power_of_two(v_head_dim), _MERGED_AT_ONCE // at_once)
+    _merge[(num_tokens * num_heads, cdiv(v_head_dim, block))](
         partial, lse, out, tiling.splits,
         DV=v_head_dim, BLOCK=block, SPLITS_P=splits, AT_ONCE=at_once, ORDERED=tiling.batch_invariant,
         **options(out.device),

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 
 from headrace.kernels.head_routing.reference import RouterWeights
+from headrace.kernels.support import power_of_two
+from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import begin, options
 
 _TOKENS = 32
@@ -21,7 +23,7 @@ _NUMBERS = 4096
 """Numbers of a weight that are read at a time."""
 
 
-@triton.jit(do_not_specialize_on_alignment=["key_start"])
+@launched(do_not_specialize_on_alignment=["key_start"])
 def _pool_keys(
     keys, key_start, pooled, key_token: tl.int64, key_head: tl.int64, HEADS: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr,
     TOKENS: tl.constexpr, PDL: tl.constexpr
@@ -47,7 +49,7 @@ def pool_keys(keys: torch.Tensor, key_start: torch.Tensor) -> torch.Tensor:
     rows, (heads, width) = len(key_start) - 1, keys.shape[1:]
     pooled = torch.empty(rows, heads, width, dtype=torch.float32, device=keys.device)
     _pool_keys[(rows, heads)](
-        keys, key_start, pooled, keys.stride(0), keys.stride(1), HEADS=heads, D=width, D_P=triton.next_power_of_2(width),
+        keys, key_start, pooled, keys.stride(0), keys.stride(1), HEADS=heads, D=width, D_P=power_of_two(width),
         TOKENS=_TOKENS, num_warps=4, **options(keys.device),
     )  # fmt: skip
     return pooled
@@ -77,7 +79,7 @@ def _mlp(
     return result
 
 
-@triton.jit
+@launched
 def _route(
     pooled, w0, b0, w1, b1, w2, b2, w3, b3, w4, b4, classes, D: tl.constexpr, D_P: tl.constexpr, WIDTH: tl.constexpr,
     STEP: tl.constexpr, PDL: tl.constexpr
@@ -104,7 +106,7 @@ def route(pooled: torch.Tensor, weights: RouterWeights) -> torch.Tensor:
     rows, heads, width = pooled.shape
     inner = len(weights.features_in)
     classes = torch.empty(rows, heads, dtype=torch.int8, device=pooled.device)
-    padded = triton.next_power_of_2(width)
+    padded = power_of_two(width)
     _route[(rows * heads,)](
         pooled, *weights, classes, D=width, D_P=padded, WIDTH=inner, STEP=max(1, _NUMBERS // padded), num_warps=4,
         **options(pooled.device),

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
 import triton.language as tl
 
 from headrace.kernels.inputs.reference import LogitsInputs, RowTensors, StepInputs
+from headrace.kernels.support import cdiv, power_of_two
+from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import begin, options
 
 _BLOCK = 256
@@ -23,9 +24,7 @@ _WIDEST = 4096
 """Channels that a program holds at a time."""
 
 
-@triton.jit(
-    do_not_specialize=["num_rows", "num_tokens", "table_width"], do_not_specialize_on_alignment=["slots", "query_start"]
-)
+@launched(do_not_specialize=["num_rows", "num_tokens", "table_width"], do_not_specialize_on_alignment=["slots", "query_start"])
 def _gather(
     token_ids,  # [S, L] int32
     num_computed,  # [S] int64
@@ -103,7 +102,7 @@ def step_inputs(
     # There may be only tokens of no row.
     longest = max(max_queries, table_width, num_tokens, 1)
     for group, table in enumerate(tables):
-        _gather[(rows + 1, triton.cdiv(longest, _BLOCK))](
+        _gather[(rows + 1, cdiv(longest, _BLOCK))](
             token_ids,
             num_computed,
             table,
@@ -128,7 +127,7 @@ def step_inputs(
     return StepInputs(ids, positions, seq_lens, mapping, gathered)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+@launched(do_not_specialize=["num_rows", "num_tokens"])
 def _logits_inputs(
     hidden,  # [T, WIDTH]
     slots,  # [R]
@@ -209,6 +208,6 @@ def logits_inputs(
     _logits_inputs[(tokens + 1,)](
         hidden.contiguous(), rows.slots, rows.query_start, rows.logits_start, seq_lens, num_computed, out.hidden, out.slots,
         out.positions, out.outcome, count, tokens,
-        WIDTH=width, BLOCK=min(triton.next_power_of_2(width), _WIDEST), ROWS=triton.next_power_of_2(len(out.outcome)),
-        LOGITS=most, LOGITS_P=triton.next_power_of_2(most), SINGLE=single, num_warps=4, **options(hidden.device),
+        WIDTH=width, BLOCK=min(power_of_two(width), _WIDEST), ROWS=power_of_two(len(out.outcome)),
+        LOGITS=most, LOGITS_P=power_of_two(most), SINGLE=single, num_warps=4, **options(hidden.device),
     )  # fmt: skip

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 
 from headrace.kernels.kv_cache.triton_fp8 import OFF, as_bytes, gain, mode, quantized, scale_of, to_half
+from headrace.kernels.support import power_of_two
+from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import begin, options
 
 
@@ -44,7 +46,7 @@ def store_heads(
         tl.store(target, quantized(wide, scale[:, None], FP8), mask=mask)
 
 
-@triton.jit
+@launched
 def _reshape_and_cache(
     key,
     value,
@@ -120,7 +122,7 @@ def reshape_and_cache(
         return
     v_head_dim = value.shape[2]
     fp8 = OFF if k_scale is None else mode(key.device)
-    heads_p, d_p, dv_p = (triton.next_power_of_2(size) for size in (heads, head_dim, v_head_dim))
+    heads_p, d_p, dv_p = (power_of_two(size) for size in (heads, head_dim, v_head_dim))
     _reshape_and_cache[(tokens,)](
         key,
         value,
@@ -173,7 +175,7 @@ def _copy_side(
     tl.store(out + token[:, None] * ROW + channel[None, :], number.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=["pages", "first", "count"])
+@launched(do_not_specialize_on_alignment=["pages", "first", "count"])
 def _gather_numbers(
     keys, values,  # uint8
     k_scale, v_scale, pages, first, count, out,
@@ -216,6 +218,6 @@ def gather_numbers(
     _gather_numbers[(len(pages), heads)](
         as_bytes(key_cache), as_bytes(value_cache), k_scale, v_scale, pages, first, count, out,
         *key_cache.stride(), *value_cache.stride(), *k_scale.stride(),
-        TOKENS=triton.next_power_of_2(key_cache.shape[1]), HEADS=heads, D=width, D_P=triton.next_power_of_2(width),
-        DV=v_width, DV_P=triton.next_power_of_2(v_width), FP8=mode(out.device), num_warps=4, **options(out.device),
+        TOKENS=power_of_two(key_cache.shape[1]), HEADS=heads, D=width, D_P=power_of_two(width),
+        DV=v_width, DV_P=power_of_two(v_width), FP8=mode(out.device), num_warps=4, **options(out.device),
     )  # fmt: skip

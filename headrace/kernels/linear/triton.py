@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 
 from headrace.kernels.linear.triton_matmul import check_factors
+from headrace.kernels.support import cdiv, power_of_two
+from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import announce, options, wait
 
 MAX_ROWS = 32
@@ -60,7 +62,7 @@ def choose_tiling(rows: int, in_features: int, out_features: int) -> LinearTilin
     """One row: what was fastest of 2 to 16 outputs, 256 to 2048 channels and 2 to 8 warps on an H200. More: by the table."""
     if rows == 1:
         if in_features <= 1024:
-            return LinearTiling(4, max(triton.next_power_of_2(in_features), 16), 2, 0)
+            return LinearTiling(4, max(power_of_two(in_features), 16), 2, 0)
         if in_features <= 3072:
             return LinearTiling(4, 2048, 4 if in_features <= 2048 else 8, 0)
         return LinearTiling(2, 1024, 4, 0)
@@ -76,7 +78,7 @@ def _finish(result, bias, output, mask, DTYPE: tl.constexpr, BIAS: tl.constexpr)
     return result.to(DTYPE)
 
 
-@triton.jit
+@launched
 def _single(
     x,
     weight,
@@ -154,7 +156,7 @@ def _fetch_near(weight, line, weight_row, START: tl.constexpr, IN: tl.constexpr,
     )
 
 
-@triton.jit(do_not_specialize=["rows"])
+@launched(do_not_specialize=["rows"])
 def _several(
     x,
     weight,
@@ -252,7 +254,7 @@ def linear(
     y = torch.empty(rows, out_features, dtype=out_dtype or x.dtype, device=x.device)
     if not y.numel():
         return y
-    grid = (triton.cdiv(out_features, tiling.outputs),)
+    grid = (cdiv(out_features, tiling.outputs),)
     sizes = {"IN": in_features, "OUTPUTS": tiling.outputs, "CHANNELS": tiling.channels, "BIAS": bias is not None}
     launch = {"num_warps": tiling.num_warps, "num_stages": 1, **options(x.device)}
     tensors = (x, weight, x if bias is None else bias, y)
@@ -260,12 +262,12 @@ def linear(
         _single[grid](*tensors, weight.stride(0), OUT=out_features, **sizes, **launch)
     else:
         strides = (x.stride(0), weight.stride(0))
-        rest = max(triton.cdiv(in_features, tiling.channels) - tiling.ahead, 0)
+        rest = max(cdiv(in_features, tiling.channels) - tiling.ahead, 0)
         shape = {
             "AHEAD": tiling.ahead,
-            "NEAR": min(tiling.near, triton.next_power_of_2(rest)) if rest else 0,
+            "NEAR": min(tiling.near, power_of_two(rest)) if rest else 0,
             "WARPS": tiling.num_warps,
-            "ROWS_P": max(triton.next_power_of_2(rows), 8),
+            "ROWS_P": max(power_of_two(rows), 8),
         }
         precision = "ieee" if x.dtype == torch.float32 else "tf32"
         _several[grid](*tensors, rows, out_features, *strides, **sizes, **shape, **launch, PRECISION=precision)

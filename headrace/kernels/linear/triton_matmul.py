@@ -8,9 +8,10 @@ are. A library's product picks its kernel, and so its order, by the number of ro
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
+from headrace.kernels.support import cdiv
+from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import begin, options
 
 _ROWS, _OUTPUTS, _CHANNELS = 64, 64, 64
@@ -20,7 +21,7 @@ _BAND = 8
 """Tiles of rows that go through the outputs together, so that both factors stay in the cache."""
 
 
-@triton.jit(do_not_specialize=["rows"])
+@launched(do_not_specialize=["rows"])
 def _product(
     x, weight, bias, y, rows, x_row: tl.int64, x_head: tl.int64, weight_row: tl.int64, weight_head: tl.int64, y_row: tl.int64,
     y_head: tl.int64, IN: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, CHANNELS: tl.constexpr,
@@ -110,7 +111,7 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y:
     if not y.numel():
         return
     turned = weight.stride(2) != 1
-    tiles = triton.cdiv(rows, _ROWS) * triton.cdiv(out_features, _OUTPUTS)
+    tiles = cdiv(rows, _ROWS) * cdiv(out_features, _OUTPUTS)
     _product[(tiles, heads)](
         x, weight, x if bias is None else bias, y, rows, x.stride(0), x.stride(1), weight.stride(2 if turned else 1),
         weight.stride(0), y.stride(0), y.stride(1), IN=in_features, OUT=out_features,

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.kernels.support import power_of_two
+from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import begin, options
 
 
@@ -26,7 +28,7 @@ def _rotate_halves(source, target, cos_sin, HALF: tl.constexpr, HALF_P: tl.const
     tl.store(target + HALF + channel, (second * cos + first * sin).to(stored.dtype), mask=mask)
 
 
-@triton.jit(do_not_specialize=["block_size"])
+@launched(do_not_specialize=["block_size"])
 def _mla(
     q,
     q_out,
@@ -109,9 +111,9 @@ def norm_rotate_and_cache_mla(
         HEADS=heads,
         WIDTH=width,
         HALF=half,
-        HALF_P=triton.next_power_of_2(max(half, 1)),
+        HALF_P=power_of_two(max(half, 1)),
         RANK=rank,
-        RANK_P=triton.next_power_of_2(rank),
+        RANK_P=power_of_two(rank),
         num_warps=2,
         **options(q.device),
     )

@@ -6,16 +6,17 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
+from headrace.kernels.support import cdiv
+from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import begin, options
 
 _BLOCK = 1024
 """Columns of a block table of one program."""
 
 
-@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["table", "page_start"])
+@launched(do_not_specialize=["width"], do_not_specialize_on_alignment=["table", "page_start"])
 def _gather_pages(
     table,  # [R, B] int32
     page_start,  # [R + 1] int32
@@ -38,6 +39,6 @@ def _gather_pages(
 def gather_pages(table: torch.Tensor, page_start: torch.Tensor, out: torch.Tensor) -> None:
     """Kernel version of ``headrace.kernels.pages.gather_pages``."""
     rows, width = table.shape
-    _gather_pages[(rows, triton.cdiv(width, _BLOCK))](
+    _gather_pages[(rows, cdiv(width, _BLOCK))](
         table, page_start, out, width, table.stride(0), BLOCK=_BLOCK, num_warps=4, **options(table.device)
     )

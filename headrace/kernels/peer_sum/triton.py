@@ -24,6 +24,8 @@ import triton.language as tl
 
 from headrace.kernels.norm import ResidualNorm
 from headrace.kernels.norm.triton import normed
+from headrace.kernels.support import power_of_two
+from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import announce, options, wait
 
 ROWS = 256
@@ -92,7 +94,7 @@ def pull(own, turn, row, channel, mask, tries, DTYPE: tl.constexpr, ROOM: tl.con
     return total, missing
 
 
-@triton.jit(do_not_specialize=["rank", "tries"])
+@launched(do_not_specialize=["rank", "tries"])
 def _peer_sum(
     x,
     residual,
@@ -187,7 +189,7 @@ def _launch(
         raise ValueError(f"x is {list(x.shape)}; it must have at most {ROWS} rows of at most {ROW_BYTES} bytes")
     words = torch.int16 if x.itemsize == 2 else torch.int32
     views = tuple(part.view(words) for part in buffers.ranks)
-    width_p = triton.next_power_of_2(width)
+    width_p = power_of_two(width)
     _peer_sum[(rows,)](
         x,
         residual,

@@ -12,6 +12,8 @@ import triton.language as tl
 from headrace.kernels.kv_cache.triton import scale_strides, store_heads
 from headrace.kernels.kv_cache.triton_fp8 import OFF, as_bytes, mode, quantized, scale_of_peak
 from headrace.kernels.qkv.reference import head_sizes
+from headrace.kernels.support import cdiv, power_of_two
+from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import begin, options
 
 _ELEMENTS = 1024
@@ -121,7 +123,7 @@ def _quantized_part(part, scale, FP8: tl.constexpr):
     return quantized(wide, scale[:, None], FP8)
 
 
-@triton.jit
+@launched
 def _norm_rotate_and_cache(
     qkv,
     cos_sin,
@@ -251,7 +253,8 @@ def norm_rotate_and_cache(
     """
     kv_heads, head_dim, v_head_dim = head_sizes(qkv, num_heads, key_cache, value_cache)
     q = qkv[:, : num_heads * head_dim].unflatten(-1, (num_heads, head_dim)) if q_out is None else q_out
-    if not len(qkv):
+    tokens = qkv.shape[0]
+    if not tokens:
         return q
     caching = key_cache is not None and value_cache is not None and slot_mapping is not None
     # Where there is nothing to point at, any tensor stands in: the kernel does not touch it.
@@ -262,10 +265,10 @@ def norm_rotate_and_cache(
     if k_scale is not None:
         fp8, keys, values = mode(qkv.device), as_bytes(keys), as_bytes(values)
     half, rest = rotary_dim // 2, head_dim - rotary_dim
-    half_p, rest_p, d_p, dv_p = (triton.next_power_of_2(max(width, 1)) for width in (half, rest, head_dim, v_head_dim))
-    tile = min(max(_ELEMENTS // max(d_p, dv_p), 1), triton.next_power_of_2(max(num_heads, kv_heads)))
-    tiles = triton.cdiv(num_heads, tile) + (triton.cdiv(kv_heads, tile) if caching else 0)
-    _norm_rotate_and_cache[(len(qkv), tiles)](
+    half_p, rest_p, d_p, dv_p = (power_of_two(max(width, 1)) for width in (half, rest, head_dim, v_head_dim))
+    tile = min(max(_ELEMENTS // max(d_p, dv_p), 1), power_of_two(max(num_heads, kv_heads)))
+    tiles = cdiv(num_heads, tile) + (cdiv(kv_heads, tile) if caching else 0)
+    _norm_rotate_and_cache[(tokens, tiles)](
         qkv,
         qkv if cos_sin is None else cos_sin,
         qkv if q_weight is None else q_weight,

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
+from headrace.kernels.support import power_of_two
+from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import begin, options
 
 
-@triton.jit
+@launched
 def _rotate(
     x,
     cos,
@@ -54,8 +55,8 @@ def rotate_heads(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
             cos.stride(0),
             HEADS=heads,
             HALF=width // 2,
-            HEADS_P=triton.next_power_of_2(heads),
-            HALF_P=triton.next_power_of_2(width // 2),
+            HEADS_P=power_of_two(heads),
+            HALF_P=power_of_two(width // 2),
             num_warps=4,
             **options(x.device),
         )

@@ -27,6 +27,8 @@ import triton
 import triton.language as tl
 
 from headrace.kernels.sampling.triton_vocabulary import CHUNK, best_of, of_slot
+from headrace.kernels.support import cdiv, power_of_two
+from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import begin, options
 
 _TILES = 4
@@ -83,7 +85,7 @@ def _params(temperatures, filters, slots, row, VOCAB: tl.constexpr, SLOTS: tl.co
     return tl.where(filtered, temperature, 0.0), top_k, top_p, min_p
 
 
-@triton.jit
+@launched
 def _totals(
     logits, peaks, temperatures, filters, slots, totals, row_stride: tl.int64, VOCAB: tl.constexpr, CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr, CHUNKS_P: tl.constexpr, TILES: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr
@@ -111,7 +113,7 @@ def _below(best, temperature, share):
     return best + apart - (tl.abs(best) - apart) * 1e-5 - temperature * 1e-6
 
 
-@triton.jit
+@launched
 def _start(
     peaks, maxima, temperatures, filters, slots, totals, counts, masses, state, cutoffs, VOCAB: tl.constexpr,
     CHUNKS: tl.constexpr, CHUNKS_P: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_P: tl.constexpr, PARTS: tl.constexpr,
@@ -162,7 +164,7 @@ def _start(
         tl.store(state + row * STATE + 8, low * 0 + BINS)
 
 
-@triton.jit
+@launched
 def _count(
     logits, peaks, temperatures, filters, slots, counts, masses, state, row_stride: tl.int64, VOCAB: tl.constexpr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_P: tl.constexpr, TILES: tl.constexpr, BINS: tl.constexpr,
@@ -212,7 +214,7 @@ def _last(counts, masses, before_count, before_mass, by_mass, top_k, limit, BINS
     )
 
 
-@triton.jit
+@launched
 def _narrow(
     temperatures, filters, slots, counts, masses, state, cutoffs, VOCAB: tl.constexpr, BINS: tl.constexpr, DIGIT: tl.constexpr,
     STATE: tl.constexpr, PART: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr
@@ -281,7 +283,7 @@ def cutoffs(
     rows, vocab = logits.shape
     device = logits.device
     chunks, blocks = peaks.shape[1], maxima.shape[1]
-    parts = triton.cdiv(chunks, _TILES)
+    parts = cdiv(chunks, _TILES)
     totals = torch.empty(rows, parts, dtype=torch.int64, device=device)
     counts = torch.empty(rows, 2, _BINS, dtype=torch.int32, device=device)
     masses = torch.empty(rows, 2, _BINS, dtype=torch.int64, device=device)
@@ -290,13 +292,13 @@ def cutoffs(
     places = result if slots is None else slots
     pdl = options(device)
     common = {"VOCAB": vocab, "SLOTS": slots is not None, **pdl}
-    cut = {"CHUNKS": chunks, "CHUNKS_P": triton.next_power_of_2(chunks)}
+    cut = {"CHUNKS": chunks, "CHUNKS_P": power_of_two(chunks)}
     wide = {"CHUNK": CHUNK, "TILES": _TILES, **cut, "num_warps": 8}
     stride = logits.stride(0)
     _totals[(rows, parts)](logits, peaks, temperatures, filters, places, totals, stride, **wide, **common)
     _start[(rows,)](
         peaks, maxima, temperatures, filters, places, totals, counts, masses, state, result, **cut, BLOCKS=blocks,
-        BLOCKS_P=triton.next_power_of_2(blocks), PARTS=parts, PARTS_P=triton.next_power_of_2(parts), BINS=_BINS,
+        BLOCKS_P=power_of_two(blocks), PARTS=parts, PARTS_P=power_of_two(parts), BINS=_BINS,
         STATE=_STATE, num_warps=8, **common,
     )  # fmt: skip
     for step in range(_STEPS):

@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from headrace.kernels.sampling.triton_vocabulary import CHUNK
+from headrace.kernels.support import cdiv
+from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import begin, options
 
 
-@triton.jit
+@launched
 def _apply_masks(
     logits, masks, which, row_stride: tl.int64, WORDS: tl.constexpr, VOCAB: tl.constexpr, CHUNK: tl.constexpr,
     PDL: tl.constexpr
@@ -32,6 +33,6 @@ def apply_masks(logits: torch.Tensor, masks: torch.Tensor, which: torch.Tensor) 
     """Kernel version of ``headrace.kernels.sampling.apply_masks``."""
     rows, vocab = logits.shape
     if rows:
-        _apply_masks[(rows, triton.cdiv(vocab, CHUNK))](
+        _apply_masks[(rows, cdiv(vocab, CHUNK))](
             logits, masks, which, logits.stride(0), WORDS=masks.shape[1], VOCAB=vocab, CHUNK=CHUNK, **options(logits.device)
         )

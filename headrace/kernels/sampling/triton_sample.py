@@ -19,6 +19,8 @@ import triton.language as tl
 
 from headrace.kernels.sampling.triton_filter import cutoffs as find_cutoffs
 from headrace.kernels.sampling.triton_vocabulary import BLOCK, CHUNK, best_of, of_slot
+from headrace.kernels.support import cdiv, power_of_two
+from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import begin, options
 
 
@@ -71,7 +73,7 @@ def _search(totals, target, total, index):
     return place, before
 
 
-@triton.jit
+@launched
 def _peaks(
     logits, peaks, places, masses, maxima, row_stride: tl.int64, VOCAB: tl.constexpr, CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr, BLOCK: tl.constexpr, FILTERS: tl.constexpr, PDL: tl.constexpr
@@ -99,7 +101,7 @@ def _peaks(
         tl.store(maxima + (row * CHUNKS + chunk) * (CHUNK // BLOCK) + block, largest)
 
 
-@triton.jit
+@launched
 def _sums(
     logits, peaks, temperatures, slots, cutoffs, sums, row_stride: tl.int64, VOCAB: tl.constexpr, CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr, CHUNKS_P: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, FILTERS: tl.constexpr,
@@ -121,7 +123,7 @@ def _sums(
         tl.store(sums + place, tl.sum(weights, 1))
 
 
-@triton.jit
+@launched
 def _choose(
     logits, peaks, places, masses, temperatures, keys, slots, positions, cutoffs, sums, tokens, bests, log_sums, token_ids,
     num_tokens, outcome, row_stride: tl.int64, ids_slot: tl.int64, VOCAB: tl.constexpr, CHUNKS: tl.constexpr,
@@ -211,7 +213,7 @@ def sample(
     """
     rows, vocab = logits.shape
     device = logits.device
-    chunks = triton.cdiv(vocab, CHUNK)
+    chunks = cdiv(vocab, CHUNK)
     blocks = chunks * (CHUNK // BLOCK)
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
     best, log_sums = torch.empty(2, rows, dtype=torch.float32, device=device)
@@ -225,7 +227,7 @@ def sample(
     peaks, masses = torch.empty(2, rows, chunks, dtype=torch.float32, device=device)
     places = torch.empty(rows, chunks, dtype=torch.int32, device=device)
     maxima = torch.empty(rows, blocks, dtype=torch.float32, device=device) if filtering else best
-    sizes = {"VOCAB": vocab, "CHUNKS": chunks, "CHUNKS_P": triton.next_power_of_2(chunks)}
+    sizes = {"VOCAB": vocab, "CHUNKS": chunks, "CHUNKS_P": power_of_two(chunks)}
     grid, pdl = (rows, chunks), {"FILTERS": filtering, **options(device)}
     _peaks[grid](
         logits, peaks, places, masses, maxima, logits.stride(0), VOCAB=vocab, CHUNK=CHUNK, CHUNKS=chunks, BLOCK=BLOCK,
@@ -247,7 +249,7 @@ def sample(
     _choose[(rows,)](
         logits, peaks, places, masses, temperatures, keys, best if slots is None else slots, positions, least, sums, tokens,
         best, log_sums, *(advances or (best, best, best)), logits.stride(0), ids_slot, **sizes,
-        BLOCKS=blocks, BLOCKS_P=triton.next_power_of_2(blocks), BLOCK=BLOCK,
+        BLOCKS=blocks, BLOCKS_P=power_of_two(blocks), BLOCK=BLOCK,
         DRAW=sampling, SLOTS=slots is not None, ADVANCE=advances is not None, num_warps=4, **pdl,
     )  # fmt: skip
     return SampleOutput(tokens, best, log_sums, cutoffs)

@@ -29,7 +29,8 @@ from headrace.kernels.kv_cache.triton import scale_strides
 from headrace.kernels.kv_cache.triton_fp8 import OFF, as_bytes, gain, mode
 from headrace.kernels.sparse.reference import BlockMeans, KeyCopies, PagedKV, PromptRows, num_query_blocks
 from headrace.kernels.sparse.triton_copies import describe, walk_copies
-from headrace.kernels.support import resources
+from headrace.kernels.support import power_of_two, resources
+from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import begin as begin_launch
 from headrace.kernels.triton_pdl import options
 
@@ -40,7 +41,7 @@ _VARYING = ["num_rows", "width", "mask_blocks", "sink_blocks", "local_blocks", "
 _UNALIGNED = ["tables", "query_start", "seq_lens", "types"]
 
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
+@launched(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
 def _list_blocks(
     mask,  # [N, H, mask_blocks] bool as bytes, HAS_MASK only
     types,  # [R, H] int8
@@ -162,7 +163,7 @@ def _walk_pages(
     return highest, total, acc_a, acc_b
 
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
+@launched(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
 def _attend_blocks(
     q,  # [T, H, D]
     keys,  # [blocks, block_size, KV, D]
@@ -331,7 +332,7 @@ def sparse_prefill_attention(
     kept = types if mask is None else mask.view(torch.uint8)
     _list_blocks[(places, num_heads)](
         kept, types, query_start, seq_lens, lists, counts, costs, num_rows, width + 1, width, sink_blocks, local_blocks,
-        HEADS=num_heads, BLOCK=block, BLOCKS_P=triton.next_power_of_2(width), HAS_MASK=mask is not None,
+        HEADS=num_heads, BLOCK=block, BLOCKS_P=power_of_two(width), HAS_MASK=mask is not None,
         MEANS=means is not None, num_warps=1 if width <= 1024 else 4, **options(q.device),
     )  # fmt: skip
     order = torch.argsort(costs, descending=True, stable=True)

@@ -21,7 +21,8 @@ from headrace.kernels.attention.triton_tile import find_row
 from headrace.kernels.kv_cache.triton import scale_strides
 from headrace.kernels.kv_cache.triton_fp8 import OFF, as_bytes, gain, mode, to_half
 from headrace.kernels.sparse.reference import PagedKV, PromptRows, num_query_blocks
-from headrace.kernels.support import resources
+from headrace.kernels.support import power_of_two, resources
+from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import begin, options
 
 
@@ -90,7 +91,7 @@ def _scores(
     return scores
 
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
+@launched(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
 def _estimate(
     q,  # [T, H, D]
     keys,  # [blocks, block_size, KV, D]
@@ -233,7 +234,7 @@ def estimate(
         torch.zeros(1, dtype=torch.int32, device=q.device), num_rows, items, width, scratch_width,
         scale / (stride * norm) * 1.4426950408889634, *q.stride()[:2], *keys.stride()[:3], *scale_strides(k_scale),
         block_tables.stride(0), BLOCK_SIZE=block_size, HEADS=num_heads, GROUP=num_heads // kv_heads, BLOCK=block, STRIDE=stride,
-        ROWS=tall, COLUMNS=wide, OUTPUTS=min(64, triton.next_power_of_2(width)), D=head_dim, PIECE=_piece(q),
+        ROWS=tall, COLUMNS=wide, OUTPUTS=min(64, power_of_two(width)), D=head_dim, PIECE=_piece(q),
         FP8=fp8, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=tiling.num_warps,
         num_stages=tiling.num_stages, **options(q.device),
     )  # fmt: skip

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 
 import torch
-import triton
 import triton.language as tl
 
 from headrace.kernels.attention.tiling import Geometry, block_tiling, cut
@@ -18,14 +17,15 @@ from headrace.kernels.attention.triton_tile import find_row, load_part, load_que
 from headrace.kernels.kv_cache.triton import scale_strides
 from headrace.kernels.kv_cache.triton_fp8 import OFF, as_bytes, gain, mode, to_half
 from headrace.kernels.sparse.reference import BlockMeans, PagedKV, PromptRows, num_query_blocks
-from headrace.kernels.support import resources
+from headrace.kernels.support import power_of_two, resources
+from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import begin, options
 
 _TOKENS = 32
 """Keys at a time, of a block whose mean is taken."""
 
 
-@triton.jit(do_not_specialize=["width", "table_row"], do_not_specialize_on_alignment=["tables", "seq_lens"])
+@launched(do_not_specialize=["width", "table_row"], do_not_specialize_on_alignment=["tables", "seq_lens"])
 def _block_means(
     side,  # [blocks, block_size, KV, D]
     scales,  # [blocks, block_size, KV] float32, FP8 only
@@ -90,14 +90,14 @@ def block_means(q: torch.Tensor, kv: PagedKV, rows: PromptRows) -> BlockMeans:
         _block_means[(width, kv_heads, num_rows)](
             stored, out if scale is None else scale, block_tables, rows.seq_lens, out, width, *stored.stride()[:3],
             *scale_strides(scale), block_tables.stride(0), BLOCK_SIZE=side.shape[1], BLOCK=block, TOKENS=min(_TOKENS, block),
-            D=head_dim, D_P=triton.next_power_of_2(head_dim), LANE=side.stride(3), FP8=fp8, num_warps=4,
+            D=head_dim, D_P=power_of_two(head_dim), LANE=side.stride(3), FP8=fp8, num_warps=4,
             **options(keys.device),
         )  # fmt: skip
         means.append(out)
     return BlockMeans(*means)
 
 
-@triton.jit(do_not_specialize=["num_rows", "width"], do_not_specialize_on_alignment=["types", "query_start", "seq_lens"])
+@launched(do_not_specialize=["num_rows", "width"], do_not_specialize_on_alignment=["types", "query_start", "seq_lens"])
 def _score_means(
     q,  # [T, H, D]
     key_means,  # [R, KV, width, D]
@@ -154,7 +154,7 @@ def _score_means(
             tl.store(target + block, score, mask=inside)
 
 
-@triton.jit(
+@launched(
     do_not_specialize=["num_rows", "width", "sink_blocks", "local_blocks"],
     do_not_specialize_on_alignment=["types", "query_start", "seq_lens"],
 )
@@ -234,7 +234,7 @@ def select_mean(
         D_A=d_a, D_B=d_b, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=tiling.num_warps,
         num_stages=tiling.num_stages, **options(q.device),
     )  # fmt: skip
-    blocks = triton.next_power_of_2(width)
+    blocks = power_of_two(width)
     _keep_high[(places, num_heads)](
         scores, types, query_start, seq_lens, mask.view(torch.uint8), num_rows, width, sink_blocks, local_blocks,
         -math.log2(alpha), HEADS=num_heads, BLOCK=block, BLOCKS_P=blocks, TILES=tiles,

@@ -15,6 +15,8 @@ import triton.language as tl
 
 from headrace.kernels.attention.triton_tile import find_row
 from headrace.kernels.sparse.reference import PromptRows
+from headrace.kernels.support import power_of_two
+from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import begin, options
 
 
@@ -59,7 +61,7 @@ def _chosen(weights, threshold, own, lagging, BLOCKS_P: tl.constexpr, QUIRK: tl.
     return chosen | (block <= last)
 
 
-@triton.jit(
+@launched(
     do_not_specialize=["num_rows", "width"], do_not_specialize_on_alignment=["types", "query_start", "seq_lens", "prompt_lens"]
 )
 def _select(
@@ -116,7 +118,7 @@ def select(
     if not isinstance(threshold, torch.Tensor):
         threshold = torch.full((num_heads,), threshold, dtype=torch.float32, device=sums.device)
     mask = torch.empty(sums.shape, dtype=torch.bool, device=sums.device)
-    blocks = triton.next_power_of_2(width)
+    blocks = power_of_two(width)
     _select[(places, num_heads)](
         sums, threshold, types, query_start, seq_lens, seq_lens if prompt_lens is None else prompt_lens, mask.view(torch.uint8),
         len(seq_lens), width, HEADS=num_heads, BLOCK=block,

@@ -12,6 +12,8 @@ import triton.language as tl
 from headrace.kernels.kv_cache.triton_fp8 import as_bytes, mode, quantized, scale_of_peak, size_bits
 from headrace.kernels.linear.fp8_reference import Fp8Rows
 from headrace.kernels.linear.triton_fp8 import block_of, empty_rows, store_rounded
+from headrace.kernels.support import cdiv, power_of_two
+from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import begin, options
 
 _BLOCK = 1024
@@ -32,7 +34,7 @@ def _product(gate, up, GELU: tl.constexpr):
     return (activated.to(gate.dtype).to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
 
 
-@triton.jit
+@launched
 def _gated(
     gate_up, out, scales, token_stride: tl.int64, scale_column: tl.int64, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     GELU: tl.constexpr, GROUP: tl.constexpr, MODE: tl.constexpr, PDL: tl.constexpr
@@ -52,7 +54,7 @@ def _gated(
         tl.store(out + token * WIDTH + channel, product, mask=mask)
 
 
-@triton.jit
+@launched
 def _gated_row(
     gate_up, codes, scales, token_stride: tl.int64, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr,
     MODE: tl.constexpr, PDL: tl.constexpr
@@ -94,7 +96,7 @@ def rounded_gated(gate_up: torch.Tensor, group: int, *, gelu: bool) -> Fp8Rows:
     if tokens and group < width:
         _run(gate_up, codes, scales, block_of(width, group), gelu=gelu)
     elif tokens:
-        block = min(_ROW_BLOCK, triton.next_power_of_2(width))
+        block = min(_ROW_BLOCK, power_of_two(width))
         _gated_row[(tokens,)](
             gate_up, as_bytes(codes), scales, gate_up.stride(0), WIDTH=width, BLOCK=block, GELU=gelu, MODE=mode(codes.device),
             num_warps=max(block // 256, 1), **options(codes.device),
@@ -109,13 +111,13 @@ def _launch(gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
         raise ValueError(f"gate and up must be [..., 2n] with a contiguous last axis, not {list(gate_up.shape)}")
     out = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
-        _run(rows, out, None, min(_BLOCK, triton.next_power_of_2(width)), gelu=gelu)
+        _run(rows, out, None, min(_BLOCK, power_of_two(width)), gelu=gelu)
     return out
 
 
 def _run(rows: torch.Tensor, out: torch.Tensor, scales: torch.Tensor | None, block: int, *, gelu: bool) -> None:
     tokens, width = rows.shape[0], rows.shape[1] // 2
-    _gated[(tokens, triton.cdiv(width, block))](
+    _gated[(tokens, cdiv(width, block))](
         rows,
         out if scales is None else as_bytes(out),
         out if scales is None else scales,

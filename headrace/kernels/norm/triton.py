@@ -12,6 +12,8 @@ import triton.language as tl
 from headrace.kernels.kv_cache.triton_fp8 import as_bytes, mode
 from headrace.kernels.linear.fp8_reference import Fp8Rows
 from headrace.kernels.linear.triton_fp8 import empty_rows, store_rounded
+from headrace.kernels.support import power_of_two
+from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import begin, options
 
 
@@ -28,7 +30,7 @@ def normed(value, factor, eps, WIDTH: tl.constexpr, OFFSET: tl.constexpr):
     return scaled.to(value.dtype)
 
 
-@triton.jit(do_not_specialize=["inner"])
+@launched(do_not_specialize=["inner"])
 def _rms_norm(
     x,
     residual,
@@ -155,7 +157,7 @@ def _launch(
         )
     if not x.numel():
         return
-    width_p = triton.next_power_of_2(width)
+    width_p = power_of_two(width)
     _rms_norm[(x.numel() // width,)](
         x,
         x if residual is None else residual,

@@ -17,8 +17,9 @@ def output_of(step: StepMetadata, inputs: AttentionInputs) -> torch.Tensor:
     if inputs.out is not None:
         return inputs.out
     q, spec, end = inputs.q, inputs.cache.spec, step.tokens.stop
-    out = torch.empty(len(q), spec.num_heads, spec.v_head_dim, dtype=q.dtype, device=q.device)
-    if len(q) > end:
+    tokens = q.shape[0]
+    out = torch.empty(tokens, spec.num_heads, spec.v_head_dim, dtype=q.dtype, device=q.device)
+    if tokens > end:
         out[end:].zero_()
     return out
 

@@ -173,7 +173,7 @@ class Attention(nn.Module):
             v_factor=v_factor,
             k_scale=cache.k_scale if writes else None,
             v_scale=cache.v_scale if writes else None,
-            q_out=torch.empty(len(qkv), spec.num_heads, spec.head_dim, dtype=qkv.dtype, device=qkv.device),
+            q_out=torch.empty(qkv.shape[0], spec.num_heads, spec.head_dim, dtype=qkv.dtype, device=qkv.device),
         )
 
     def _attend(self, q: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cached_property
 
 import torch
 
@@ -22,12 +23,12 @@ class LayerCache:
     rows: torch.Tensor
     """``[num_blocks, block_size, num_kv_heads, row_width]``"""
 
-    @property
+    @cached_property
     def keys(self) -> torch.Tensor:
         """``[num_blocks, block_size, num_kv_heads, head_dim]``, a view."""
         return self.rows[..., : self.spec.head_dim]
 
-    @property
+    @cached_property
     def values(self) -> torch.Tensor:
         """``[num_blocks, block_size, num_kv_heads, v_head_dim]``, a view."""
         return self.rows[..., self.spec.row_width - self.spec.v_head_dim :]

@@ -211,6 +211,8 @@ class FlashInferPrefill(FlashInferBackend):
         super().__init__(scratch)
         self._rows: PagedRows | None = None
         """The rows of this step."""
+        self._launches: dict[tuple[object, ...], Launch | None] = {}
+        """Launches of this step, by all that they depend on of a layer."""
 
     @classmethod
     def refusals(cls, spec: AttentionSpec, device: str, dtype: str, kv_dtype: str | None) -> list[str]:
@@ -228,8 +230,16 @@ class FlashInferPrefill(FlashInferBackend):
     def plan(self, step: StepMetadata) -> None:
         super().plan(step)
         self._rows = None
+        self._launches.clear()
 
     def _launch(self, step: StepMetadata, cache: LayerCache, q: torch.Tensor) -> Launch | None:
+        spec, stored = cache.spec, (cache.k_scale is None, cache.rows.is_contiguous())
+        kind = (*_geometry(cache), spec.head_dim, spec.v_head_dim, *stored, q.dtype)
+        if kind not in self._launches:
+            self._launches[kind] = self._choose(step, cache, q)
+        return self._launches[kind]
+
+    def _choose(self, step: StepMetadata, cache: LayerCache, q: torch.Tensor) -> Launch | None:
         if self._rows is None:
             self._rows = PagedRows(step, cache.block_size)
         rows = self._rows

@@ -20,6 +20,7 @@ else:
 FEW_ROWS: tuple[tuple[float, int], ...] = ((8 << 20, 16), (256 << 20, 8), (math.inf, 1))
 """Numbers of a weight, and up to how many rows the Triton kernel beats cuBLAS on weights of no more than that, on the GPUs
 measured (see benchmarks/). The first line that a weight fits in counts."""
+_MOST_FEW = max(rows for _, rows in FEW_ROWS)
 _ALIGNED = 16
 """Numbers from row to row of a factor: of multiples of these the Triton kernel for several rows reads 16 bytes at once."""
 
@@ -67,7 +68,10 @@ def linear_by_head(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, 
 
 def few_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether x ``[rows, in]`` has few enough rows for the Triton kernel, and factors that it reads fast."""
-    rows, numbers = len(x), weight.numel()
+    rows = x.shape[0]
+    if rows > _MOST_FEW:
+        return False
     if rows > 1 and (x.itemsize > 2 or x.stride(0) % _ALIGNED or weight.stride(0) % _ALIGNED):
         return False
+    numbers = weight.numel()
     return 0 < rows <= next((most for limit, most in FEW_ROWS if numbers <= limit), 0)

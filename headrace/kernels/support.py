@@ -11,6 +11,7 @@ import torch
 
 MIN_SM = 80
 """Compute capability, as major * 10 + minor: older devices have no bfloat16."""
+HOPPER_SM = 90
 NATIVE_FP8_SM = 89
 """Devices from this capability on convert between float32 and e4m3 in hardware."""
 
@@ -37,6 +38,11 @@ def compute_capability(device: torch.device | str) -> int | None:
         return None
     major, minor = torch.cuda.get_device_capability(device)
     return major * 10 + minor
+
+
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    return compute_capability(device) == HOPPER_SM
 
 
 def refusals(device: torch.device | str) -> list[str]:

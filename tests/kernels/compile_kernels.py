@@ -298,6 +298,8 @@ def products() -> None:
     for dtype in (BF16, torch.float32):
         x, weight = torch.zeros(4, 16, 128, dtype=dtype), torch.zeros(16, 128, 512, dtype=dtype)
         matmul.matmul(x[:, 0], weight[:, 0, :128], x[0, :, 0].contiguous(), torch.float32)
+        # So few tiles that their splits are those of several programs.
+        matmul.matmul(x[:2].reshape(2, -1), torch.zeros(64, x[0].numel(), dtype=dtype))
         for turned in (weight.transpose(1, 2), torch.zeros(16, 512, 128, dtype=dtype)):
             matmul.matmul_by_head(x, turned, torch.zeros(4, 16, 512, dtype=dtype))
 

@@ -21,7 +21,7 @@ ALONE = {"_reshape_and_cache"}
 """Launched when the kernel before is complete."""
 
 
-PARTS = {"rest": 37, "sparse": 9, "experts": 5}
+PARTS = {"rest": 38, "sparse": 9, "experts": 5}
 """Kernels of each part."""
 
 

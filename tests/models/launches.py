@@ -50,7 +50,7 @@ MODELS = {
 }
 """A name for the table -> a case of ``families``."""
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "matmul", "linear"}
-PRODUCT_KERNELS = {"single", "several", "product"}
+PRODUCT_KERNELS = {"single", "several", "product", "invariant_product"}
 """Ours, which take products of few rows: of how few is a matter of what was measured, and nothing to be held here."""
 _NOTHING = ("empty", "new_empty", "empty_like", "empty_strided", "lift_fresh", "_unsafe_view", "detach", "alias")
 _OURS = "ours:"

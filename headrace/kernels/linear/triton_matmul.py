@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
+from headrace.kernels.linear import triton_invariant
 from headrace.kernels.support import cdiv
 from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import begin, options
@@ -71,6 +72,8 @@ def matmul(
         ValueError: a tensor does not fit the others.
     """
     check_factors(x, weight)
+    if x.itemsize == 2:
+        return triton_invariant.matmul(x, weight, bias, out_dtype)
     y = torch.empty(len(x), len(weight), dtype=out_dtype or x.dtype, device=x.device)
     _launch(x.unsqueeze(1), weight.unsqueeze(0), bias, y.unsqueeze(1))
     return y

@@ -119,7 +119,10 @@ def before_waiting(ptx: str, early: bool) -> dict[str, Any]:
     code = [line.split("//")[0].strip() for line in ptx.splitlines()]
     waits = [place for place, line in enumerate(code) if line.startswith("griddepcontrol.wait")]
     ahead = code[: waits[0] if waits else 0]
-    found = (re.match(r"(?:@!?%\w+\s+)?(bra|ret|exit|ld\.global|st\.global|red|atom|cp)\b", line) for line in ahead)
+    found = (
+        re.match(r"(?:@!?%\w+\s+)?(bra|ret|exit|ld\.global|st\.global|red|atom|cp\.async\.bulk\.prefetch|cp)\b", line)
+        for line in ahead
+    )
     return {"early": early, "waits": len(waits), "ahead": sorted({match[1] for match in found if match})}
 
 

@@ -15,6 +15,7 @@ from headrace.quant.int4 import Int4Method
 from headrace.quant.int8 import Int8Method
 from headrace.quant.native import NativeMethod
 
+from .conftest import compiled_for
 from .packing import layer_of
 
 FLOATS = [torch.float32, torch.bfloat16]
@@ -83,6 +84,18 @@ def test_native_is_exact_for_activations_of_fifteen_bits(kernels: NativeKernels,
 
 
 @pytest.mark.parametrize("bits", [4, 8])
+def test_vector_units_agree(bits: int) -> None:
+    """Bit for bit: the integers are exact, and floats are added in the same order."""
+    module = native_layer(weights(bits, 80, 160), None, compiled_for("native"))
+    if compiled_for("native").tile == "portable":
+        pytest.skip("no vector units that have a tile here")
+    other = native_layer(weights(bits, 80, 160), None, compiled_for("x86-64-v3"))
+    for rows in (1, 2, 3, 4, 6, 11, 200):
+        x = inputs(rows, 160, torch.float32)
+        assert torch.equal(module(x), other(x))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
 def test_native_keeps_small_activations_beside_a_large_one(kernels: NativeKernels, bits: int) -> None:
     """Language models have channels a thousand times larger than their neighbours, which must not drown."""
     x = inputs(5, 64, torch.float32)
@@ -93,15 +106,16 @@ def test_native_keeps_small_activations_beside_a_large_one(kernels: NativeKernel
     assert relative_error(module(x), linear(x, dequantized(module))) < 0.02
 
 
+@pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_native_with_the_largest_codes(kernels: NativeKernels, bits: int) -> None:
-    """No intermediate sum overflows."""
+def test_native_with_the_largest_codes(kernels: NativeKernels, bits: int, rows: int) -> None:
+    """No intermediate sum overflows, of few rows or many."""
     top = 2**bits - 1
     ones = torch.ones(16, 2)
     module = native_layer(GroupCodes(bits, torch.full((16, 64), top, dtype=torch.uint8), ones, -3 * ones), None, kernels)
     for sign in (1.0, -1.0):
-        x = torch.full((2, 64), sign * 5.0)
-        torch.testing.assert_close(module(x), torch.full((2, 16), sign * 5.0 * 64 * (top - 3)), rtol=1e-5, atol=0)
+        x = torch.full((rows, 64), sign * 5.0)
+        torch.testing.assert_close(module(x), torch.full((rows, 16), sign * 5.0 * 64 * (top - 3)), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

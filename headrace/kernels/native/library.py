@@ -95,15 +95,17 @@ def _openmp() -> str | None:
 
 
 @functools.cache
-def load(march: str = "native") -> NativeKernels | None:
+def load(march: str = "") -> NativeKernels | None:
     """Returns the kernels, compiling them on first use; None, with one line in the log, if that fails.
 
-    ``HEADRACE_NATIVE=0`` in the environment disables them.
+    ``HEADRACE_NATIVE`` in the environment is the instruction set where none is given, as a value of the compiler's ``-march``;
+    ``0`` disables the kernels.
     """
-    if os.environ.get("HEADRACE_NATIVE") == "0":
+    wanted = os.environ.get("HEADRACE_NATIVE", "native")
+    if wanted == "0":
         return None
     try:
-        return NativeKernels(build(march))
+        return NativeKernels(build(march or wanted))
     except (BuildError, OSError, AttributeError) as error:
         logger.warning("native kernels are not used, PyTorch's are: %s", error)
         return None

@@ -192,8 +192,8 @@ void walk_rows(const Problem<T>& p, const Task& task, Scratch& scratch, Running 
         for (int r = 0; r < R; ++r)
             soften(scratch.weights + r * CHUNK, count, p.s, values + r * stride, run.total[first + r], run.max[first + r]);
         int64_t i = 0;
-        for (; i + 4 * LANES <= end; i += 4 * LANES)
-            add_values<R, 4>(scratch.weights, at, count, from + i, stride, values + i);
+        for (; i + WIDE * LANES <= end; i += WIDE * LANES)
+            add_values<R, WIDE>(scratch.weights, at, count, from + i, stride, values + i);
         for (; i < end; i += LANES) add_values<R, 1>(scratch.weights, at, count, from + i, stride, values + i);
         for (; i < p.s.v_width; ++i)
             for (int r = 0; r < R; ++r)
@@ -320,7 +320,8 @@ void walk_many(const Problem<T>& p, const Task& task, Scratch& scratch, Running 
         }
         for (int64_t j = keys; j % 4; ++j) std::fill(scratch.keys + j * width, scratch.keys + (j + 1) * width, 0.0f);
         int64_t lane = 0;
-        for (; lane + 4 * LANES <= rows; lane += 4 * LANES) chunk_of_lanes<4>(p, task, scratch, run, rows, lane, begin, keys);
+        for (; lane + WIDE * LANES <= rows; lane += WIDE * LANES)
+            chunk_of_lanes<WIDE>(p, task, scratch, run, rows, lane, begin, keys);
         for (; lane < rows; lane += LANES) chunk_of_lanes<1>(p, task, scratch, run, rows, lane, begin, keys);
     }
 }

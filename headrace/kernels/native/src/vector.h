@@ -1,11 +1,24 @@
-// Sixteen floats at a time, in the compilers' own vector types: they make of it whatever the CPU has.
+// A register of floats at a time, in the compilers' own vector types. Of wider ones they compare and select each number alone.
 #pragma once
 
 #include "common.h"
 
 namespace headrace {
 
+#if defined(__AVX512F__)
 constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+// Vectors side by side whose products with four numbers, and the numbers themselves, are in registers.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int WIDE = 4;
+#else
+constexpr int WIDE = 2;
+#endif
 
 typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t IntVec __attribute__((vector_size(4 * LANES)));
@@ -22,11 +35,9 @@ inline Vec load(const float* p) {
 
 inline Vec load(const bf16* p) {
 #if defined(__AVX512F__)
-    __m256i narrow = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-    __m512i wide = _mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16);
-    Vec v;
-    std::memcpy(&v, &wide, sizeof v);
-    return v;
+    return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16);
+#elif defined(__AVX2__)
+    return (Vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16);
 #else
     float wide[LANES];
     for (int i = 0; i < LANES; ++i) wide[i] = to_float(p[i]);
@@ -40,19 +51,13 @@ inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
 
 inline float sum(Vec v) {
 #if defined(__AVX512F__)
-    __m512 wide;
-    std::memcpy(&wide, &v, sizeof v);
-    return _mm512_reduce_add_ps(wide);
+    return _mm512_reduce_add_ps((__m512)v);
 #else
-    typedef float Half __attribute__((vector_size(2 * LANES)));
-    typedef float Quarter __attribute__((vector_size(LANES)));
-    Half half[2];
-    std::memcpy(half, &v, sizeof v);
-    half[0] += half[1];
-    Quarter quarter[2];
-    std::memcpy(quarter, half, sizeof half[0]);
-    quarter[0] += quarter[1];
-    return (quarter[0][0] + quarter[0][2]) + (quarter[0][1] + quarter[0][3]);
+    typedef float Four __attribute__((vector_size(16)));
+    Four parts[LANES / 4];
+    std::memcpy(parts, &v, sizeof v);
+    for (int i = 1; i < LANES / 4; ++i) parts[0] += parts[i];
+    return (parts[0][0] + parts[0][2]) + (parts[0][1] + parts[0][3]);
 #endif
 }
 

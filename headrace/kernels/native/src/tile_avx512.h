@@ -1,0 +1,82 @@
+// Products on CPUs with the byte products of AVX-512: a code is met by the high and the low part of an activation.
+#pragma once
+
+#include "packed.h"
+
+#define HEADRACE_TILE "avx512_vnni"
+
+namespace headrace {
+namespace {
+
+constexpr int64_t ROW_BLOCK = 256;  // Rows whose activations stay in the second-level cache.
+
+template <int ROWS, int BITS>
+void tile(const uint8_t* w, const Activations& a, int64_t row, float* out) {
+    constexpr int CHAINS = ROWS < 4 ? 2 : 1;  // Few rows: split the chain of dependent products.
+    const __m512i low = _mm512_set1_epi8(15);
+    __m512 total[ROWS];
+    for (int m = 0; m < ROWS; ++m) total[m] = _mm512_setzero_ps();
+    const int8_t* codes = a.codes + row * a.groups * PLACE;
+    const float* scales = a.scales + row * a.groups;
+    const float* sums = a.sums + row * a.groups;
+    for (int64_t g = 0; g < a.groups; ++g, w += Layout<BITS>::bytes) {
+        __m512i c[RUNS];
+        if (BITS == 4) {
+            for (int p = 0; p < RUNS / 2; ++p) {
+                __m512i both = _mm512_loadu_si512(w + 64 * p);
+                c[p] = _mm512_and_si512(both, low);
+                c[p + RUNS / 2] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+            }
+        } else {
+            for (int p = 0; p < RUNS; ++p) c[p] = _mm512_loadu_si512(w + 64 * p);
+        }
+        const __m256i* tail = reinterpret_cast<const __m256i*>(w + Layout<BITS>::codes);
+        __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256(tail));
+        __m512 minimum = _mm512_cvtph_ps(_mm256_loadu_si256(tail + 1));
+#pragma GCC unroll 16
+        for (int m = 0; m < ROWS; ++m) {
+            const int8_t* x = codes + (m * a.groups + g) * PLACE;
+            __m512i dot[CHAINS];
+            for (int i = 0; i < CHAINS; ++i) dot[i] = _mm512_setzero_si512();
+            for (int part = 0; part < 2; ++part) {
+                for (int i = 0; i < CHAINS; ++i) dot[i] = _mm512_slli_epi32(dot[i], SHIFT);
+                for (int p = 0; p < RUNS; ++p) {
+                    int32_t four;
+                    std::memcpy(&four, x + part * GROUP + 4 * p, 4);
+                    dot[p % CHAINS] = _mm512_dpbusd_epi32(dot[p % CHAINS], c[p], _mm512_set1_epi32(four));
+                }
+            }
+            if (CHAINS == 2) dot[0] = _mm512_add_epi32(dot[0], dot[CHAINS - 1]);
+            __m512 factor = _mm512_mul_ps(scale, _mm512_set1_ps(scales[m * a.groups + g]));
+            total[m] = _mm512_fmadd_ps(factor, _mm512_cvtepi32_ps(dot[0]), total[m]);
+            total[m] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(sums[m * a.groups + g]), total[m]);
+        }
+    }
+    for (int m = 0; m < ROWS; ++m) _mm512_storeu_ps(out + m * LANES, total[m]);
+}
+
+template <int BITS>
+int64_t tile_of(int64_t left, const uint8_t* w, const Activations& a, int64_t row, float* out) {
+    if (left >= 16) return tile<16, BITS>(w, a, row, out), 16;
+    if (left >= 8) return tile<8, BITS>(w, a, row, out), 8;
+    if (left >= 4) return tile<4, BITS>(w, a, row, out), 4;
+    if (left == 3) return tile<3, BITS>(w, a, row, out), 3;
+    if (left == 2) return tile<2, BITS>(w, a, row, out), 2;
+    return tile<1, BITS>(w, a, row, out), 1;
+}
+
+// Products of rows [first, last), at most ROW_BLOCK, with a block of weights.
+template <int BITS>
+void block_rows(const uint8_t* w, const Activations& a, int64_t rows, int64_t first, int64_t last, float* out) {
+    for (int64_t row = first; row < last;) row += tile_of<BITS>(last - row, w, a, row, out + (row - first) * LANES);
+}
+
+inline void arrange(Activations& a, int64_t rows) {
+    a.across = a.groups;
+    a.along = 1;
+}
+
+inline void write_codes(const Rounded& from, int bits, int64_t rows, int8_t* codes) { write_parts(from, codes); }
+
+}  // namespace
+}  // namespace headrace

@@ -1,0 +1,81 @@
+// Products on any CPU, in plain C++.
+#pragma once
+
+#include "packed.h"
+
+#define HEADRACE_TILE "portable"
+
+namespace headrace {
+namespace {
+
+constexpr int64_t ROW_BLOCK = 256;  // Rows whose activations stay in the second-level cache.
+
+inline float half_to_float(uint16_t h) {
+    uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = (h >> 10) & 31, fraction = h & 1023;
+    if (exponent == 0) {
+        float tiny = float(fraction) * 5.9604644775390625e-8f;  // 2^-24
+        return sign ? -tiny : tiny;
+    }
+    uint32_t bits = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | (fraction << 13);
+    float out;
+    std::memcpy(&out, &bits, 4);
+    return out;
+}
+
+template <int ROWS, int BITS>
+void tile(const uint8_t* w, const Activations& a, int64_t row, float* out) {
+    float total[ROWS][LANES] = {};
+    const int8_t* codes = a.codes + row * a.groups * PLACE;
+    const float* scales = a.scales + row * a.groups;
+    const float* sums = a.sums + row * a.groups;
+    for (int64_t g = 0; g < a.groups; ++g, w += Layout<BITS>::bytes) {
+        float scale[LANES], minimum[LANES];
+        uint16_t halves[2 * LANES];
+        std::memcpy(halves, w + Layout<BITS>::codes, sizeof halves);
+        for (int n = 0; n < LANES; ++n) scale[n] = half_to_float(halves[n]), minimum[n] = half_to_float(halves[LANES + n]);
+        uint8_t c[RUNS][LANES * 4];
+        for (int p = 0; p < RUNS; ++p) {
+            int shift = BITS == 4 && p >= RUNS / 2 ? 4 : 0;
+            const uint8_t* from = w + 64 * (BITS == 4 ? p % (RUNS / 2) : p);
+            for (int i = 0; i < LANES * 4; ++i) c[p][i] = uint8_t(from[i] >> shift) & (BITS == 4 ? 15 : 255);
+        }
+        for (int m = 0; m < ROWS; ++m) {
+            const int8_t* x = codes + (m * a.groups + g) * PLACE;
+            int32_t dot[LANES] = {};
+            for (int p = 0; p < RUNS; ++p)
+                for (int n = 0; n < LANES; ++n)
+                    for (int t = 0; t < 4; ++t) {
+                        int i = 4 * p + t;
+                        dot[n] += int32_t(c[p][4 * n + t]) * ((int32_t(x[i]) << SHIFT) + int32_t(x[GROUP + i]));
+                    }
+            float xs = scales[m * a.groups + g], xc = sums[m * a.groups + g];
+            for (int n = 0; n < LANES; ++n) {
+                total[m][n] += scale[n] * xs * float(dot[n]);
+                total[m][n] += minimum[n] * xc;
+            }
+        }
+    }
+    std::memcpy(out, total, sizeof total);
+}
+
+template <int BITS>
+int64_t tile_of(int64_t left, const uint8_t* w, const Activations& a, int64_t row, float* out) {
+    if (left >= 8) return tile<8, BITS>(w, a, row, out), 8;
+    return tile<1, BITS>(w, a, row, out), 1;
+}
+
+// Products of rows [first, last), at most ROW_BLOCK, with a block of weights.
+template <int BITS>
+void block_rows(const uint8_t* w, const Activations& a, int64_t rows, int64_t first, int64_t last, float* out) {
+    for (int64_t row = first; row < last;) row += tile_of<BITS>(last - row, w, a, row, out + (row - first) * LANES);
+}
+
+inline void arrange(Activations& a, int64_t rows) {
+    a.across = a.groups;
+    a.along = 1;
+}
+
+inline void write_codes(const Rounded& from, int bits, int64_t rows, int8_t* codes) { write_parts(from, codes); }
+
+}  // namespace
+}  // namespace headrace

@@ -162,6 +162,8 @@ def _objections(layer: torch.nn.Module, dtype: torch.dtype) -> list[str]:
     for name, matrix in matrices.items():
         if not isinstance(matrix.method, NativeMethod) or matrix.out_dtype is not None:
             reasons.append(f"{name} is not packed for the native kernels")
+        elif matrix.method.order is not None:
+            reasons.append(f"the inputs of {name} are in an order of their own")
     norms = (layer.input_layernorm, layer.post_attention_layernorm, attention.q_norm, attention.k_norm)
     if any(norm is not None and (type(norm) is not RMSNorm or norm.weight.dtype != dtype) for norm in norms):
         reasons.append("its norms are not plain ones")
@@ -221,7 +223,7 @@ def _describe(layer: DecoderLayer) -> NativeLayer:
 def _matrix(layer: Linear) -> NativeMatrix:
     method = cast(NativeMethod, layer.method)
     weights, bias = method.addresses
-    return NativeMatrix(weights, bias, layer.out_features, method.groups, method.bits)
+    return NativeMatrix(weights, bias, layer.out_features, method.groups, method.code)
 
 
 def _norm(norm: RMSNorm | None) -> tuple[int | None, float]:

@@ -105,24 +105,39 @@ class GroupCodes:
         """Returns the same weights as 8-bit codes."""
         return dataclasses.replace(self, bits=8)
 
+    def sort(self) -> tuple[torch.Tensor, GroupCodes] | None:
+        """Sorts the inputs by their groups.
+
+        Returns:
+            ``[K]`` int64: the input at each place; and the same weights with the inputs in that order. None: a group is cut.
+        """
+        places = torch.arange(self.shape[1], device=self.codes.device)
+        if self.order is None:
+            return places, self
+        order = torch.argsort(self.order, stable=True)
+        if not torch.equal(self.order[order], places // self.group):
+            return None
+        return order, dataclasses.replace(self, codes=self.codes[:, order], order=None)
+
     def regroup(self) -> GroupCodes | None:
-        """Returns the same weights in groups of 32 with minima, in float32; None: no such groups hold them."""
+        """Returns the same weights in groups of 32 with scales in float32; None: no such groups hold them."""
         if self.order is not None or self.shape[1] % GROUP or (self.group % GROUP and self.scales.shape[1] > 1):
             return None
-        if self.group == GROUP and self.zeros is None:
+        if self.group == GROUP and self.scales.dtype == torch.float32:
             return self
         count = self.shape[1] // GROUP
         each = count if self.scales.shape[1] == 1 else self.group // GROUP
-        scales, mins = (values.float().repeat_interleave(each, 1)[:, :count] for values in (self.scales, self.mins))
-        return GroupCodes(self.bits, self.codes, scales, mins)
+        scales, offsets = (values.repeat_interleave(each, 1)[:, :count] for values in (self.scales.float(), self.offsets))
+        return GroupCodes(self.bits, self.codes, scales, offsets)
 
 
 def concatenate(pieces: Sequence[GroupCodes]) -> GroupCodes:
-    """Concatenates pieces along the outputs. All have the same bits, K and groups, and minima."""
+    """Concatenates pieces along the outputs. All have the same bits, K and groups."""
     if len(pieces) == 1:
         return pieces[0]
-    codes, scales, mins = (torch.cat([getattr(piece, name) for piece in pieces]) for name in ("codes", "scales", "mins"))
-    return GroupCodes(pieces[0].bits, codes, scales, mins, pieces[0].group)
+    names = ("codes", "scales", "mins" if any(piece.zeros is None for piece in pieces) else "offsets")
+    codes, scales, offsets = (torch.cat([getattr(piece, name) for piece in pieces]) for name in names)
+    return GroupCodes(pieces[0].bits, codes, scales, offsets, pieces[0].group)
 
 
 def round_to_groups(weight: torch.Tensor, bits: int, step: torch.dtype, anchor: int = 0) -> GroupCodes:

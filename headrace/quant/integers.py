@@ -15,12 +15,12 @@ from headrace.layers.stored import StoredMatrix
 from headrace.model_spec import MoeSpec
 from headrace.quant.candidates import Candidate, EngineFacts, LayerFacts, Limit
 from headrace.quant.formats.gguf import INT4_TYPES, INT8_TYPES
-from headrace.quant.groups import GroupCodes
+from headrace.quant.groups import GROUP
 from headrace.quant.hybrid import HybridMethod
 from headrace.quant.int4 import Int4Method
 from headrace.quant.int8 import Int8Method
-from headrace.quant.native import NativeMethod
-from headrace.quant.packed import PackedMethod, kept_codes
+from headrace.quant.native import NativeFp8Method, NativeMethod, keep
+from headrace.quant.packed import PackedMethod, integer_codes, kept_codes
 
 INT4_ROWS = 16
 """Most rows for which PyTorch's packed int4 product is faster than a bfloat16 one (two Zen 4 cores, milliseconds of the
@@ -30,6 +30,7 @@ INT8_ROWS = 6
 AMX_ROWS = 32
 """Rows above which a CPU with AMX multiplies bfloat16 faster than any CPU multiplies bytes: by its peak rate, which is
 eight times that of the vector units; to be measured on such a machine."""
+_EXACT = "the weights are made {}, for exact results"
 
 
 class Integers(Candidate):
@@ -55,24 +56,26 @@ class Integers(Candidate):
         """4 for what is stored with 4 bits, 8 for what is stored with more; floats as asked."""
         if is_head or self.bits == 8 or part.kind == "Q6_K":
             return 8
-        return part.codes.bits if isinstance(part.codes, GroupCodes) else self.bits
+        codes = integer_codes(part.codes)
+        return self.bits if codes is None else codes.bits
+
+    def _keeps(self, layer: LayerFacts, bits: int) -> bool:
+        return all(kept_codes(part, bits) is not None for part in layer.parts)
 
     def reason(self, layer: LayerFacts) -> str:
         bits = self.bits_of(layer)
-        kept = all(kept_codes(part, bits) is not None for part in layer.parts)
-        why = "whose integers are kept" if kept else f"rounded to {bits} bits"
+        why = "whose integers are kept" if self._keeps(layer, bits) else f"rounded to {bits} bits"
         return why + ("; the output head is always of 8 bits" if layer.is_head and self.bits == 4 else "")
 
 
-class NativeIntegers(Integers):
+class Native(Candidate):
     """The compiled kernels' formats. Without vector instructions these are slower than PyTorch's.
 
     Args:
         kernels: finds the compiled kernels.
     """
 
-    def __init__(self, bits: int, kernels: Callable[[], NativeKernels | None] = native.load) -> None:
-        super().__init__(bits)
+    def __init__(self, kernels: Callable[[], NativeKernels | None] = native.load) -> None:
         self._load = kernels
 
     @property
@@ -89,6 +92,52 @@ class NativeIntegers(Integers):
 
     def concerns(self, layer: LayerFacts) -> bool:
         return self._kernels is not None
+
+
+class KeepNative(Native):
+    """Keeps integers, MXFP4 and FP8 of checkpoints as they are."""
+
+    keeps = frozenset({"int4", "int8", "mxfp4", "e4m3"})
+    title = "integers, MXFP4 or FP8"
+
+    def limits(self, engine: EngineFacts) -> list[Limit]:
+        exact = [Limit(_EXACT.format(engine.dtype))] if engine.dtype != "bfloat16" and engine.asked_dtype else []
+        return [*super().limits(engine), *exact]
+
+    def concerns(self, layer: LayerFacts) -> bool:
+        return super().concerns(layer) and any(part.codes is not None for part in layer.parts)
+
+    def misfits(self, layer: LayerFacts) -> list[str]:
+        if reasons := super().misfits(layer):
+            return reasons
+        codes = [part.codes for part in layer.parts if part.codes is not None]
+        if len(codes) < len(layer.parts):
+            return ["not all of it has codes"]
+        if all(NativeFp8Method.holds(one) for one in codes) or keep(layer.parts, self._bits(layer)) is not None:
+            return []
+        return [f"the native kernels have groups of {GROUP}, which do not hold these codes"]
+
+    def _bits(self, layer: LayerFacts) -> int:
+        integers = [integer_codes(part.codes) for part in layer.parts]
+        return max((one.bits for one in integers if one is not None), default=0)
+
+    def method(self, layer: LayerFacts) -> LinearMethod:
+        kernels, bits = cast(NativeKernels, self._kernels), self._bits(layer)
+        return NativeMethod(kernels, bits) if bits else NativeFp8Method(kernels)
+
+    def reason(self, layer: LayerFacts) -> str:
+        return "whose numbers are kept"
+
+
+class NativeIntegers(Native, Integers):
+    """The compiled kernels' formats, for integers and for floats that are rounded to them."""
+
+    def __init__(self, bits: int, kernels: Callable[[], NativeKernels | None] = native.load) -> None:
+        Integers.__init__(self, bits)
+        Native.__init__(self, kernels)
+
+    def _keeps(self, layer: LayerFacts, bits: int) -> bool:
+        return keep(layer.parts, bits) is not None
 
     def method(self, layer: LayerFacts) -> LinearMethod:
         method = NativeMethod(cast(NativeKernels, self._kernels), self.bits_of(layer))
@@ -139,7 +188,7 @@ def integers_of_file(engine: EngineFacts, types: Counter[str] | None) -> tuple[i
     if types is None:
         return 0, "the checkpoint is not a quantised GGUF file"
     if engine.dtype != "bfloat16" and engine.asked_dtype:
-        return 0, f"the weights are made {engine.dtype}, for exact results"
+        return 0, _EXACT.format(engine.dtype)
     if engine.dtype != "bfloat16" and not engine.compiled:
         return 0, f"PyTorch's packed kernels are made for bfloat16, and this CPU computes in {engine.dtype}"
     packable = INT4_TYPES | INT8_TYPES if engine.compiled else INT4_TYPES

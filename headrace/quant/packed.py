@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from headrace.layers.linear import Linear, LinearMethod
-from headrace.layers.stored import StoredMatrix
+from headrace.layers.stored import Codes, StoredMatrix
+from headrace.quant.float_codes import MicroscaledCodes
 from headrace.quant.groups import GroupCodes, concatenate, round_to_groups, rows_at_once
 
 _SAMPLED_ROWS = 256
@@ -57,10 +58,16 @@ def finish(layer: Linear, y: torch.Tensor) -> torch.Tensor:
 
 def kept_codes(part: StoredMatrix, bits: int) -> GroupCodes | None:
     """The codes of a matrix in groups of 32, widened where they have fewer bits; None: other codes must be chosen."""
-    if not isinstance(part.codes, GroupCodes) or part.codes.bits > bits:
-        return None
-    kept = part.codes.regroup()
+    codes = integer_codes(part.codes)
+    kept = None if codes is None or codes.bits > bits else codes.regroup()
     return kept if kept is None or kept.bits == bits else kept.widen()
+
+
+def integer_codes(codes: Codes | None) -> GroupCodes | None:
+    """Stored codes as integers in groups; None: they are no such."""
+    if isinstance(codes, MicroscaledCodes):
+        return codes.integers()
+    return codes if isinstance(codes, GroupCodes) else None
 
 
 def group_codes(parts: Sequence[StoredMatrix], bits: int, step: torch.dtype, anchor: int) -> GroupCodes:

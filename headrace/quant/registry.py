@@ -16,7 +16,7 @@ from headrace.quant.formats.find import method_name
 from headrace.quant.formats.scheme import Scheme
 from headrace.quant.fp8 import KEEP_FP8, Fp8BlockMethod, Fp8Method, round_to_fp8
 from headrace.quant.groups import GROUP as INTEGER_GROUP
-from headrace.quant.integers import NativeIntegers, TorchIntegers, integers_of_file
+from headrace.quant.integers import KeepNative, NativeIntegers, TorchIntegers, integers_of_file
 
 STORED = "stored"
 """The quantization that keeps what a checkpoint stores, where kernels multiply it. Users name it with ``auto``."""
@@ -74,8 +74,8 @@ def _fp8(name: str, method: type[Fp8Method] | None) -> Quantization:
     experts = (KeepExperts(),) if method is None else (KeepExperts(), RoundExperts(blocks=method is Fp8BlockMethod))
     return Quantization(
         name=name,
-        # CPUs multiply FP8 by converting it, so that tests can.
-        candidates={"cuda": candidates, "cpu": candidates},
+        # CPUs round activations to FP8 too where it is asked for, so that tests can.
+        candidates={"cuda": candidates, "cpu": (KeepNative(),) if method is None else candidates},
         experts={"cuda": experts, "cpu": experts},
         floats=True,
         # A checkpoint that has codes for the head means them.
@@ -83,7 +83,8 @@ def _fp8(name: str, method: type[Fp8Method] | None) -> Quantization:
         copies=False,
         replaces=False,
         group=(GROUP, GROUP) if method is Fp8BlockMethod else None,
-        nbytes=1 + _SCALES,
+        # Integers of a checkpoint may have zero points beside their scales.
+        nbytes=1 + (2 if method is None else 1) * _SCALES,
         stored="multiplied as they are stored where a kernel can" if method is None else f"packed as {name}",
     )
 
@@ -199,7 +200,7 @@ def automatic(engine: EngineFacts, types: Counter[str] | None, stored: Scheme | 
     Returns:
         Its name, or none; and why.
     """
-    if engine.device == "cpu":
+    if engine.device == "cpu" and stored is None:
         bits, why = integers_of_file(engine, types)
         limit = refusal(f"int{bits}", engine) if bits else None
         if limit is not None:
@@ -217,4 +218,4 @@ def automatic(engine: EngineFacts, types: Counter[str] | None, stored: Scheme | 
     title = " and ".join((*(candidate.title for candidate in wanted), *sorted(codes - _kept(wanted))))
     for limit in (limit for candidate in wanted for limit in candidate.limits(engine)):
         return "none", f"the checkpoint is of {title}, and weights are made {engine.dtype}: {limit.reason}"
-    return STORED, f"the checkpoint is of {title}, which the GPU multiplies"
+    return STORED, f"the checkpoint is of {title}, which the {_DEVICES[engine.device]} multiplies"

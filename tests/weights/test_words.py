@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ from safetensors.torch import save_file
 from support.models.packers import Rounded
 
 from headrace.errors import ConfigError
+from headrace.kernels import native
+from headrace.layers.linear import Linear
 from headrace.models import registry
 from headrace.parallel.shards import Cut
 from headrace.quant.formats.find import find_scheme
 from headrace.quant.groups import GroupCodes
+from headrace.quant.native import NativeMethod
 from headrace.weights.load import load_weights
 from headrace.weights.names import Slice
 from headrace.weights.safetensors import SafetensorsCheckpoint
@@ -161,7 +165,11 @@ def test_what_does_not_fit_is_refused_with_the_rule_that_decided(
         opened(tmp_path, held, scheme)
 
 
-def quantised(hf_config: Any, rounded: dict[str, dict[str, Any]]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def quantised(
+    hf_config: Any,
+    rounded: dict[str, dict[str, Any]],
+    pack: Callable[[Rounded], dict[str, torch.Tensor]] = Rounded.gptq,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """(stored, meant) tensors of a tiny model whose matrices that contain a key are packed with these options."""
     held, meant = {}, {}
     for name, tensor in tensors(hf_config).items():
@@ -171,7 +179,7 @@ def quantised(hf_config: Any, rounded: dict[str, dict[str, Any]]) -> tuple[dict[
             continue
         made = Rounded(*tensor.shape, **options)
         meant[name] = made.meant
-        held |= {f"{name.removesuffix('weight')}{leaf}": one for leaf, one in made.gptq().items()}
+        held |= {f"{name.removesuffix('weight')}{leaf}": one for leaf, one in pack(made).items()}
     return held, meant
 
 
@@ -220,7 +228,7 @@ def test_a_quantised_head_that_is_tied_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quantization", ["int4", "int8"])
 def test_codes_are_packed_for_the_cpu(quantization: str, tmp_path: Path) -> None:
-    """Groups that 32 divides are kept as they are; others, and act-order, are rounded again."""
+    """Groups that 32 divides are kept as they are; in another order of inputs, the native kernels keep them."""
     order = torch.randperm(256, generator=torch.Generator().manual_seed(1)) // 128
     hf_config = config(quantization_config=GPTQ | {"group_size": 128, "lm_head": True})
     held, _ = quantised(hf_config, {"down_proj": {"group": 128}, "_proj": {"group": 128}, "lm_head": {"group": 128}})
@@ -228,5 +236,29 @@ def test_codes_are_packed_for_the_cpu(quantization: str, tmp_path: Path) -> None
     held |= {f"model.layers.0.self_attn.o_proj.{leaf}": tensor for leaf, tensor in made.gptq().items()}
     _, report = load(tmp_path, hf_config, held, quantization=quantization)
     errors = dict(report.errors)
-    assert 0.001 < errors.pop("layers.0.self_attn.o_proj.weight") < (0.12 if quantization == "int4" else 0.02)
+    own = errors.pop("layers.0.self_attn.o_proj.weight")
+    kernels = native.load()
+    if kernels is None or kernels.tile == "portable":
+        assert 0.001 < own < (0.12 if quantization == "int4" else 0.02)
+    else:
+        assert own == 0
     assert max(errors.values()) < 1e-2
+
+
+@pytest.mark.parametrize("quantization", ["gptq", "gptq_v2", "awq"])
+def test_codes_are_multiplied_as_they_are_stored(quantization: str, tmp_path: Path) -> None:
+    """Every matrix of the layers is held exactly, without a copy in floats."""
+    kernels = native.load()
+    if kernels is None or kernels.tile == "portable":
+        pytest.skip("no native products here")
+    scheme = AWQ if quantization == "awq" else GPTQ | {"checkpoint_format": quantization}
+    hf_config = config(quantization_config=scheme | {"group_size": 128})
+    packers = {"gptq": Rounded.gptq, "gptq_v2": lambda made: made.gptq(0), "awq": Rounded.awq}
+    held, meant = quantised(hf_config, {"_proj": {"group": 128}}, packers[quantization])
+    model, report = load(tmp_path, hf_config, held, quantization="stored")
+    assert report.errors and set(report.errors.values()) == {0.0}
+    expected = expected_parameters(hf_config, meant)
+    for path, layer in model.named_modules():
+        if isinstance(layer, Linear) and path != "lm_head":
+            assert isinstance(layer.method, NativeMethod)
+            assert torch.equal(layer.method.dequantize(layer), expected[f"{path}.weight"].float())

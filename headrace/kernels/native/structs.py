@@ -11,7 +11,7 @@ class NativeMatrix(ctypes.Structure):
 
     _fields_ = [
         *((name, c_void_p) for name in ("weights", "bias")),
-        *((name, c_int64) for name in ("outputs", "groups", "bits")),
+        *((name, c_int64) for name in ("outputs", "groups", "format")),
     ]
 
 

@@ -11,7 +11,7 @@ namespace {
 struct Matrix {
     const void* weights;
     const float* bias;  // Or null.
-    int64_t outputs, groups, bits;
+    int64_t outputs, groups, format;
 };
 
 struct Layer {
@@ -45,7 +45,7 @@ struct Runner {
     }
 
     void product(const Matrix& m, const void* x, void* y) const {
-        headrace_matmul(x, type, m.groups * 32, m.weights, m.bias, y, type, step.tokens, m.outputs, m.groups, int(m.bits));
+        headrace_matmul(x, type, m.groups * 32, m.weights, m.bias, y, type, step.tokens, m.outputs, m.groups, int(m.format));
     }
 
     // q, k and v in `wide` -> what attention makes of them, in `wide`.

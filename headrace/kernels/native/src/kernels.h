@@ -12,13 +12,19 @@ API void headrace_rotate_and_write(const void* q, int64_t q_stride, const void* 
                                    int64_t tokens, int64_t heads, int64_t kv_heads, int64_t width, int64_t v_width,
                                    int64_t rotary, int64_t block_size, int64_t block_stride, int type);
 API void headrace_matmul(const void* x, int x_type, int64_t stride, const void* weights, const float* bias, void* y, int y_type,
-                         int64_t rows, int64_t outputs, int64_t groups, int bits);
+                         int64_t rows, int64_t outputs, int64_t groups, int format);
 API void headrace_attention(const void* q, int64_t q_stride, const void* rows, const int32_t* table, const int32_t* starts,
                             const int32_t* lengths, const float* sinks, void* out, int64_t batch, int64_t tokens, int64_t heads,
                             int64_t kv_heads, int64_t width, int64_t v_width, int64_t row_width, int64_t block_size,
                             int64_t block_stride, int64_t table_width, float scale, float soft_cap, int64_t window, int type);
 
 namespace headrace {
+
+constexpr int E4M3 = 3 * 256 + 8;  // The format, for headrace_matmul.
+
+// As headrace_matmul, for weights of that format.
+void e4m3_matmul(const void* x, int x_type, int64_t stride, const void* weights, const float* bias, void* y, int y_type,
+                 int64_t rows, int64_t outputs, int64_t groups);
 
 // RMS norm of each of the `heads` that lie side by side in a token's row, in place.
 void norm_heads(void* x, int64_t stride, const void* weight, float eps, int64_t tokens, int64_t heads, int64_t width, int type);

@@ -1,5 +1,6 @@
 // Products with packed weights: the choice of instructions, and the work that is the same for all.
 
+#include "kernels.h"
 #include "packed.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
@@ -43,25 +44,25 @@ Activations quantize(const X* x, int64_t stride, int64_t rows, int64_t groups, i
 }
 
 template <int BITS, class Y>
-void product(const Activations& a, int64_t rows, const uint8_t* weights, const float* bias, int64_t outputs, Y* y) {
-    int64_t blocks = (outputs + LANES - 1) / LANES;
+void product(const Activations& a, int64_t rows, Weights weights, const float* bias, int64_t outputs, Y* y) {
+    int64_t blocks = (outputs + BLOCK - 1) / BLOCK;
     int64_t row_blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
     // The blocks of outputs run fastest, so that a block of rows stays in cache while all weights pass it by.
     parallel(row_blocks * blocks, chunk_of(row_blocks * blocks, 6, 1), [&](int64_t begin, int64_t end) {
-        float results[ROW_BLOCK * LANES];
+        float results[ROW_BLOCK * BLOCK];
         for (int64_t task = begin; task < end; ++task) {
             int64_t block = task % blocks, first = task / blocks * ROW_BLOCK;
-            int64_t last = std::min(first + ROW_BLOCK, rows), column = block * LANES;
-            block_rows<BITS>(weights + block * a.groups * Layout<BITS>::bytes, a, rows, first, last, results);
-            int64_t width = std::min<int64_t>(LANES, outputs - column);
+            int64_t last = std::min(first + ROW_BLOCK, rows), column = block * BLOCK;
+            block_rows<BITS>(block_of<BITS>(weights, block, a.groups), a, rows, first, last, results);
+            int64_t width = std::min<int64_t>(BLOCK, outputs - column);
             for (int64_t row = first; row < last; ++row)
-                store(results + (row - first) * LANES, bias ? bias + column : nullptr, width, y + row * outputs + column);
+                store(results + (row - first) * BLOCK, bias ? bias + column : nullptr, width, y + row * outputs + column);
         }
     });
 }
 
 template <class Y>
-void product(int bits, const Activations& a, int64_t rows, const uint8_t* w, const float* bias, int64_t outputs, Y* y) {
+void product(int bits, const Activations& a, int64_t rows, Weights w, const float* bias, int64_t outputs, Y* y) {
     if (bits == 4) return product<4>(a, rows, w, bias, outputs, y);
     product<8>(a, rows, w, bias, outputs, y);
 }
@@ -80,11 +81,13 @@ API int64_t headrace_wide_rows() {
 }
 
 // x [rows, 32 * groups] of x_type, `stride` elements from row to row -> y [rows, outputs] of y_type, contiguous.
-// bias: [outputs] float32, or null. bits: 4 or 8.
+// bias: [outputs] float32, or null. format: of packed weights, 4 or 8 bits, plus 256 times the Tail; or that of e4m3.
 API void headrace_matmul(const void* x, int x_type, int64_t stride, const void* weights, const float* bias, void* y, int y_type,
-                         int64_t rows, int64_t outputs, int64_t groups, int bits) {
+                         int64_t rows, int64_t outputs, int64_t groups, int format) {
     if (rows <= 0) return;
-    const uint8_t* w = static_cast<const uint8_t*>(weights);
+    if (format == E4M3) return e4m3_matmul(x, x_type, stride, weights, bias, y, y_type, rows, outputs, groups);
+    Weights w{static_cast<const uint8_t*>(weights), Tail(format >> 8)};
+    int bits = format & 255;
 #ifdef HEADRACE_WIDENS
     if (x_type == BFLOAT16 && rows >= MANY_ROWS) {
         const bf16* from = static_cast<const bf16*>(x);

@@ -7,7 +7,7 @@
 //
 // Weights lie in blocks of 16 outputs. A block holds its groups one after the other; a group holds the codes (for eight
 // runs of four inputs, 16 outputs x 4 inputs; with 4 bits, runs 0-3 in the low nibbles and 4-7 in the high ones), then
-// 16 scales and 16 minima in half precision.
+// 16 scales and, as the format says, 16 minima or zero points.
 #pragma once
 
 #include <vector>
@@ -18,17 +18,37 @@ namespace headrace {
 namespace {
 
 constexpr int GROUP = 32;
-constexpr int LANES = 16;
+constexpr int BLOCK = 16;  // Outputs that lie together.
 constexpr int RUNS = 8;
 constexpr int SHIFT = 7;  // Of the high part of an activation's code.
 constexpr int LARGEST = 127 << SHIFT;
 constexpr int PLACE = 2 * GROUP;  // Bytes of the codes of a row's group.
 
-template <int BITS>
-struct Layout {
-    static constexpr int codes = LANES * GROUP * BITS / 8;
-    static constexpr int bytes = codes + 2 * LANES * 2;
+enum Tail : int {
+    HALF_MINIMA = 0,   // Scales and minima in half precision.
+    HALF_ZEROS = 1,    // Scales and zero points in half precision: minimum = -scale * zero.
+    FLOAT_ZEROS = 2,   // The same in float32.
 };
+
+// Some blocks, and how their groups end.
+struct Weights {
+    const uint8_t* at;
+    Tail tail;
+};
+
+template <int BITS>
+constexpr int CODES = BLOCK * GROUP * BITS / 8;
+
+template <int BITS>
+constexpr int64_t group_bytes(Tail tail) {
+    return CODES<BITS> + 2 * BLOCK * int64_t(tail == FLOAT_ZEROS ? sizeof(float) : sizeof(uint16_t));
+}
+
+// Block n, whose rows have so many groups.
+template <int BITS>
+Weights block_of(Weights w, int64_t n, int64_t groups) {
+    return {w.at + n * groups * group_bytes<BITS>(w.tail), w.tail};
+}
 
 // A row's codes of a group, rounded to 15 bits. Returns their sum and the scale.
 struct Rounded {

@@ -98,9 +98,16 @@ struct Scales {
     __m256 scale, minimum;
 };
 
-inline Scales scales_of(const uint8_t* tail, int half) {
-    const __m128i* halves = reinterpret_cast<const __m128i*>(tail);
-    return {_mm256_cvtph_ps(_mm_loadu_si128(halves + half)), _mm256_cvtph_ps(_mm_loadu_si128(halves + HALVES + half))};
+inline Scales scales_of(const uint8_t* at, Tail tail, int half) {
+    __m256 scale, offset;
+    if (tail == FLOAT_ZEROS) {
+        const float* floats = reinterpret_cast<const float*>(at) + 8 * half;
+        scale = _mm256_loadu_ps(floats), offset = _mm256_loadu_ps(floats + BLOCK);
+    } else {
+        const __m128i* halves = reinterpret_cast<const __m128i*>(at) + half;
+        scale = _mm256_cvtph_ps(_mm_loadu_si128(halves)), offset = _mm256_cvtph_ps(_mm_loadu_si128(halves + HALVES));
+    }
+    return {scale, tail == HALF_MINIMA ? offset : _mm256_fnmadd_ps(scale, offset, _mm256_setzero_ps())};
 }
 
 inline __m256 add_group(__m256 total, __m256i dot, const Scales& w, float scale, float sum) {
@@ -110,13 +117,14 @@ inline __m256 add_group(__m256 total, __m256i dot, const Scales& w, float scale,
 }
 
 template <int ROWS, int BITS>
-void few_rows(const uint8_t* w, const Activations& a, int64_t row, float* out) {
+void few_rows(Weights weights, const Activations& a, int64_t row, float* out) {
     __m256 total[ROWS][HALVES];
     for (int m = 0; m < ROWS; ++m) total[m][0] = total[m][1] = _mm256_setzero_ps();
-    for (int64_t g = 0; g < a.groups; ++g, w += Layout<BITS>::bytes) {
+    const uint8_t* w = weights.at;
+    for (int64_t g = 0; g < a.groups; ++g, w += group_bytes<BITS>(weights.tail)) {
         for (int half = 0; half < HALVES; ++half) {
             constexpr bool PARTS = BITS == 4 || BYTES_ARE_EXACT_WITH_8_BITS;
-            Scales scales = scales_of(w + Layout<BITS>::codes, half);
+            Scales scales = scales_of(w + CODES<BITS>, weights.tail, half);
             __m256i c[PARTS ? RUNS : PAIRS];
             if (PARTS) byte_codes<BITS>(w, half, c);
             else pair_codes<BITS>(w, half, 1, c);
@@ -135,7 +143,7 @@ void few_rows(const uint8_t* w, const Activations& a, int64_t row, float* out) {
         }
     }
     for (int m = 0; m < ROWS; ++m)
-        for (int half = 0; half < HALVES; ++half) _mm256_storeu_ps(out + m * LANES + 8 * half, total[m][half]);
+        for (int half = 0; half < HALVES; ++half) _mm256_storeu_ps(out + m * BLOCK + 8 * half, total[m][half]);
 }
 
 struct Dots {
@@ -170,27 +178,28 @@ void add_rows(const __m256i* c, const Scales* w, const int8_t* x, const float* s
         if (ROWS > 3) add_pairs(e, pair, two + 3 * PLACE);
     }
     add_group(a, w, scales[0], sums[0], totals);
-    if (ROWS > 1) add_group(b, w, scales[1], sums[1], totals + LANES);
-    if (ROWS > 2) add_group(d, w, scales[2], sums[2], totals + 2 * LANES);
-    if (ROWS > 3) add_group(e, w, scales[3], sums[3], totals + 3 * LANES);
+    if (ROWS > 1) add_group(b, w, scales[1], sums[1], totals + BLOCK);
+    if (ROWS > 2) add_group(d, w, scales[2], sums[2], totals + 2 * BLOCK);
+    if (ROWS > 3) add_group(e, w, scales[3], sums[3], totals + 3 * BLOCK);
 }
 
 // Rows [first, last) lie side by side in every group.
 template <int BITS>
-void many_rows(const uint8_t* w, const Activations& a, int64_t first, int64_t last, float* totals) {
-    std::fill(totals, totals + (last - first) * LANES, 0.0f);
-    for (int64_t g = 0; g < a.groups; ++g, w += Layout<BITS>::bytes) {
+void many_rows(Weights weights, const Activations& a, int64_t first, int64_t last, float* totals) {
+    std::fill(totals, totals + (last - first) * BLOCK, 0.0f);
+    const uint8_t* w = weights.at;
+    for (int64_t g = 0; g < a.groups; ++g, w += group_bytes<BITS>(weights.tail)) {
         __m256i c[PAIRS * HALVES];
         Scales scales[HALVES];
         for (int half = 0; half < HALVES; ++half) {
             pair_codes<BITS>(w, half, HALVES, c + half);
-            scales[half] = scales_of(w + Layout<BITS>::codes, half);
+            scales[half] = scales_of(w + CODES<BITS>, weights.tail, half);
         }
         for (int64_t row = first; row < last;) {
             int64_t place = row + g * a.along;
             const int8_t* x = a.codes + place * PLACE;
             const float *xs = a.scales + place, *sums = a.sums + place;
-            float* out = totals + (row - first) * LANES;
+            float* out = totals + (row - first) * BLOCK;
             switch (std::min(last - row, SIDE)) {
                 case 4: add_rows<4>(c, scales, x, xs, sums, out); row += 4; break;
                 case 3: add_rows<3>(c, scales, x, xs, sums, out); row += 3; break;
@@ -203,7 +212,7 @@ void many_rows(const uint8_t* w, const Activations& a, int64_t first, int64_t la
 
 // Products of rows [first, last), at most ROW_BLOCK, with a block of weights.
 template <int BITS>
-void block_rows(const uint8_t* w, const Activations& a, int64_t rows, int64_t first, int64_t last, float* out) {
+void block_rows(Weights w, const Activations& a, int64_t rows, int64_t first, int64_t last, float* out) {
     if (rows > FEW_ROWS) return many_rows<BITS>(w, a, first, last, out);
     switch (last - first) {
         case 3: return few_rows<3, BITS>(w, a, first, out);

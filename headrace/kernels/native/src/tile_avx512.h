@@ -10,8 +10,20 @@ namespace {
 
 constexpr int64_t ROW_BLOCK = 256;  // Rows whose activations stay in the second-level cache.
 
+inline void read_tail(const uint8_t* at, Tail tail, __m512& scale, __m512& minimum) {
+    if (tail == FLOAT_ZEROS) {
+        scale = _mm512_loadu_ps(at);
+        minimum = _mm512_loadu_ps(at + 4 * BLOCK);
+    } else {
+        const __m256i* halves = reinterpret_cast<const __m256i*>(at);
+        scale = _mm512_cvtph_ps(_mm256_loadu_si256(halves));
+        minimum = _mm512_cvtph_ps(_mm256_loadu_si256(halves + 1));
+    }
+    if (tail != HALF_MINIMA) minimum = _mm512_fnmadd_ps(scale, minimum, _mm512_setzero_ps());
+}
+
 template <int ROWS, int BITS>
-void tile(const uint8_t* w, const Activations& a, int64_t row, float* out) {
+void tile(Weights weights, const Activations& a, int64_t row, float* out) {
     constexpr int CHAINS = ROWS < 4 ? 2 : 1;  // Few rows: split the chain of dependent products.
     const __m512i low = _mm512_set1_epi8(15);
     __m512 total[ROWS];
@@ -19,7 +31,8 @@ void tile(const uint8_t* w, const Activations& a, int64_t row, float* out) {
     const int8_t* codes = a.codes + row * a.groups * PLACE;
     const float* scales = a.scales + row * a.groups;
     const float* sums = a.sums + row * a.groups;
-    for (int64_t g = 0; g < a.groups; ++g, w += Layout<BITS>::bytes) {
+    const uint8_t* w = weights.at;
+    for (int64_t g = 0; g < a.groups; ++g, w += group_bytes<BITS>(weights.tail)) {
         __m512i c[RUNS];
         if (BITS == 4) {
             for (int p = 0; p < RUNS / 2; ++p) {
@@ -30,9 +43,8 @@ void tile(const uint8_t* w, const Activations& a, int64_t row, float* out) {
         } else {
             for (int p = 0; p < RUNS; ++p) c[p] = _mm512_loadu_si512(w + 64 * p);
         }
-        const __m256i* tail = reinterpret_cast<const __m256i*>(w + Layout<BITS>::codes);
-        __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256(tail));
-        __m512 minimum = _mm512_cvtph_ps(_mm256_loadu_si256(tail + 1));
+        __m512 scale, minimum;
+        read_tail(w + CODES<BITS>, weights.tail, scale, minimum);
 #pragma GCC unroll 16
         for (int m = 0; m < ROWS; ++m) {
             const int8_t* x = codes + (m * a.groups + g) * PLACE;
@@ -52,11 +64,11 @@ void tile(const uint8_t* w, const Activations& a, int64_t row, float* out) {
             total[m] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(sums[m * a.groups + g]), total[m]);
         }
     }
-    for (int m = 0; m < ROWS; ++m) _mm512_storeu_ps(out + m * LANES, total[m]);
+    for (int m = 0; m < ROWS; ++m) _mm512_storeu_ps(out + m * BLOCK, total[m]);
 }
 
 template <int BITS>
-int64_t tile_of(int64_t left, const uint8_t* w, const Activations& a, int64_t row, float* out) {
+int64_t tile_of(int64_t left, Weights w, const Activations& a, int64_t row, float* out) {
     if (left >= 16) return tile<16, BITS>(w, a, row, out), 16;
     if (left >= 8) return tile<8, BITS>(w, a, row, out), 8;
     if (left >= 4) return tile<4, BITS>(w, a, row, out), 4;
@@ -67,8 +79,8 @@ int64_t tile_of(int64_t left, const uint8_t* w, const Activations& a, int64_t ro
 
 // Products of rows [first, last), at most ROW_BLOCK, with a block of weights.
 template <int BITS>
-void block_rows(const uint8_t* w, const Activations& a, int64_t rows, int64_t first, int64_t last, float* out) {
-    for (int64_t row = first; row < last;) row += tile_of<BITS>(last - row, w, a, row, out + (row - first) * LANES);
+void block_rows(Weights w, const Activations& a, int64_t rows, int64_t first, int64_t last, float* out) {
+    for (int64_t row = first; row < last;) row += tile_of<BITS>(last - row, w, a, row, out + (row - first) * BLOCK);
 }
 
 inline void arrange(Activations& a, int64_t rows) {

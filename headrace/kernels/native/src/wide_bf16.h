@@ -25,11 +25,12 @@ inline __m512i pair_of(__m512i codes, int shift, __m512 scale, __m512 minimum) {
 
 // A block's weights in bfloat16: [groups * 16 pairs, 16 outputs], each row of 16 followed by that of the block beside it.
 template <int BITS>
-void widen(const uint8_t* w, int64_t groups, __m512i* out) {
+void widen(Weights weights, int64_t groups, __m512i* out) {
     const __m512i low = _mm512_set1_epi8(15);
-    for (int64_t g = 0; g < groups; ++g, w += Layout<BITS>::bytes) {
-        const __m256i* tail = reinterpret_cast<const __m256i*>(w + Layout<BITS>::codes);
-        __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256(tail)), minimum = _mm512_cvtph_ps(_mm256_loadu_si256(tail + 1));
+    const uint8_t* w = weights.at;
+    for (int64_t g = 0; g < groups; ++g, w += group_bytes<BITS>(weights.tail)) {
+        __m512 scale, minimum;
+        read_tail(w + CODES<BITS>, weights.tail, scale, minimum);
         for (int p = 0; p < RUNS; ++p) {
             __m512i codes = _mm512_loadu_si512(w + 64 * (BITS == 4 ? p % (RUNS / 2) : p));
             if (BITS == 4) codes = _mm512_and_si512(p < RUNS / 2 ? codes : _mm512_srli_epi16(codes, 4), low);
@@ -57,7 +58,7 @@ void wide_tile(const __m512i* w, int64_t pairs, const bf16* x, int64_t stride, f
         }
     }
     for (int m = 0; m < ROWS; ++m)
-        for (int n = 0; n < BESIDE; ++n) _mm512_storeu_ps(out + (m * BESIDE + n) * LANES, total[m][n]);
+        for (int n = 0; n < BESIDE; ++n) _mm512_storeu_ps(out + (m * BESIDE + n) * BLOCK, total[m][n]);
 }
 
 int64_t wide_rows(int64_t left) { return left >= MOST_ROWS ? MOST_ROWS : left >= 4 ? 4 : 1; }
@@ -70,11 +71,11 @@ void wide_tiles(int64_t rows, const __m512i* w, int64_t pairs, const bf16* x, in
 
 // The same with weights rounded to bfloat16 in passing, for so many rows that this is soon paid for.
 template <int BITS, class Y>
-void wide_product(const bf16* x, int64_t stride, int64_t rows, const uint8_t* weights, int64_t groups, const float* bias,
+void wide_product(const bf16* x, int64_t stride, int64_t rows, Weights weights, int64_t groups, const float* bias,
                   int64_t outputs, Y* y) {
-    constexpr int64_t WIDTH = BESIDE * LANES;
+    constexpr int64_t WIDTH = BESIDE * BLOCK;
     int64_t blocks = (outputs + WIDTH - 1) / WIDTH, row_blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
-    int64_t pairs = groups * RUNS * 2, size = groups * Layout<BITS>::bytes;
+    int64_t pairs = groups * RUNS * 2;
     parallel(row_blocks * blocks, chunk_of(row_blocks * blocks, 6, 1), [&](int64_t begin, int64_t end) {
         static thread_local std::vector<char> space;
         space.resize(size_t(pairs * BESIDE * 64));
@@ -84,7 +85,8 @@ void wide_product(const bf16* x, int64_t stride, int64_t rows, const uint8_t* we
             int64_t column = task % blocks * WIDTH, first = task / blocks * ROW_BLOCK;
             int64_t last = std::min(first + ROW_BLOCK, rows), width = std::min(WIDTH, outputs - column);
             // Beside the last block there may be none: what stands there from before is not used.
-            for (int n = 0; n < BESIDE && n * LANES < width; ++n) widen<BITS>(weights + (column / LANES + n) * size, groups, wide + n);
+            for (int n = 0; n < BESIDE && n * BLOCK < width; ++n)
+                widen<BITS>(block_of<BITS>(weights, column / BLOCK + n, groups), groups, wide + n);
             for (int64_t row = first, count; row < last; row += count) {
                 count = wide_rows(last - row);
                 wide_tiles(count, wide, pairs, x + row * stride, stride, results);
@@ -96,7 +98,7 @@ void wide_product(const bf16* x, int64_t stride, int64_t rows, const uint8_t* we
 }
 
 template <class Y>
-void wide_product(int bits, const bf16* x, int64_t stride, int64_t rows, const uint8_t* w, int64_t groups, const float* bias,
+void wide_product(int bits, const bf16* x, int64_t stride, int64_t rows, Weights w, int64_t groups, const float* bias,
                   int64_t outputs, Y* y) {
     if (bits == 4) return wide_product<4>(x, stride, rows, w, groups, bias, outputs, y);
     wide_product<8>(x, stride, rows, w, groups, bias, outputs, y);

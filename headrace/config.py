@@ -183,8 +183,8 @@ class EngineArgs(Checked):
     quantization: choices.Quantization = "auto"
     """Weight quantisation. auto keeps quantised checkpoints as they are stored where a kernel multiplies them: GGUF files,
     integers, MXFP4 and FP8 on CPUs, FP8 and experts of 4 bits on GPUs. int8 and int4 on CPUs, fp8 (a scale for each output)
-    and fp8_per_block (128 x 128) on GPUs, quantise a checkpoint while it loads and report the error. none is exact. Names of checkpoint formats (awq, gptq_marlin,
-    compressed-tensors ...) mean auto, and are refused for a checkpoint of another."""
+    and fp8_per_block (128 x 128) on GPUs, quantise a checkpoint while it loads and report the error. none is exact. Names of
+    checkpoint formats (awq, gptq_marlin, compressed-tensors ...) mean auto, and are refused for a checkpoint of another."""
     quantization_ignore: choices.MatrixNames = ()
     """A matrix that stays in floats: its name in the checkpoint, components of it, or a regular expression after re:."""
     quantize_head: choices.HeadQuantization = "auto"

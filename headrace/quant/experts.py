@@ -82,7 +82,7 @@ class ExpertsCandidate(ABC):
         """Returns why it does not hold these experts; empty: it does."""
 
     @abstractmethod
-    def method(self, facts: ExpertsFacts) -> CodedExperts:
+    def method(self, facts: ExpertsFacts) -> ExpertsMethod:
         """Returns a new method for experts that it holds."""
 
     @abstractmethod

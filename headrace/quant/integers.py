@@ -43,11 +43,6 @@ class Integers(Candidate):
     def __init__(self, bits: int) -> None:
         self.bits = bits
 
-    def limits(self, engine: EngineFacts) -> list[Limit]:
-        if any(isinstance(mlp, MoeSpec) for mlp in engine.model.mlps):
-            return [Limit("it does not pack the experts of a mixture: set quantization none")]
-        return []
-
     def bits_of(self, layer: LayerFacts) -> int:
         """Codes of the output head have 8 bits, since its errors go straight into the logits."""
         return max(self._part_bits(part, layer.is_head) for part in layer.parts)
@@ -154,6 +149,8 @@ class TorchIntegers(Integers):
 
     def limits(self, engine: EngineFacts) -> list[Limit]:
         limits = super().limits(engine)
+        if any(isinstance(mlp, MoeSpec) for mlp in engine.model.mlps):
+            limits.append(Limit("PyTorch's packed kernels are not for the experts of a mixture: set quantization none"))
         if engine.dtype != "bfloat16":
             made = f"PyTorch's packed int{self.bits} kernel is made for bfloat16"
             limits.append(Limit(f"{made}: leave dtype at auto or bfloat16, or set quantization none"))

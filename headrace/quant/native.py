@@ -9,6 +9,7 @@ from enum import IntEnum
 import torch
 from torch import nn
 
+from headrace.kernels.linear.native import packed_linear
 from headrace.kernels.native.library import DTYPES, NativeKernels
 from headrace.layers.linear import Linear
 from headrace.layers.stored import Codes, StoredMatrix
@@ -16,7 +17,7 @@ from headrace.quant.float_codes import TileCodes
 from headrace.quant.groups import GROUP, GroupCodes, concatenate, rows_at_once
 from headrace.quant.packed import PackedMethod, group_codes, integer_codes, kept_codes, rounding_error
 
-_LANES = 16
+LANES = 16
 """Outputs that lie together."""
 _NAN = 127
 """Code of e4m3, without its sign."""
@@ -37,7 +38,7 @@ class Tail(IntEnum):
 
     @property
     def nbytes(self) -> int:
-        return _LANES * self.dtype.itemsize * (1 if self is Tail.FLOAT_SCALES else 2)
+        return LANES * self.dtype.itemsize * (1 if self is Tail.FLOAT_SCALES else 2)
 
 
 def tail_of(weights: GroupCodes) -> Tail:
@@ -93,7 +94,7 @@ class NativeMethod(PackedMethod):
         if not all(float(values.abs().amax()) <= limit for values in (weights.scales, weights.mins)):
             raise OverflowError(f"a scale is beyond {limit:g}, or no number")
         # Some blocks of rows at a time: each step of packing is a copy.
-        size = rows_at_once(layer.in_features, _LANES)
+        size = rows_at_once(layer.in_features, LANES)
         packed = [pack(weights.rows(slice(at, at + size)), self._tail) for at in range(0, layer.out_features, size)]
         self._register(layer, torch.cat(packed))
         here = held(weights)
@@ -110,28 +111,13 @@ class NativeMethod(PackedMethod):
         self.addresses = packed.data_ptr(), None if layer.bias is None else layer.bias.data_ptr()
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
-        kind = DTYPES.get(x.dtype)
-        if kind is None:
+        if x.dtype not in DTYPES:
             return self.apply(layer, x.float()).to(layer.out_dtype or x.dtype)
         rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, layer.in_features).contiguous()
         if self.order is not None:
             rows = rows.index_select(1, self.order)
-        count, dtype = rows.shape[0], layer.out_dtype or x.dtype
-        y = torch.empty(count, layer.out_features, dtype=dtype)
-        packed, bias = self.addresses
-        self._matmul(
-            rows.data_ptr(),
-            kind,
-            rows.stride(0),
-            packed,
-            bias,
-            y.data_ptr(),
-            DTYPES[dtype],
-            count,
-            layer.out_features,
-            self.groups,
-            self.code,
-        )
+        dtype = layer.out_dtype or x.dtype
+        y = packed_linear(self._matmul, rows, *self.addresses, layer.out_features, self.groups, self.code, dtype)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], layer.out_features)
 
     def dequantize(self, layer: Linear) -> torch.Tensor:
@@ -183,9 +169,9 @@ def keep(parts: Sequence[StoredMatrix], bits: int) -> tuple[torch.Tensor | None,
 def _lanes(values: torch.Tensor) -> torch.Tensor:
     """``[N, ...] -> [N / 16, 16, ...]``; N is filled up with zeros."""
     rows = len(values)
-    blocks = -(-rows // _LANES)
-    fill = torch.zeros(blocks * _LANES - rows, *values.shape[1:], dtype=values.dtype)
-    return torch.cat((values, fill)).view(blocks, _LANES, *values.shape[1:])
+    blocks = -(-rows // LANES)
+    fill = torch.zeros(blocks * LANES - rows, *values.shape[1:], dtype=values.dtype)
+    return torch.cat((values, fill)).view(blocks, LANES, *values.shape[1:])
 
 
 def pack(weights: GroupCodes, tail: Tail) -> torch.Tensor:
@@ -229,12 +215,12 @@ def unpack(packed: torch.Tensor, bits: int, tail: Tail) -> torch.Tensor:
     """Returns the weights that the kernels multiply by, ``[16 * N, K]`` float32 of N blocks."""
     blocks, groups, _ = packed.shape
     codes, end = packed[..., : -tail.nbytes], packed[..., -tail.nbytes :].contiguous().view(tail.dtype).float()
-    values = end.view(blocks, groups, -1, _LANES).permute(2, 0, 3, 1).reshape(-1, blocks * _LANES, groups)
+    values = end.view(blocks, groups, -1, LANES).permute(2, 0, 3, 1).reshape(-1, blocks * LANES, groups)
     if tail is Tail.FLOAT_SCALES:
-        rows = codes.view(blocks, groups, GROUP, _LANES).permute(0, 3, 1, 2).contiguous().view(torch.float8_e4m3fn).float()
-        return rows.reshape(blocks * _LANES, -1) * values[0].repeat_interleave(GROUP, 1)
+        rows = codes.view(blocks, groups, GROUP, LANES).permute(0, 3, 1, 2).contiguous().view(torch.float8_e4m3fn).float()
+        return rows.reshape(blocks * LANES, -1) * values[0].repeat_interleave(GROUP, 1)
     if bits == 4:
         codes = torch.cat((codes & 15, codes >> 4), dim=-1)
-    codes = codes.reshape(blocks, groups, 8, _LANES, 4).permute(0, 3, 1, 2, 4).reshape(blocks * _LANES, -1)
+    codes = codes.reshape(blocks, groups, 8, LANES, 4).permute(0, 3, 1, 2, 4).reshape(blocks * LANES, -1)
     offsets = values[1] if tail is Tail.HALF_MINIMA else values[1].to(torch.uint8)
     return GroupCodes(bits, codes, values[0], offsets).dequantize()

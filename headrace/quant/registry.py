@@ -17,6 +17,7 @@ from headrace.quant.formats.scheme import Scheme
 from headrace.quant.fp8 import KEEP_FP8, Fp8BlockMethod, Fp8Method, round_to_fp8
 from headrace.quant.groups import GROUP as INTEGER_GROUP
 from headrace.quant.integers import KeepNative, NativeIntegers, TorchIntegers, integers_of_file
+from headrace.quant.native_experts import KeepNativeExperts, RoundNativeExperts
 
 STORED = "stored"
 """The quantization that keeps what a checkpoint stores, where kernels multiply it. Users name it with ``auto``."""
@@ -58,6 +59,7 @@ def _integers(bits: int) -> Quantization:
     return Quantization(
         name=f"int{bits}",
         candidates={"cpu": (NativeIntegers(bits), TorchIntegers(bits))},
+        experts={"cpu": (KeepNativeExperts(), RoundNativeExperts(bits))},
         floats=False,
         packs_head=True,
         copies=True,
@@ -71,12 +73,14 @@ def _integers(bits: int) -> Quantization:
 def _fp8(name: str, method: type[Fp8Method] | None) -> Quantization:
     """``method``: to which floats are rounded; None: they stay floats."""
     candidates = (KEEP_FP8,) if method is None else (KEEP_FP8, round_to_fp8(method))
-    experts = (KeepExperts(),) if method is None else (KeepExperts(), RoundExperts(blocks=method is Fp8BlockMethod))
+    experts: tuple[ExpertsCandidate, ...] = (KeepExperts(),)
+    if method is not None:
+        experts = (KeepExperts(), RoundExperts(blocks=method is Fp8BlockMethod))
     return Quantization(
         name=name,
         # CPUs round activations to FP8 too where it is asked for, so that tests can.
         candidates={"cuda": candidates, "cpu": (KeepNative(),) if method is None else candidates},
-        experts={"cuda": experts, "cpu": experts},
+        experts={"cuda": experts, "cpu": (KeepNativeExperts(),) if method is None else experts},
         floats=True,
         # A checkpoint that has codes for the head means them.
         packs_head=method is None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from headrace.models.decoder import Decoder
 from headrace.models.size import weight_bytes
 from headrace.parallel.layout import ParallelSizes, shard_model
 from headrace.quant.experts import CodedExperts
+from headrace.quant.registry import QUANTIZATIONS, STORED
 from headrace.weights.load import load_weights
 from headrace.weights.report import LoadReport
 
@@ -57,6 +59,13 @@ DEEPSEEK = {
 }
 
 Packed = dict[str, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU has kernels of its own for what is stored."""
+    stored = QUANTIZATIONS[STORED]
+    monkeypatch.setitem(QUANTIZATIONS, STORED, dataclasses.replace(stored, experts={"cpu": stored.experts["cuda"]}))
 
 
 def tiles(weight: torch.Tensor, tile: tuple[int, int], name: str = "weight_scale_inv") -> Packed:

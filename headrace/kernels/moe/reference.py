@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
@@ -76,6 +79,20 @@ def moe_mlp(
     Returns:
         ``[T, hidden]``
     """
+    both, out = partial(_product, gate_up, gate_up_bias), partial(_product, down, down_bias)
+    return run_experts(x, experts, weights, both, out, spec, plus)
+
+
+def run_experts(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: Callable[[int, torch.Tensor], torch.Tensor],
+    down: Callable[[int, torch.Tensor], torch.Tensor],
+    spec: MoeSpec,
+    plus: torch.Tensor | None,
+) -> torch.Tensor:
+    """``moe_mlp`` with any products: ``gate_up`` and ``down`` give that of an expert with some rows, in x's dtype."""
     # Choices sorted by expert, then an expert at a time: experts without tokens cost nothing.
     flat = experts.flatten().long()
     order = flat.argsort(stable=True)
@@ -89,14 +106,13 @@ def moe_mlp(
             continue
         choices = order[start : start + count]
         start += count
-        both = _product(x[choices // spec.top_k], gate_up, expert, gate_up_bias)
-        out = _product(gated(both, spec), down, expert, down_bias)
+        out = down(expert, gated(gate_up(expert, x[choices // spec.top_k]), spec))
         weighted[choices] = (out.float() * factors[choices]).to(x.dtype)
     total = weighted.view(len(x), spec.top_k, x.shape[1]).sum(1)
     return total if plus is None else total + plus
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor | ExpertCodes, expert: int, bias: torch.Tensor | None) -> torch.Tensor:
+def _product(weight: torch.Tensor | ExpertCodes, bias: torch.Tensor | None, expert: int, x: torch.Tensor) -> torch.Tensor:
     own = None if bias is None else bias[expert]
     if isinstance(weight, torch.Tensor):
         return F.linear(x, weight[expert], own)

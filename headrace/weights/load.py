@@ -237,7 +237,9 @@ class _Loader:
     def _allocate(self, parameter: nn.Parameter | None) -> None:
         """Allocates a parameter in place, so that what is tied to it has it too."""
         if parameter is not None and parameter.is_meta and self._device.type != "meta":
-            values = nn.Parameter(torch.empty_like(parameter, device=self._device), requires_grad=False)
+            # Not empty_like, which imports sympy for tensors on the meta device.
+            held = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device)
+            values = nn.Parameter(held, requires_grad=False)
             torch.utils.swap_tensors(parameter, values)  # type: ignore[no-untyped-call]
 
     def _load(self, path: str, layer: Linear) -> None:

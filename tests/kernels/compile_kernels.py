@@ -37,8 +37,10 @@ from headrace.kernels.linear import triton_fp8 as linear_fp8
 from headrace.kernels.linear import triton_fp8_few as fp8_few
 from headrace.kernels.linear import triton_fp8_wide as fp8_wide
 from headrace.kernels.linear import triton_matmul as matmul
+from headrace.kernels.linear import triton_wna16 as wna16
 from headrace.kernels.linear.fp8_reference import GROUP, Fp8Weight
 from headrace.kernels.linear.fp8_tilings import FewTiling, SingleTiling, WideTiling
+from headrace.kernels.linear.wna16_reference import MAX_TILES, PackedWeight
 from headrace.kernels.mla import triton as mla
 from headrace.kernels.moe import codes as expert_codes
 from headrace.kernels.moe import triton as moe
@@ -103,6 +105,8 @@ def compile_only(capability: int) -> None:
         line = {"kernel": self.fn.__name__, "shared": kernel.metadata.shared}
         if "DV_A" in options:
             line |= {"widths": [options["D"], options["DV"]], "asynchronous": "wgmma" in ptx}
+        if "PARTS" in options:
+            line["asynchronous"] = "wgmma" in ptx
         print(json.dumps(line | before_waiting(ptx, bool(options.get("launch_pdl")))), flush=True)
 
     JITFunction.run = compiled
@@ -357,6 +361,20 @@ def sparse(resources: Resources) -> None:
     head_routing.route(torch.zeros(1, 2, 128), RouterWeights(*(torch.zeros(shape) for shape in shapes)))
 
 
+def packed_integers() -> None:
+    """Weights of 4096 inputs and outputs, which are not read."""
+    arrived = torch.zeros(MAX_TILES, dtype=torch.int32)
+    for bits, group, dtype in ((4, 128, BF16), (4, 32, BF16), (8, 4096, BF16), (8, 64, torch.float16)):
+        words = torch.zeros(1, dtype=torch.int32).expand(512, 32, bits // 4, 8, 16)
+        scales = torch.zeros(4096 // group, 4096, dtype=torch.float16)
+        for middles in (None, scales.float()):
+            weight = PackedWeight(words, scales, middles, group, 4096, arrived)
+            x = torch.zeros(64, 4096, dtype=dtype)
+            wna16.few(x[:8], weight, x[0], dtype)
+            wna16.many(x, weight, x[0], torch.float32)
+            wna16.floats(weight, dtype)
+
+
 def aside() -> None:
     """Sizes that are no multiples of 16, at addresses that are none."""
     x, weight, bias = (torch.zeros(size + 1, dtype=BF16)[1:] for size in (4 * 101, 33 * 101, 33))
@@ -374,6 +392,7 @@ if __name__ == "__main__":
         compressed()
         products()
         fp8_products()
+        packed_integers()
         aside()
     if part in ("all", "experts"):
         coded_experts()

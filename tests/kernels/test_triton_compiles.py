@@ -15,16 +15,17 @@ CAPABILITY, SHARED = 90, 227 << 10
 """And the bytes of shared memory that a program may have. The script does other generations too, which takes its time."""
 
 
-READ_AHEAD = {"_single", "_several", "_fp8_single", "_fp8_few", "_fp8_wide", "_scale", "_router_logits", "_peer_sum"}
-"""Kernels that begin with what no kernel writes: a weight."""
-READ_AHEAD = {"_single", "_several", "_router_logits", "_peer_sum"}
+READ_AHEAD = {
+    *("_single", "_several", "_fp8_single", "_fp8_few", "_fp8_wide", "_scale", "_packed_few", "_packed_floats"),
+    *("_router_logits", "_peer_sum"),
+}
 FETCH_AHEAD = {"_invariant_product"}
 """Kernels that begin with what no kernel writes, a weight: read it, or fetch it into the L2 cache."""
 ALONE = {"_reshape_and_cache"}
 """Launched when the kernel before is complete."""
 
 
-PARTS = {"rest": 38, "sparse": 9, "experts": 5}
+PARTS = {"rest": 42, "sparse": 9, "experts": 5}
 """Kernels of each part."""
 
 
@@ -59,3 +60,6 @@ def test_compiles(part: str, tmp_path: Path) -> None:
         assert ([32, 20], False) in attention
         # Sums of eight warps, 16 rows and 8 outputs: the factors of a product of few rows do not go by way of shared memory.
         assert {line["shared"] for line in lines if line["kernel"] == "_several"} == {8 * 16 * 8 * 4}
+        # Nor do codes, to one sort of matrix units or to the other.
+        assert {line["shared"] for line in lines if line["kernel"] == "_packed_few"} == {4 * 16 * 8 * 4}
+        assert all(line["asynchronous"] for line in lines if line["kernel"] == "_packed_many")

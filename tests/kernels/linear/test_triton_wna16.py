@@ -1,0 +1,123 @@
+"""Products with packed integers against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headrace.kernels.linear import triton_wna16 as kernels
+from headrace.kernels.linear.triton_wna16 import PackedManyTiling
+
+from .packed import packed_weight
+
+CASES = [
+    (4, 128, False, torch.float16),
+    (4, 256, True, torch.bfloat16),
+    (4, 32, True, torch.float16),
+    (8, 128, True, torch.float32),
+    (8, 64, False, torch.float16),
+    (8, 32, False, torch.bfloat16),
+]
+"""Bits, the group, whether there are zero points, the dtype of scales."""
+SHAPE = 72, 456
+"""Outputs and inputs: no multiples of a tile, nor of a group."""
+DTYPES = [torch.bfloat16, torch.float16]
+
+
+def rows_of(count: int, inputs: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Rows that are not contiguous, between numbers that nothing may read."""
+    wide = torch.full((count, inputs + 24), torch.nan, dtype=dtype)
+    wide[:, 8:-16] = (torch.randn(count, inputs) * torch.logspace(-1, 1, count)[:, None]).to(dtype)
+    return wide.to(device)[:, 8:-16]
+
+
+def check(got: torch.Tensor, x: torch.Tensor, exact: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Compares float32 results with float64: the error of a sum, over the sum of its terms' sizes."""
+    left, right = x.double().cpu(), exact.double().t()
+    expected = left @ right + (0 if bias is None else bias.double().cpu())
+    assert bool(((got.double().cpu() - expected).abs() <= 2.0**-15 * (left.abs() @ right.abs()) + 1e-6).all())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("rows", "dtype"), [(1, torch.bfloat16), (2, torch.float16), (8, torch.bfloat16)], ids=str)
+def test_few(rows: int, dtype: torch.dtype, case: tuple[int, int, bool, torch.dtype], device: torch.device) -> None:
+    torch.manual_seed(rows)
+    bits, group, middles, scales = case
+    weight, exact = packed_weight(*SHAPE, bits, group, middles=middles, scales=scales, device=device)
+    x, bias = rows_of(rows, SHAPE[1], dtype, device), torch.randn(SHAPE[0], device=device) if rows > 1 else None
+    check(kernels.few(x, weight, bias, torch.float32), x, exact, bias)
+
+
+def check_many(
+    rows: int, case: tuple[int, int, bool, torch.dtype], tiling: PackedManyTiling | None, device: torch.device
+) -> None:
+    torch.manual_seed(rows)
+    bits, group, middles, scales = case
+    weight, exact = packed_weight(*SHAPE, bits, group, middles=middles, scales=scales, device=device)
+    x, bias = rows_of(rows, SHAPE[1], torch.bfloat16, device), torch.randn(SHAPE[0], device=device) if rows > 2 else None
+    first = kernels.many(x, weight, bias, torch.float32, tiling)
+    check(first, x, exact, bias)
+    assert not weight.arrived.any()
+    assert torch.equal(kernels.many(x, weight, bias, torch.float32, tiling), first)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("rows", "tiling"), [(2, PackedManyTiling(16, 128, 8)), (17, PackedManyTiling(32, parts=2))], ids=str)
+def test_many(rows: int, tiling: PackedManyTiling, case: tuple[int, int, bool, torch.dtype], device: torch.device) -> None:
+    check_many(rows, case, tiling, device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("rows", [1, 16, 33, 64, 200])
+def test_many_in_the_chosen_tiling(rows: int, case: tuple[int, int, bool, torch.dtype], device: torch.device) -> None:
+    check_many(rows, case, None, device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_floats(case: tuple[int, int, bool, torch.dtype], dtype: torch.dtype, device: torch.device) -> None:
+    bits, group, middles, scales = case
+    weight, exact = packed_weight(*SHAPE, bits, group, middles=middles, scales=scales, device=device)
+    got = kernels.floats(weight, dtype).cpu()
+    if scales == torch.float32 or dtype == torch.bfloat16:
+        # The interpreter cuts off what bfloat16 has no bits for.
+        torch.testing.assert_close(got.float(), exact, rtol=2.0**-7, atol=1e-7)
+    else:
+        assert torch.equal(got, exact.to(dtype))
+
+
+def test_a_row_is_bitwise_the_same_in_any_batch(device: torch.device) -> None:
+    weight, _ = packed_weight(72, 256, 4, 128, middles=True, device=device)
+    x, tiling = rows_of(200, 256, torch.bfloat16, device), kernels.invariant_tiling(weight)
+    whole = kernels.many(x, weight, None, torch.bfloat16, tiling)
+    for rows in (1, 17, 64):
+        assert torch.equal(kernels.many(x[:rows], weight, None, torch.bfloat16, tiling), whole[:rows])
+
+
+@pytest.mark.parametrize("rows", [1, 8, 17, 64, 200])
+@pytest.mark.parametrize("size", [(4096, 4096), (24576, 4096), (4096, 12288), (6144, 4096)], ids=str)
+def test_chosen_tilings_fit_the_kernels(size: tuple[int, int], rows: int) -> None:
+    weight, _ = packed_weight(8, 128, 4, 128)
+    large = weight._replace(
+        words=weight.words.expand(1, size[1] // 128, 1, 8, 16), scales=weight.scales[:, :1].expand(1, size[0])
+    )
+    many = kernels.choose_many(rows, large)
+    assert kernels.choose_few(large).outputs % 16 == 0
+    for tiling in (many, kernels.invariant_tiling(large)):
+        assert tiling.warps % 4 == 0 and tiling.outputs % (16 * tiling.warps) == 0
+        tiles = -(-size[0] // tiling.outputs) * -(-rows // tiling.rows)
+        assert tiling.parts == 1 or tiles <= len(weight.arrived)
+
+
+def test_factors_that_do_not_fit_are_refused(device: torch.device) -> None:
+    weight, _ = packed_weight(72, 256, 4, 128, device=device)
+    x = torch.zeros(9, 256, dtype=torch.bfloat16, device=device)
+    with pytest.raises(ValueError, match="does not fit"):
+        kernels.few(x, weight, None, torch.bfloat16)
+    for wrong in (x[:, :128], x.float()):
+        with pytest.raises(ValueError, match="does not fit"):
+            kernels.many(wrong, weight, None, torch.bfloat16)
+    crowded = weight._replace(arrived=weight.arrived[:1])
+    with pytest.raises(ValueError, match="inputs of 2 tiles are split, of at most 1"):
+        kernels.many(x, crowded, None, torch.bfloat16, PackedManyTiling(32, 64, 4, parts=2))

@@ -77,7 +77,7 @@ class FeatureEncoder:
             )
         device = probe(args.device)
         types = gguf_types(files)
-        asked = meaning(args.quantization, stored_format(files), types is not None)
+        asked = meaning(args.quantization, stored_format(files), types is not None, device.device)
         dtype = compute_dtype(args, asked, spec, types, device, DecisionLog(files.decisions))
         self._rules = media_rules(spec.vision.model_type, files.directory, files.config)
         encoder = encoder_loader()(files, spec.vision, dtype, device.device, args.seed)

@@ -11,16 +11,19 @@ from headrace.model_spec import AnySpec, ForeignSpec
 from headrace.model_spec.kv import DTYPE_BYTES
 from headrace.models import registry
 from headrace.quant.ignored import ignored
-from headrace.quant.registry import STORED, find, head_quantization
+from headrace.quant.registry import find, head_quantization
 from headrace.weights.names import HEAD, layer_names
 
 
-def weight_bytes(model: AnySpec, dtype: str, quantization: str, quantize_head: str = "auto", ignore: Sequence[str] = ()) -> int:
+def weight_bytes(
+    model: AnySpec, dtype: str, quantization: str, device: str, quantize_head: str = "auto", ignore: Sequence[str] = ()
+) -> int:
     """Returns the bytes of the weights: exact for an unquantised native model, otherwise those of a model whose matrices are
     all packed, with a copy of each in ``dtype`` where the quantization may keep one. A head that is kept as stored counts as
     floats.
 
     Args:
+        device: its type.
         quantize_head: as of ``EngineArgs``.
         ignore: ``quantization_ignore``.
     """
@@ -28,8 +31,8 @@ def weight_bytes(model: AnySpec, dtype: str, quantization: str, quantize_head: s
         return model.num_weights * DTYPE_BYTES[dtype]
     built = registry.build(model, dtype, "meta")
     nbytes = sum(parameter.nbytes for parameter in built.parameters())
-    head = head_quantization(quantize_head, quantization)
-    if quantization == "none" and head in ("none", STORED):
+    head = head_quantization(quantize_head, quantization, device)
+    if quantization == head == "none":
         return nbytes
     linears = {path: module for path, module in built.named_modules() if isinstance(module, Linear)}
     mixtures = {path: module for path, module in built.named_modules() if isinstance(module, Experts)}
@@ -37,9 +40,11 @@ def weight_bytes(model: AnySpec, dtype: str, quantization: str, quantize_head: s
     for path, layer in linears.items():
         is_head = path == HEAD
         name = head if is_head else quantization
-        if name == "none" or path in left or (is_head and name == STORED):
+        if name == "none" or path in left:
             continue
-        held, count = find(name), layer.weight.numel()
+        held, count = find(name, device), layer.weight.numel()
+        if is_head and not held.rounding:
+            continue
         nbytes += math.ceil(count * (held.head_nbytes if is_head else held.nbytes))
         tied = is_head and model.tie_word_embeddings
         # Embeddings that are tied to the head stay, and a copy of it in floats is another.
@@ -47,9 +52,9 @@ def weight_bytes(model: AnySpec, dtype: str, quantization: str, quantize_head: s
             nbytes += count * DTYPE_BYTES[dtype]
         elif not held.copies and not tied:
             nbytes -= count * DTYPE_BYTES[dtype]
-    if quantization != "none" and find(quantization).experts:
+    if quantization != "none" and (held := find(quantization, device)).packs_experts:
         for path, experts in mixtures.items():
             if path not in left:
                 count = sum(map(math.prod, experts.shapes.values()))
-                nbytes += math.ceil(count * find(quantization).nbytes) - count * DTYPE_BYTES[dtype]
+                nbytes += math.ceil(count * held.nbytes) - count * DTYPE_BYTES[dtype]
     return nbytes

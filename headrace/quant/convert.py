@@ -37,7 +37,6 @@ class Converter:
     def __init__(self, device: torch.device, quantization: Quantization) -> None:
         self._device = device
         self._quantization = quantization
-        self._candidates = quantization.candidates.get(device.type, ())
 
     def convert(self, name: str, layer: Linear, parts: Sequence[StoredMatrix], *, is_head: bool = False) -> Conversion:
         """Loads the layer's weights, by the method of the first candidate that holds them.
@@ -59,7 +58,7 @@ class Converter:
             is_head=is_head,
         )
         against: list[str] = []
-        for candidate in self._candidates:
+        for candidate in self._quantization.candidates:
             if not candidate.concerns(facts):
                 continue
             if reasons := candidate.misfits(facts):
@@ -94,7 +93,7 @@ class Converter:
         dtype = layer.gate_up_proj.dtype
         facts = ExpertsFacts(hidden_size=layer.gate_up_proj.shape[-1], spec=layer.spec, device=self._device.type, stored=stored)
         against: list[str] = []
-        for candidate in self._quantization.experts.get(self._device.type, ()):
+        for candidate in self._quantization.experts:
             if not candidate.concerns(facts):
                 continue
             if reasons := candidate.misfits(facts):
@@ -103,7 +102,12 @@ class Converter:
             layer.method = candidate.method(facts)
             layer.method.allocate(layer, dtype, self._device)
             return Conversion(layer.method.format, _reason(facts, candidate.reason(facts), against), 0.0)
-        return Conversion(layer.method.format, _reason(facts, "dequantised", against), 0.0) if against else None
+        if against:
+            return Conversion(layer.method.format, _reason(facts, "dequantised", against), 0.0)
+        if self._quantization.rounding:
+            why = f"no kernel here multiplies experts that are rounded to {self._quantization.name}"
+            return Conversion(layer.method.format, _reason(facts, "which is kept", [why]), 0.0)
+        return None
 
 
 def _reason(facts: LayerFacts | ExpertsFacts, how: str, against: Sequence[str]) -> str:

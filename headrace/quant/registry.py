@@ -13,27 +13,34 @@ from headrace.model_spec import MoeSpec
 from headrace.quant.candidates import Candidate, EngineFacts, Limit
 from headrace.quant.experts import ExpertsCandidate, KeepExperts, RoundExperts
 from headrace.quant.formats.find import method_name
+from headrace.quant.formats.gguf import INT4_TYPES, INT8_TYPES
 from headrace.quant.formats.scheme import Scheme
 from headrace.quant.fp8 import KEEP_FP8, Fp8BlockMethod, Fp8Method, round_to_fp8
 from headrace.quant.groups import GROUP as INTEGER_GROUP
 from headrace.quant.integers import KeepNative, NativeIntegers, TorchIntegers, integers_of_file
 from headrace.quant.native_experts import KeepNativeExperts, RoundNativeExperts
+from headrace.quant.wna16 import KEEP_INTEGERS, Int4GpuMethod, Int8GpuMethod, round_to_integers
 
-STORED = "stored"
-"""The quantization that keeps what a checkpoint stores, where kernels multiply it. Users name it with ``auto``."""
+STORED, STORED_INT4 = "stored", "stored_int4"
+"""The quantizations that keep what a checkpoint stores, where kernels multiply it; the second, if all of it is held with 4
+bits. Users name them with ``auto``."""
+_FOUR_BITS = {"cpu": frozenset({"int4"}), "cuda": frozenset({"int4", "mxfp4"})}
+"""Type of device -> codes that it holds with 4 bits."""
 _SCALES = 4 / INTEGER_GROUP
 """Most bytes that the scales of a weight take."""
+_ZEROS = 2 * _SCALES
+"""The same with zero points or minima beside them, as integers of a checkpoint may have."""
 _DEVICES = {"cpu": "CPU", "cuda": "GPU"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """Declares how the matrices of a native model are held."""
+    """Declares how the matrices of a native model are held on one type of device."""
 
     name: str
-    candidates: Mapping[str, tuple[Candidate, ...]]
-    """Type of device -> candidates for its matrices, in order of preference."""
-    experts: Mapping[str, tuple[ExpertsCandidate, ...]] = dataclasses.field(default_factory=dict)
+    candidates: tuple[Candidate, ...]
+    """For its matrices, in order of preference."""
+    experts: tuple[ExpertsCandidate, ...]
     """The same for the experts of mixtures. Those that none holds stay floats."""
     floats: bool
     """Whether matrices that no candidate holds stay floats; they are refused otherwise."""
@@ -54,12 +61,22 @@ class Quantization:
     stored: str
     """The fate of a quantised checkpoint's matrices, for reports."""
 
+    @property
+    def rounding(self) -> list[Candidate]:
+        """The candidates that hold floats; those that keep a checkpoint's codes have nothing to keep of them."""
+        return [candidate for candidate in self.candidates if not candidate.keeps]
 
-def _integers(bits: int) -> Quantization:
+    @property
+    def packs_experts(self) -> bool:
+        """Whether experts are held so too: rounded as matrices are, or kept where nothing is rounded."""
+        return any(bool(candidate.keeps) != bool(self.rounding) for candidate in self.experts)
+
+
+def _cpu_integers(bits: int) -> Quantization:
     return Quantization(
         name=f"int{bits}",
-        candidates={"cpu": (NativeIntegers(bits), TorchIntegers(bits))},
-        experts={"cpu": (KeepNativeExperts(), RoundNativeExperts(bits))},
+        candidates=(NativeIntegers(bits), TorchIntegers(bits)),
+        experts=(KeepNativeExperts(), RoundNativeExperts(bits)),
         floats=False,
         packs_head=True,
         copies=True,
@@ -70,69 +87,100 @@ def _integers(bits: int) -> Quantization:
     )
 
 
-def _fp8(name: str, method: type[Fp8Method] | None) -> Quantization:
-    """``method``: to which floats are rounded; None: they stay floats."""
-    candidates = (KEEP_FP8,) if method is None else (KEEP_FP8, round_to_fp8(method))
-    experts: tuple[ExpertsCandidate, ...] = (KeepExperts(),)
-    if method is not None:
-        experts = (KeepExperts(), RoundExperts(blocks=method is Fp8BlockMethod))
+def _gpu_integers(method: type[Int4GpuMethod]) -> Quantization:
+    return Quantization(
+        name=f"int{method.bits}",
+        candidates=(KEEP_INTEGERS, round_to_integers(method)),
+        experts=(KeepExperts(),),
+        floats=True,
+        packs_head=False,
+        copies=False,
+        replaces=True,
+        nbytes=method.bits / 8 + _ZEROS,
+        head_nbytes=1 + _ZEROS,
+        stored=f"packed as int{method.bits}",
+    )
+
+
+def _fp8(name: str, method: type[Fp8Method]) -> Quantization:
+    """``method``: to which floats are rounded."""
     return Quantization(
         name=name,
-        # CPUs round activations to FP8 too where it is asked for, so that tests can.
-        candidates={"cuda": candidates, "cpu": (KeepNative(),) if method is None else candidates},
-        experts={"cuda": experts, "cpu": (KeepNativeExperts(),) if method is None else experts},
+        candidates=(KEEP_FP8, round_to_fp8(method)),
+        experts=(KeepExperts(), RoundExperts(blocks=method is Fp8BlockMethod)),
         floats=True,
-        # A checkpoint that has codes for the head means them.
-        packs_head=method is None,
+        packs_head=False,
         copies=False,
         replaces=False,
         group=(GROUP, GROUP) if method is Fp8BlockMethod else None,
-        # Integers of a checkpoint may have zero points beside their scales.
-        nbytes=1 + (2 if method is None else 1) * _SCALES,
-        stored="multiplied as they are stored where a kernel can" if method is None else f"packed as {name}",
+        nbytes=1 + _SCALES,
+        stored=f"packed as {name}",
     )
 
 
-QUANTIZATIONS: Mapping[str, Quantization] = {
-    each.name: each
-    for each in (
-        _integers(8),
-        _integers(4),
-        _fp8("fp8", Fp8Method),
-        _fp8("fp8_per_block", Fp8BlockMethod),
-        _fp8(STORED, None),
+def _stored(name: str, bits: int, candidates: tuple[Candidate, ...], experts: tuple[ExpertsCandidate, ...]) -> Quantization:
+    """``bits``: most of a code."""
+    return Quantization(
+        name=name,
+        candidates=candidates,
+        experts=experts,
+        floats=True,
+        # A checkpoint that has codes for the head means them.
+        packs_head=True,
+        copies=False,
+        replaces=False,
+        nbytes=bits / 8 + _ZEROS,
+        stored="multiplied as they are stored where a kernel can",
     )
+
+
+_CPU = (KeepNative(),), (KeepNativeExperts(),)
+_GPU = (KEEP_FP8, KEEP_INTEGERS), (KeepExperts(),)
+# CPUs round activations to FP8 too where it is asked for, so that tests can.
+_FP8 = (_fp8("fp8", Fp8Method), _fp8("fp8_per_block", Fp8BlockMethod))
+QUANTIZATIONS: Mapping[str, Mapping[str, Quantization]] = {
+    device: {each.name: each for each in named}
+    for device, named in {
+        "cpu": (_cpu_integers(8), _cpu_integers(4), *_FP8, _stored(STORED, 8, *_CPU), _stored(STORED_INT4, 4, *_CPU)),
+        "cuda": (
+            *(_gpu_integers(Int8GpuMethod), _gpu_integers(Int4GpuMethod), *_FP8),
+            *(_stored(STORED, 8, *_GPU), _stored(STORED_INT4, 4, *_GPU)),
+        ),
+    }.items()
 }
-"""Each by its name. The first that serves a type of device is named to those who ask for one that does not."""
+"""Type of device -> each by its name. All have the same names."""
 
 
-def find(name: str) -> Quantization:
-    """Returns the quantization of this name. Raises ConfigError for any other than those of ``EngineConfig``."""
-    if name not in QUANTIZATIONS:
-        raise ConfigError(f"quantization must be one of none, {', '.join(QUANTIZATIONS)}, not {name!r}", "quantization")
-    return QUANTIZATIONS[name]
+def find(name: str, device: str) -> Quantization:
+    """Returns the quantization of this name on a type of device. Raises ConfigError for any other name than those of
+    ``EngineConfig``."""
+    named = QUANTIZATIONS[device]
+    if name not in named:
+        raise ConfigError(f"quantization must be one of none, {', '.join(named)}, not {name!r}", "quantization")
+    return named[name]
 
 
 _SAME = {"fp8_per_channel": "fp8"}
 """Names of a quantization that others call otherwise."""
 
 
-def meaning(word: str, stored: Scheme | None, gguf: bool) -> str:
+def meaning(word: str, stored: Scheme | None, gguf: bool, device: str) -> str:
     """Returns the quantization that a user's word asks for, none, or auto, which a name of the checkpoint's own format means.
 
     Args:
         stored: the number formats of a quantised checkpoint; None: it has floats, or is a GGUF file.
         gguf: whether it is one.
+        device: type of the device.
 
     Raises:
         ConfigError: the checkpoint is of another format.
     """
     name = _SAME.get(word, word)
-    if name in ("none", "auto") or (name in QUANTIZATIONS and (stored is None or QUANTIZATIONS[name].replaces)):
+    quantization = QUANTIZATIONS[device].get(name)
+    if name in ("none", "auto") or (quantization is not None and (stored is None or quantization.replaces)):
         return name
-    if name in QUANTIZATIONS and stored is not None:
-        quantization = QUANTIZATIONS[name]
-        keeps = frozenset().union(*(each.keeps for some in quantization.candidates.values() for each in some))
+    if quantization is not None and stored is not None:
+        keeps = _kept(quantization.candidates)
         specs = [rule.format.spec for rule in stored.rules if rule.format is not None]
         agrees = all(spec.codes in keeps and quantization.group in (None, spec.group) for spec in specs)
     else:
@@ -145,16 +193,17 @@ def meaning(word: str, stored: Scheme | None, gguf: bool) -> str:
     )
 
 
-def head_quantization(asked: str, quantization: str) -> str:
+def head_quantization(asked: str, quantization: str, device: str) -> str:
     """Returns the quantization of the output head, or none.
 
     Args:
         asked: ``quantize_head``.
         quantization: of the other matrices.
+        device: type of the device.
     """
     if asked != "auto":
         return asked
-    return quantization if quantization != "none" and find(quantization).packs_head else "none"
+    return quantization if quantization != "none" and find(quantization, device).packs_head else "none"
 
 
 def head_refusal(name: str, engine: EngineFacts) -> str | None:
@@ -162,21 +211,14 @@ def head_refusal(name: str, engine: EngineFacts) -> str | None:
     if limit := refusal(name, engine):
         return limit.reason
     shape = engine.model.hidden_size, engine.model.head_rows, engine.device
-    # Those that keep a checkpoint's codes have nothing to keep of floats.
-    rounding = [candidate for candidate in find(name).candidates[engine.device] if not candidate.keeps]
-    reasons = [candidate.supports(*shape) for candidate in rounding]
+    reasons = [candidate.supports(*shape) for candidate in find(name, engine.device).rounding]
     return reasons[0][0] if all(reasons) else None
 
 
 def refusal(name: str, engine: EngineFacts) -> Limit | None:
     """Returns why an engine cannot have the quantization that was asked for; None: it can."""
-    quantization = find(name)
-    candidates = quantization.candidates.get(engine.device)
-    if candidates is None:
-        theirs = " and ".join(f"{_DEVICES[device]}s" for device in quantization.candidates)
-        instead = next(each.name for each in QUANTIZATIONS.values() if engine.device in each.candidates)
-        return Limit(f"it is for {theirs}: write {instead} on a {_DEVICES[engine.device]}")
-    limits = {candidate: candidate.limits(engine) for candidate in candidates}
+    quantization = find(name, engine.device)
+    limits = {candidate: candidate.limits(engine) for candidate in quantization.candidates}
     usable = [candidate for candidate, found in limits.items() if not found]
     if not usable:
         first = [found[0] for found in limits.values()]
@@ -190,7 +232,7 @@ def refusal(name: str, engine: EngineFacts) -> Limit | None:
     return None
 
 
-def _kept(candidates: Sequence[Candidate]) -> frozenset[str]:
+def _kept(candidates: Sequence[Candidate | ExpertsCandidate]) -> frozenset[str]:
     return frozenset[str]().union(*(candidate.keeps for candidate in candidates))
 
 
@@ -204,22 +246,24 @@ def automatic(engine: EngineFacts, types: Counter[str] | None, stored: Scheme | 
     Returns:
         Its name, or none; and why.
     """
-    if engine.device == "cpu" and stored is None:
+    mixture = any(isinstance(mlp, MoeSpec) for mlp in engine.model.mlps)
+    if stored is None and (engine.device == "cpu" or (mixture and types is not None)):
         bits, why = integers_of_file(engine, types)
         limit = refusal(f"int{bits}", engine) if bits else None
         if limit is not None:
             return "none", limit.reason
         return (f"int{bits}" if bits else "none"), why
     codes = {rule.format.spec.codes for rule in stored.rules if rule.format is not None} if stored is not None else set()
-    candidates = QUANTIZATIONS[STORED].candidates[engine.device]
-    wanted = [candidate for candidate in candidates if candidate.keeps & codes]
-    kept = _kept(wanted)
-    if any(isinstance(mlp, MoeSpec) for mlp in engine.model.mlps):
-        kept = kept.union(*(candidate.keeps for candidate in QUANTIZATIONS[STORED].experts[engine.device]))
+    if types is not None and types.keys() & (INT4_TYPES | INT8_TYPES):
+        codes = {"int4" if types.keys() <= INT4_TYPES else "int8"}
+    name = STORED_INT4 if codes <= _FOUR_BITS[engine.device] else STORED
+    quantization = find(name, engine.device)
+    wanted = [candidate for candidate in quantization.candidates if candidate.keeps & codes]
+    kept = _kept(quantization.experts if mixture else quantization.candidates)
     if not codes or codes - kept:
-        theirs = " or ".join(candidate.title for candidate in candidates)
+        theirs = " or ".join(sorted(kept) if mixture else (candidate.title for candidate in quantization.candidates))
         return "none", f"the checkpoint is not of {theirs}, which kernels here multiply: weights are made {engine.dtype}"
     title = " and ".join((*(candidate.title for candidate in wanted), *sorted(codes - _kept(wanted))))
     for limit in (limit for candidate in wanted for limit in candidate.limits(engine)):
         return "none", f"the checkpoint is of {title}, and weights are made {engine.dtype}: {limit.reason}"
-    return STORED, f"the checkpoint is of {title}, which the {_DEVICES[engine.device]} multiplies"
+    return name, f"the checkpoint is of {title}, which the {_DEVICES[engine.device]} multiplies"

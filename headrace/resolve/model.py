@@ -43,10 +43,10 @@ def stored_format(files: ModelFiles) -> Scheme | None:
     return find_scheme(files.config) if files.kind == "safetensors" else None
 
 
-def note_stored_format(scheme: Scheme | None, dtype: str, quantization: str, log: DecisionLog) -> None:
+def note_stored_format(scheme: Scheme | None, dtype: str, quantization: str, device: DeviceFacts, log: DecisionLog) -> None:
     if scheme is None:
         return
-    how = f"dequantised to {dtype}" if quantization == "none" else registry.find(quantization).stored
+    how = f"dequantised to {dtype}" if quantization == "none" else registry.find(quantization, device.device).stored
     log.note("checkpoint format", scheme, f"its matrices are {how}")
 
 
@@ -71,7 +71,7 @@ def compute_dtype(
     if args.dtype != "auto":
         return args.dtype
     quantised = types is not None and not types.keys() <= PLAIN_TYPES
-    fastest = None if asked in ("auto", "none") else registry.find(asked).dtype
+    fastest = None if asked in ("auto", "none") else registry.find(asked, device.device).dtype
     if fastest is not None:
         log.note("dtype", fastest, f"the packed {asked} kernels are fastest in {fastest}")
         return fastest
@@ -149,7 +149,7 @@ def check_head(args: EngineArgs, model: AnySpec, dtype: str, packed: str, device
         if why := registry.head_refusal(asked, engine_facts(args, model, dtype, device)):
             raise ConfigError(f"quantize_head {asked}: {why}", "quantize_head")
         log.note("quantize_head", asked, "asked for")
-    if args.quantization_ignore and packed == "none" and registry.head_quantization(asked, packed) == "none":
+    if args.quantization_ignore and packed == registry.head_quantization(asked, packed, device.device) == "none":
         log.note("quantization_ignore", "no effect", "nothing is quantised")
 
 

@@ -8,7 +8,7 @@ from headrace.config import Decision, EngineConfig, MemoryLine
 from headrace.errors import human_size
 from headrace.model_spec import ModelSpec
 from headrace.models.size import weight_bytes
-from headrace.quant.registry import QUANTIZATIONS, STORED, refusal
+from headrace.quant.registry import QUANTIZATIONS, refusal
 from headrace.resolve import DeviceFacts
 from headrace.resolve.memory import CUDA_SLACK
 from headrace.resolve.model import engine_facts
@@ -59,7 +59,8 @@ def ledger(
 def planned_ledger(config: EngineConfig, device: DeviceFacts) -> list[MemoryLine]:
     """Lines of an engine that was configured but not built: weights are estimated."""
     args = config.args
-    estimate = weight_bytes(config.model, config.dtype, config.quantization, args.quantize_head, args.quantization_ignore)
+    asked = config.quantization, device.device, args.quantize_head, args.quantization_ignore
+    estimate = weight_bytes(config.model, config.dtype, *asked)
     lines = [MemoryLine("weights", estimate, "estimated: --load measures it"), *cache_lines(config)]
     if not device.cuda:
         return lines
@@ -77,15 +78,15 @@ def other_formats(config: EngineConfig, device: DeviceFacts) -> list[Decision]:
     if not isinstance(config.model, ModelSpec):
         return []
     engine = engine_facts(config.args, config.model, config.dtype, device)
-    floats = human_size(weight_bytes(config.model, config.dtype, "none"))
+    floats = human_size(weight_bytes(config.model, config.dtype, "none", device.device))
     lines = [Decision(f"weights in {config.dtype}", floats, "--quantization none")]
-    for name, quantization in QUANTIZATIONS.items():
-        if name == STORED:
+    for name, quantization in QUANTIZATIONS[device.device].items():
+        if not quantization.rounding:
             continue
         limit = refusal(name, engine)
         why = f"--quantization {name}" if limit is None else f"not here: {limit.reason}"
         more = ", with copies in floats where kernels need them" if quantization.copies else ""
-        nbytes = human_size(weight_bytes(config.model, config.dtype, name))
+        nbytes = human_size(weight_bytes(config.model, config.dtype, name, device.device))
         lines.append(Decision(f"weights in {name}", f"at most {nbytes}", why + more))
     return lines
 

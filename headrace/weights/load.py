@@ -23,7 +23,7 @@ from headrace.parallel.shards import Cut
 from headrace.quant.convert import Conversion, Converter
 from headrace.quant.formats.find import find_scheme
 from headrace.quant.ignored import ignored
-from headrace.quant.registry import STORED, find, head_quantization
+from headrace.quant.registry import find, head_quantization
 from headrace.sources.files import ModelFiles
 from headrace.weights.checkpoint import Checkpoint, DummyCheckpoint
 from headrace.weights.experts import expert_parts, stored_experts
@@ -71,7 +71,7 @@ def load_weights(
     with closing(_open(model, table, files, seed, device)) as checkpoint:
         loader = _Loader(model, table.chosen(checkpoint.tensors), checkpoint, device, progress)
         loader.check()
-        return loader.load(quantization, head_quantization(quantize_head, quantization), ignore)
+        return loader.load(quantization, head_quantization(quantize_head, quantization, device.type), ignore)
 
 
 def _open(model: nn.Module, table: NameTable, files: ModelFiles, seed: int, device: torch.device) -> Checkpoint:
@@ -170,9 +170,8 @@ class _Loader:
         start = time.perf_counter()
         linears = {path: module for path, module in self._model.named_modules() if isinstance(module, Linear)}
         matrices = {f"{path}.weight" for path in linears}
-        converters = {
-            name: Converter(self._device, find(name)) for name in dict.fromkeys((quantization, head)) if name != "none"
-        }
+        held = {name: find(name, self._device.type) for name in dict.fromkeys((quantization, head)) if name != "none"}
+        converters = {name: Converter(self._device, each) for name, each in held.items()}
         mixtures = {path: module for path, module in self._model.named_modules() if isinstance(module, Experts)}
         left = ignored(ignore, layer_names(self._table, (*linears, *mixtures))) if converters and ignore else {}
         conversions = {path: Conversion("floats", why, 0.0) for path, why in left.items()}
@@ -183,7 +182,7 @@ class _Loader:
         chosen: dict[str, Converter] = {}
         for path in linears:
             name = head if path == HEAD else quantization
-            if path not in left and name in converters and not (path == HEAD and tied and name == STORED):
+            if path not in left and name in converters and not (path == HEAD and tied and not held[name].rounding):
                 chosen[path] = converters[name]
         experts = {f"{path}.{matrix}": layer for path, layer in mixtures.items() for matrix in layer.shapes}
         for parameter in self._table.parameters():

@@ -85,4 +85,4 @@ def test_estimates_are_the_sum_over_layers(kv_heads: list[int], tmp_path: Path) 
     assert resolved.cache.nbytes == count * block <= memory
     model = registry.build(spec, "float32", "cpu")
     held = sum(parameter.nbytes for parameter in model.parameters())
-    assert weight_bytes(spec, "float32", "none") == held
+    assert weight_bytes(spec, "float32", "none", "cpu") == held

@@ -39,7 +39,7 @@ def converter(quantization: str, kernels: NativeKernels | None, device: str = "c
     """The CPU's, with these compiled kernels or without."""
     bits = int(quantization.removeprefix("int"))
     candidates = NativeIntegers(bits, lambda: kernels), TorchIntegers(bits)
-    return Converter(torch.device(device), dataclasses.replace(find(quantization), candidates={device: candidates}))
+    return Converter(torch.device(device), dataclasses.replace(find(quantization, "cpu"), candidates=candidates))
 
 
 def stored(kind: Type, rows: int, seed: int = 0) -> StoredMatrix:
@@ -162,7 +162,7 @@ def test_shapes_that_no_kernel_takes(vector_kernels: NativeKernels) -> None:
         method = layer.method.packed if isinstance(layer.method, HybridMethod) else layer.method
         assert isinstance(method, NativeMethod) == in_groups
     with pytest.raises(ConfigError, match="quantization must be one of"):
-        find("int3")
+        find("int3", "cpu")
 
 
 def test_amx_keeps_a_copy_for_many_rows(vector_kernels: NativeKernels, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from headrace.quant.int4 import Int4Method
 from headrace.quant.int8 import Int8Method
 from headrace.quant.native import NativeMethod
 from headrace.quant.packed import PackedMethod
+from headrace.quant.wna16 import Int4GpuMethod, Int8GpuMethod
 
 from .packing import layer_of, stored
 
@@ -34,10 +35,12 @@ METHODS: dict[str, Callable[[NativeKernels], LinearMethod]] = {
     "int8": lambda kernels: Int8Method(),
     "native-4": lambda kernels: NativeMethod(kernels, 4),
     "native-8": lambda kernels: NativeMethod(kernels, 8),
+    "gpu-int4": lambda kernels: Int4GpuMethod(),
+    "gpu-int8": lambda kernels: Int8GpuMethod(),
     "hybrid-int4": lambda kernels: HybridMethod(Int4Method(), 4),
     "hybrid-native": lambda kernels: HybridMethod(NativeMethod(kernels, 4), 4),
 }
-ERROR = {"floats": 0.0, "int8": 0.02, "native-8": 0.01}
+ERROR = {"floats": 0.0, "int8": 0.02, "native-8": 0.01, "gpu-int8": 0.01, "gpu-int4": 0.13}
 """Error of weights that were rounded from floats."""
 DTYPES = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 """Dtype of the activations -> relative error of a product."""
@@ -219,7 +222,7 @@ def test_refusals_say_why(name: str, method: Callable[[], LinearMethod]) -> None
     own = method()
     kind = type(own.packed if isinstance(own, HybridMethod) else own)
     assert kind.supports(INPUTS, 64, "cpu") == []
-    if name == "floats":
+    if name == "floats" or name.startswith("gpu"):
         assert kind.supports(7, 3, "cuda") == []
         return
     assert kind.supports(INPUTS, 64, "cuda") == ["it runs on cpu, not on cuda"]
@@ -229,7 +232,7 @@ def test_refusals_say_why(name: str, method: Callable[[], LinearMethod]) -> None
 
 def test_only_methods_that_can_are_made_invariant(method: Callable[[], LinearMethod], name: str) -> None:
     layer = fused(method(), parts_of(), torch.float32)
-    if name == "floats":
+    if name == "floats" or name.startswith("gpu"):
         make_invariant(layer)
         assert layer.batch_invariant
     else:

@@ -22,7 +22,7 @@ from headrace.quant.formats.find import find_scheme
 from headrace.quant.groups import GroupCodes, relative_error
 from headrace.quant.integers import KeepNative
 from headrace.quant.native import NativeFp8Method, NativeMethod
-from headrace.quant.registry import STORED, automatic, find
+from headrace.quant.registry import STORED, STORED_INT4, automatic, find
 from headrace.resolve.facts import DeviceFacts
 
 from .packing import layer_of
@@ -110,7 +110,7 @@ def test_parts_in_one_order_are_fused(kernels: NativeKernels) -> None:
 
 def converted(parts: list[StoredMatrix], layer: Linear | None = None) -> Conversion:
     layer = layer or Linear(INPUTS, sum(len(part.read()) for part in parts), dtype=torch.float32, device="cpu")
-    return Converter(torch.device("cpu"), find(STORED)).convert("x", layer, parts)
+    return Converter(torch.device("cpu"), find(STORED, "cpu")).convert("x", layer, parts)
 
 
 TILES = {
@@ -193,7 +193,7 @@ def test_what_is_kept(name: str) -> None:
 
 def test_without_native_kernels_codes_become_floats() -> None:
     keep = KeepNative(lambda: None)
-    quantization = dataclasses.replace(find(STORED), candidates={"cpu": (keep,)})
+    quantization = dataclasses.replace(find(STORED, "cpu"), candidates=(keep,))
     layer = Linear(INPUTS, 72, dtype=torch.float32, device="cpu")
     done = Converter(torch.device("cpu"), quantization).convert("x", layer, [matrix(integers(4, 128))])
     assert done.format == "floats" and "dequantised" in done.reason
@@ -207,8 +207,8 @@ NVFP4 = {"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4", "gr
 @pytest.mark.parametrize(
     ("scheme", "device", "dtype", "asked", "name", "why"),
     [
-        (GPTQ, NATIVE, "bfloat16", False, STORED, "which the CPU multiplies"),
-        (GPTQ, NATIVE, "float32", False, STORED, "which the CPU multiplies"),
+        (GPTQ, NATIVE, "bfloat16", False, STORED_INT4, "which the CPU multiplies"),
+        (GPTQ, NATIVE, "float32", False, STORED_INT4, "which the CPU multiplies"),
         (FP8, NATIVE, "bfloat16", False, STORED, "which the CPU multiplies"),
         (GPTQ, NATIVE, "float32", True, "none", "for exact results"),
         (GPTQ, ZEN, "bfloat16", False, "none", "native kernels are not available"),

@@ -22,7 +22,7 @@ from headrace.quant.experts import CodedExperts, ExpertsFacts, KeepExperts, Roun
 from headrace.quant.formats.find import _METHODS, method_name
 from headrace.quant.int8 import Int8Method
 from headrace.quant.packed import PackedMethod
-from headrace.quant.registry import QUANTIZATIONS, STORED, find, meaning, refusal
+from headrace.quant.registry import QUANTIZATIONS, STORED, STORED_INT4, find, meaning, refusal
 from headrace.resolve.facts import DeviceFacts, matrices
 
 NATIVE = dataclasses.replace(ZEN, native_kernels="avx512_vnni")
@@ -51,15 +51,17 @@ def matrix(outputs: int, inputs: int) -> StoredMatrix:
 def test_users_may_name_all_but_what_is_stored() -> None:
     """Other words say the checkpoint's format, or mean one of these."""
     words = set(get_args(get_args(Choice)[0]))
-    assert words >= {"none", "auto", *QUANTIZATIONS} - {STORED} and STORED not in words
-    for word in words - {"none", "auto", "fp8_per_channel", "gguf", *QUANTIZATIONS}:
+    names, internal = set(QUANTIZATIONS["cpu"]), {STORED, STORED_INT4}
+    assert all(set(named) == names for named in QUANTIZATIONS.values())
+    assert words >= {"none", "auto", *names} - internal and not words & internal
+    for word in words - {"none", "auto", "fp8_per_channel", "gguf", *names}:
         assert method_name(word) in _METHODS
-    assert meaning("fp8_per_channel", None, False) == "fp8"
-    assert meaning("gguf", None, True) == "auto"
+    assert meaning("fp8_per_channel", None, False, "cuda") == "fp8"
+    assert meaning("gguf", None, True, "cuda") == "auto"
 
 
 def test_a_device_is_told_of_a_quantization_that_serves_it() -> None:
-    assert refusal("int4", facts(HOPPER)) == Limit("it is for CPUs: write fp8 on a GPU")
+    assert refusal("int4", facts(HOPPER)) is None
     assert refusal("fp8", facts(ZEN)) == Limit("it is for GPUs: write int8 on a CPU")
 
 
@@ -97,7 +99,7 @@ def candidate(method: type[PackedMethod]) -> Round:
 @pytest.mark.parametrize("floats", [False, True])
 def test_the_first_candidate_without_reasons_takes_the_layer(floats: bool) -> None:
     """The report has the reasons of those before it."""
-    both = dataclasses.replace(find("int8"), candidates={"cpu": (candidate(Stubborn), candidate(Int8Method))}, floats=floats)
+    both = dataclasses.replace(find("int8", "cpu"), candidates=(candidate(Stubborn), candidate(Int8Method)), floats=floats)
     converter = Converter(CPU, both)
     wide, narrow, odd = (Linear(inputs, 16, dtype=torch.bfloat16, device="cpu") for inputs in (64, 48, 24))
     assert converter.convert("wide", wide, [matrix(16, 64)]).reason == "stored as BF16, rounded to stubborn"
@@ -118,7 +120,7 @@ def test_the_first_candidate_without_reasons_takes_the_layer(floats: bool) -> No
 
 
 def test_floats_come_back_where_a_candidate_gave_up_and_none_follows() -> None:
-    alone = dataclasses.replace(find("int8"), candidates={"cpu": (candidate(Stubborn),)}, floats=True)
+    alone = dataclasses.replace(find("int8", "cpu"), candidates=(candidate(Stubborn),), floats=True)
     layer = Linear(64, 16, dtype=torch.bfloat16, device="cpu")
     done = Converter(CPU, alone).convert("x", layer, [StoredMatrix("F32", lambda: torch.full((16, 64), 1000.0))])
     assert done.format == "floats" and torch.equal(layer.weight, torch.full((16, 64), 1000.0).bfloat16())
@@ -134,7 +136,7 @@ class Picky(RoundExperts):
 
 @pytest.mark.parametrize(("hidden", "shared", "against"), [(64, "blocks", ""), (32, "output", "; 32 inputs are few")])
 def test_experts_walk_alike(hidden: int, shared: str, against: str) -> None:
-    named = dataclasses.replace(find("fp8"), experts={"cpu": (KeepExperts(), Picky(blocks=True), RoundExperts(blocks=False))})
+    named = dataclasses.replace(find("fp8", "cpu"), experts=(KeepExperts(), Picky(blocks=True), RoundExperts(blocks=False)))
     spec = MoeSpec(num_experts=4, top_k=2, intermediate_size=64)
 
     def layer() -> Experts:
@@ -148,5 +150,8 @@ def test_experts_walk_alike(hidden: int, shared: str, against: str) -> None:
     assert ("a scale for each output" in done.format) == (shared == "output")
     assert not any(name in own.shapes for name, _ in own.named_parameters())
     plain = layer()
-    assert Converter(CPU, find("stored")).prepare(plain, stored) is None
+    assert Converter(CPU, find("stored", "cuda")).prepare(plain, stored) is None
+    left = Converter(CPU, find("int4", "cuda")).prepare(plain, stored)
+    assert left is not None and left.format == "floats"
+    assert left.reason == "stored as BF16, which is kept; no kernel here multiplies experts that are rounded to int4"
     assert plain.down_proj.dtype == torch.bfloat16

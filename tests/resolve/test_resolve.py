@@ -250,7 +250,7 @@ def test_default_memory_is_what_could_be_used_but_modest() -> None:
     needy = decide(device=dataclasses.replace(ZEN, available_memory=33 * per_block * 2 + 300_000))
     assert needy.cache.num_blocks == (33,) and "one sequence" in reason(needy, "kv_cache_memory")
     with pytest.raises(ConfigError, match=r"max_model_len to .* or less, or to auto"):
-        decide(device=dataclasses.replace(ZEN, available_memory=weight_bytes(model(), "bfloat16", "none") + 100_000))
+        decide(device=dataclasses.replace(ZEN, available_memory=weight_bytes(model(), "bfloat16", "none", "cpu") + 100_000))
     with pytest.raises(ConfigError):
         decide(device=dataclasses.replace(ZEN, available_memory=0), max_model_len="auto")
 

@@ -13,6 +13,7 @@ from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.model_spec import ForeignSpec, MoeSpec
 from headrace.model_spec.model import ModelFacts
+from headrace.models.size import weight_bytes
 from headrace.resolve.memory import CUDA_SLACK
 from headrace.resolve.schedule import DETERMINISTIC, MAX_GRAPH_ROWS
 from headrace.startup.report import _layer_lines
@@ -76,16 +77,38 @@ def test_dtype(stored: str, dtype: str) -> None:
     assert decide(model(dtype=stored), HOPPER).dtype == dtype
 
 
-def test_a_quantised_file_is_made_whole() -> None:
-    config = decide(model(), HOPPER, types=("Q4_1",))
-    assert (config.dtype, config.quantization) == ("bfloat16", "none")
+MOE = MoeSpec(num_experts=4, top_k=2, intermediate_size=64)
+
+
+@pytest.mark.parametrize(
+    ("types", "chosen"),
+    [(("Q4_1",), "stored_int4"), (("Q4_K", "Q6_K"), "stored"), (("Q8_0",), "stored"), (("Q6_K",), "none"), (("F16",), "none")],
+)
+def test_integers_of_a_file_are_kept(types: tuple[str, ...], chosen: str) -> None:
+    config = decide(model(), HOPPER, types=types)
+    assert config.quantization == chosen
+    assert config.dtype == "bfloat16"
+    mixture = decide(dataclasses.replace(model(), mlps=(MOE, MOE)), HOPPER, types=types)
+    assert mixture.quantization == "none" and "experts of a mixture" in reasons(mixture)["quantization"]
 
 
 @pytest.mark.parametrize("asked", ["int4", "int8"])
-def test_the_cpus_formats_are_refused(asked: str) -> None:
-    with pytest.raises(ConfigError, match="for CPUs") as caught:
-        on_gpu(quantization=asked)
-    assert caught.value.param == "quantization"
+def test_integers(asked: str) -> None:
+    assert on_gpu(quantization=asked).quantization == asked
+    assert on_gpu(quantization=asked, deterministic=True).quantization == asked
+    assert on_gpu(quantization=asked).cache.nbytes > on_gpu().cache.nbytes
+    with pytest.raises(ConfigError, match="16-bit activations") as caught:
+        on_gpu(quantization=asked, dtype="float32")
+    assert caught.value.param == "dtype"
+
+
+def test_estimates_count_experts_as_they_are_held() -> None:
+    spec = dataclasses.replace(model(), mlps=(MOE, MOE))
+    floats, int8, fp8, stored, stored_int4 = (
+        weight_bytes(spec, "bfloat16", name, "cuda") for name in ("none", "int8", "fp8", "stored", "stored_int4")
+    )
+    # Integers are not rounded to for experts.
+    assert stored_int4 < fp8 < stored < int8 < floats
 
 
 @pytest.mark.parametrize("asked", ["fp8", "fp8_per_block"])
@@ -109,14 +132,21 @@ BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         (BLOCKS, {"quantization": "fp8"}, "stored", "which the GPU multiplies"),
         (BLOCKS, {"quantization": "fp8_per_channel"}, "stored", "which the GPU multiplies"),
         (BLOCKS, {"quantization": "fp8_per_block"}, "stored", "which the GPU multiplies"),
-        (FOUR, {"quantization": "gptq_marlin"}, "none", "dequantised to bfloat16"),
+        (FOUR, {"quantization": "gptq_marlin"}, "stored_int4", "the checkpoint is of integers"),
+        (FOUR, {"quantization": "int8"}, "int8", "packed as int8"),
+        (FOUR, {"quantization": "none"}, "none", "dequantised to bfloat16"),
+        (FOUR, {"dtype": "float32"}, "none", "weights are made float32"),
         (None, {"quantization": "fp8_per_channel"}, "fp8", ""),
         (BLOCKS, {"dtype": "float32"}, "none", "weights are made float32"),
         (BLOCKS, {"deterministic": True}, "none", "rows are independent"),
-        (FOUR, {}, "none", "not of FP8"),
+        (FOUR, {}, "stored_int4", "the checkpoint is of integers"),
+        ({**FOUR, "bits": 8}, {"deterministic": True}, "stored", "the checkpoint is of integers"),
+        ({"quant_method": "mxfp4"}, {}, "none", "not of FP8 or integers"),
     ],
 )
-def test_fp8_checkpoints_are_kept(quantised: dict[str, Any] | None, args: dict[str, Any], chosen: str, reason: str) -> None:
+def test_quantised_checkpoints_are_kept(
+    quantised: dict[str, Any] | None, args: dict[str, Any], chosen: str, reason: str
+) -> None:
     config = on_gpu(quantised=quantised, **args)
     assert config.quantization == chosen
     assert any(reason in why for why in reasons(config).values())
@@ -128,8 +158,8 @@ MXFP4 = {"quant_method": "mxfp4"}
 @pytest.mark.parametrize(
     ("quantised", "args", "chosen"),
     [
-        *((one, {}, "stored") for one in (MXFP4, FOUR, BLOCKS, {"quant_method": "w4afp8"})),
-        *((one, {"deterministic": True}, "stored") for one in (MXFP4, FOUR)),
+        *((one, {}, "stored") for one in (BLOCKS, {"quant_method": "w4afp8"})),
+        *((one, args, "stored_int4") for one in (MXFP4, FOUR) for args in ({}, {"deterministic": True})),
         *((one, {"deterministic": True}, "none") for one in (BLOCKS, {"quant_method": "w4afp8"})),
         (MXFP4, {"quantization": "none"}, "none"),
         ({**FOUR, "bits": 8}, {}, "none"),
@@ -137,8 +167,7 @@ MXFP4 = {"quant_method": "mxfp4"}
 )
 def test_experts_of_four_bits_are_kept(quantised: dict[str, Any], args: dict[str, Any], chosen: str) -> None:
     """Their kernels have tiles for any batch; those of FP8 matrices beside them do not."""
-    moe = MoeSpec(num_experts=4, top_k=2, intermediate_size=64)
-    spec = dataclasses.replace(model(), mlps=(moe, moe))
+    spec = dataclasses.replace(model(), mlps=(MOE, MOE))
     assert decide(spec, HOPPER, quantised=quantised, **args).quantization == chosen
     if quantised is MXFP4:
         assert on_gpu(quantised=quantised).quantization == "none"
@@ -166,7 +195,7 @@ def test_the_head_may_be_quantised_alone() -> None:
     assert config.quantization == "none" and reasons(config)["quantize_head"] == "asked for"
     assert "nothing is quantised" in reasons(on_gpu(quantization_ignore=("o_proj",)))["quantization_ignore"]
     for args, message in (
-        ({"quantize_head": "int8"}, "for CPUs"),
+        ({"quantize_head": "int8", "dtype": "float32"}, "16-bit activations"),
         ({"quantize_head": "fp8", "deterministic": True}, "rows are independent"),
         ({"quantize_head": "fp8"}, "300 outputs are not a multiple of 16"),
         ({"quantize_head": "fp8_per_block"}, "300 outputs are not a multiple of 128"),

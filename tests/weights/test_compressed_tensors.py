@@ -22,9 +22,12 @@ from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
 from headrace.errors import ConfigError
+from headrace.layers.linear import Linear
+from headrace.layers.stored import StoredMatrix
 from headrace.models import registry
 from headrace.quant.formats.find import find_scheme
 from headrace.quant.groups import GroupCodes
+from headrace.quant.wna16 import Int4GpuMethod, Int8GpuMethod
 from headrace.weights.load import load_weights
 from headrace.weights.names import Slice
 from headrace.weights.safetensors import SafetensorsCheckpoint
@@ -136,6 +139,24 @@ def test_other_groups_of_integers(preset: str, changes: dict[str, Any], tmp_path
     stored, meant, scheme = compressed(weight, scheme_of(preset, **changes))
     checkpoint = opened(tmp_path, stored, scheme)
     assert torch.equal(checkpoint.read("model.m.weight"), meant)
+    check_held_by_gpus(checkpoint, meant)
+
+
+def check_held_by_gpus(checkpoint: ScaledCheckpoint, meant: torch.Tensor) -> None:
+    """Scales are float32 here, so that a product with a zero point may be rounded."""
+    codes = checkpoint.codes("model.m.weight")
+    assert isinstance(codes, GroupCodes)
+    method = Int4GpuMethod() if codes.bits == 4 else Int8GpuMethod()
+    layer = Linear(*reversed(meant.shape), dtype=torch.bfloat16, device="cpu")
+    method.allocate(layer, torch.bfloat16, "cpu")
+    assert method.load(layer, [StoredMatrix("I32", codes.dequantize, lambda: codes)]) == 0
+    torch.testing.assert_close(method.dequantize(layer), meant.float(), rtol=0, atol=2.0**-22 * float(meant.abs().max()))
+
+
+@pytest.mark.parametrize("preset", ["W4A16", "W4A16_ASYM", "W8A16"])
+def test_presets_of_integers_are_held_by_gpus(preset: str, tmp_path: Path) -> None:
+    stored, meant, scheme = compressed(random(100, 256), scheme_of(preset))
+    check_held_by_gpus(opened(tmp_path, stored, scheme), meant)
 
 
 def test_act_order(tmp_path: Path) -> None:

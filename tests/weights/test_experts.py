@@ -22,7 +22,7 @@ from headrace.models.decoder import Decoder
 from headrace.models.size import weight_bytes
 from headrace.parallel.layout import ParallelSizes, shard_model
 from headrace.quant.experts import CodedExperts
-from headrace.quant.registry import QUANTIZATIONS, STORED
+from headrace.quant.registry import QUANTIZATIONS, STORED, find
 from headrace.weights.load import load_weights
 from headrace.weights.report import LoadReport
 
@@ -64,8 +64,8 @@ Packed = dict[str, torch.Tensor]
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU has kernels of its own for what is stored."""
-    stored = QUANTIZATIONS[STORED]
-    monkeypatch.setitem(QUANTIZATIONS, STORED, dataclasses.replace(stored, experts={"cpu": stored.experts["cuda"]}))
+    stored = dataclasses.replace(find(STORED, "cpu"), experts=find(STORED, "cuda").experts)
+    monkeypatch.setitem(QUANTIZATIONS["cpu"], STORED, stored)
 
 
 def tiles(weight: torch.Tensor, tile: tuple[int, int], name: str = "weight_scale_inv") -> Packed:
@@ -314,8 +314,8 @@ def test_experts_that_are_named_stay_floats(tmp_path: Path) -> None:
     kinds = [type(one.method) is CodedExperts for one in model.modules() if isinstance(one, Experts)]
     assert kinds == [True, False]
     assert any("quantization_ignore" in one.reason and "experts" in one.name for one in report.decisions)
-    assert report.nbytes <= weight_bytes(spec, "bfloat16", "fp8", ignore=ignore)
-    assert weight_bytes(spec, "bfloat16", "fp8") < weight_bytes(spec, "bfloat16", "fp8", ignore=ignore)
+    assert report.nbytes <= weight_bytes(spec, "bfloat16", "fp8", "cpu", ignore=ignore)
+    assert weight_bytes(spec, "bfloat16", "fp8", "cpu") < weight_bytes(spec, "bfloat16", "fp8", "cpu", ignore=ignore)
 
 
 def test_ranks_with_other_experts_have_the_largest_static_scale_of_all(tmp_path: Path) -> None:

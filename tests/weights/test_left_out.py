@@ -48,9 +48,11 @@ def test_matrices_that_are_named_stay_floats(quantization: str, ignore: tuple[st
     hf_config = config(tie_word_embeddings=False, num_hidden_layers=2)
     model, report = load(hf_config, quantization=quantization, ignore=ignore)
     assert in_floats(model) - {"lm_head"} == left
-    assert report.nbytes <= weight_bytes(model.spec, "bfloat16", quantization, ignore=ignore)
+    assert report.nbytes <= weight_bytes(model.spec, "bfloat16", quantization, "cpu", ignore=ignore)
     if quantization == "fp8":
-        assert weight_bytes(model.spec, "bfloat16", "fp8") < weight_bytes(model.spec, "bfloat16", "fp8", ignore=ignore)
+        assert weight_bytes(model.spec, "bfloat16", "fp8", "cpu") < weight_bytes(
+            model.spec, "bfloat16", "fp8", "cpu", ignore=ignore
+        )
     reasons = {line.reason for line in report.decisions if line.value == "floats"}
     assert any(f"quantization_ignore '{ignore[0]}'" in reason for reason in reasons)
 
@@ -75,7 +77,7 @@ def test_the_head_has_a_format_of_its_own(quantization: str, head: str, tied: bo
     plain, _ = load(hf_config)
     assert "lm_head" not in in_floats(model)
     assert torch.equal(model.embed_tokens.weight, plain.embed_tokens.weight)
-    assert report.nbytes <= weight_bytes(model.spec, "bfloat16", quantization, head)
+    assert report.nbytes <= weight_bytes(model.spec, "bfloat16", quantization, "cpu", head)
     exact = plain.lm_head.weight.float()
     assert 0 < (model.lm_head.method.dequantize(model.lm_head) - exact).norm() / exact.norm() < 0.04
     hidden = torch.randn(2, model.spec.hidden_size).bfloat16()
@@ -86,7 +88,7 @@ def test_the_head_has_a_format_of_its_own(quantization: str, head: str, tied: bo
 def test_the_head_stays_in_floats_if_asked_to() -> None:
     model, report = load(config(tie_word_embeddings=False), quantization="int4", quantize_head="none")
     assert in_floats(model) == {"lm_head"}
-    assert report.nbytes <= weight_bytes(model.spec, "bfloat16", "int4", "none")
+    assert report.nbytes <= weight_bytes(model.spec, "bfloat16", "int4", "cpu", "none")
 
 
 @pytest.mark.parametrize("coded", [False, True])
@@ -106,7 +108,7 @@ def test_a_head_that_a_checkpoint_quantised_is_kept(tmp_path: Path, coded: bool)
     )
     model, report = load(hf_config, write_safetensors(tmp_path, stored), quantization="stored")
     assert ("lm_head" in in_floats(model)) != coded
-    assert report.nbytes <= weight_bytes(model.spec, "bfloat16", "stored")
+    assert report.nbytes <= weight_bytes(model.spec, "bfloat16", "stored", "cpu")
     if coded:
         exact = stored["lm_head.weight"].float() * stored["lm_head.weight_scale"]
         assert torch.equal(model.lm_head.method.dequantize(model.lm_head), exact)

@@ -243,7 +243,7 @@ def test_packed_memory_is_what_the_model_holds(quantization: str, tied: bool) ->
     model, report = load(hf_config, "dummy", [], dtype="bfloat16", quantization=quantization)
     unique = {tensor.data_ptr(): tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]}
     assert report.nbytes == sum(unique.values())
-    estimate = weight_bytes(model.spec, "bfloat16", quantization)
+    estimate = weight_bytes(model.spec, "bfloat16", quantization, "cpu")
     assert report.nbytes <= estimate
     if "second copy of packed weights" in {line.name for line in report.memory}:
         assert report.nbytes > 0.95 * estimate

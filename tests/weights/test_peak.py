@@ -142,7 +142,7 @@ def test_dummy_weights_are_those_that_are_rounded(quantization: str) -> None:
             model, registry.name_table(spec(small)), files(small, "dummy", []), device=torch.device("cpu"), quantization=name
         )
         models.append(model)
-    converter, seen = Converter(torch.device("cpu"), find(quantization)), 0
+    converter, seen = Converter(torch.device("cpu"), find(quantization, "cpu")), 0
     for (path, floats), (_, packed) in zip(*(model.named_modules() for model in models), strict=True):
         if isinstance(floats, Linear) and isinstance(packed, Linear) and "weight" not in packed._parameters:
             weight = floats.weight.data.clone()

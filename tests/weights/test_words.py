@@ -13,12 +13,13 @@ from support.models.packers import Rounded
 
 from headrace.errors import ConfigError
 from headrace.kernels import native
-from headrace.layers.linear import Linear
+from headrace.layers.linear import Linear, UnquantizedMethod
 from headrace.models import registry
 from headrace.parallel.shards import Cut
 from headrace.quant.formats.find import find_scheme
 from headrace.quant.groups import GroupCodes
 from headrace.quant.native import NativeMethod
+from headrace.quant.registry import QUANTIZATIONS, STORED, find
 from headrace.weights.load import load_weights
 from headrace.weights.names import Slice
 from headrace.weights.safetensors import SafetensorsCheckpoint
@@ -262,3 +263,28 @@ def test_codes_are_multiplied_as_they_are_stored(quantization: str, tmp_path: Pa
         if isinstance(layer, Linear) and path != "lm_head":
             assert isinstance(layer.method, NativeMethod)
             assert torch.equal(layer.method.dequantize(layer), expected[f"{path}.weight"].float())
+
+
+def test_codes_are_kept_for_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As are those in another order of inputs, of a matrix that is alone; parts of a fused matrix in orders of their own become
+    floats."""
+    hf_config = config(quantization_config=GPTQ | {"group_size": 128, "lm_head": True})
+    held, meant = quantised(hf_config, {"_proj": {"group": 128}, "lm_head": {"group": 128}})
+    for name, seed in (("0.self_attn.o_proj", 1), ("1.self_attn.q_proj", 2)):
+        order = torch.randperm(256, generator=torch.Generator().manual_seed(seed)) // 128
+        made = Rounded(256, 256, group=128, order=order)
+        meant[f"model.layers.{name}.weight"] = made.meant
+        held |= {f"model.layers.{name}.{leaf}": tensor for leaf, tensor in made.gptq().items()}
+    # A CPU has kernels of its own, and runs the reference of these.
+    monkeypatch.setitem(QUANTIZATIONS["cpu"], STORED, find(STORED, "cuda"))
+    model, report = load(tmp_path, hf_config, held, quantization=STORED)
+    assert set(report.errors.values()) == {0.0}
+    floats = {"layers.1.self_attn.qkv_proj"}
+    for name, expected in expected_parameters(hf_config, meant).items():
+        path = name.removesuffix(".weight")
+        layer = model.get_submodule(path)
+        if isinstance(layer, Linear):
+            assert isinstance(layer.method, UnquantizedMethod) == (path in floats), path
+            assert torch.equal(layer.method.dequantize(layer), expected)
+    reasons = {decision.reason for decision in report.decisions}
+    assert any("in several orders" in reason for reason in reasons)

@@ -14,6 +14,7 @@ from headrace.core.request import Request
 from headrace.errors import RequestError, unsupported, wrong_type
 from headrace.frontend.inputs import MultiModalPrompt, Prompt
 from headrace.options import INT32_MAX
+from headrace.server.body import Caller
 from headrace.server.sampling import limit
 from headrace.server.schema import ChatBody, CompletionBody, TokenizeBody
 from headrace.server.state import Serving
@@ -108,12 +109,12 @@ class RenderedChat(NamedTuple):
 
     @asynccontextmanager
     async def prompt(
-        self, serving: Serving, tenant: str, find: FindFeatures | None, *, add_special_tokens: bool = False
+        self, serving: Serving, sender: Caller, find: FindFeatures | None, *, add_special_tokens: bool = False
     ) -> AsyncIterator[Prompt]:
         """The engine's prompt, its media loaded for as long as the block lasts. Errors of media name their parts.
 
         Args:
-            tenant: whose request it is.
+            sender: whose request it is.
             find: finds uploaded features.
 
         Raises:
@@ -126,14 +127,14 @@ class RenderedChat(NamedTuple):
         inputs.check_length(text, "messages")
         if self.transcript is not None and not self.media:
             continued = functools.partial(self.transcript.continued, need_tokenizer(serving, "messages"), self.parts)
-            tokens = await inputs.in_thread(tenant, continued)
+            tokens = await inputs.in_thread(sender.turn, continued)
         if tokens is None and len(self.parts) > 1:
             encode = functools.partial(need_tokenizer(serving, "messages").encode_parts, param="messages")
-            tokens = await inputs.in_thread(tenant, lambda: encode(self.parts, add_special_tokens))
+            tokens = await inputs.in_thread(sender.turn, lambda: encode(self.parts, add_special_tokens))
         if not self.media or loader is None:
             yield text if tokens is None else {"prompt": text, "prompt_token_ids": tokens}
             return
-        async with loader.loaded(self.media, find, tenant) as data:
+        async with loader.loaded(self.media, find, sender.tenant) as data:
             full: MultiModalPrompt = {"prompt": text, "multi_modal_data": data, "mm_processor_kwargs": self.kwargs}
             if tokens is not None:
                 full["prompt_token_ids"] = tokens
@@ -145,18 +146,19 @@ class RenderedChat(NamedTuple):
                 raise
 
     async def token_ids(
-        self, serving: Serving, tenant: str, find: FindFeatures | None, *, add_special_tokens: bool = False
+        self, serving: Serving, sender: Caller, find: FindFeatures | None, *, add_special_tokens: bool = False
     ) -> list[int]:
         """The tokens of the prompt. Raises: as ``prompt``."""
         inputs = serving.llm.inputs
-        async with self.prompt(serving, tenant, find, add_special_tokens=add_special_tokens) as prompt:
+        async with self.prompt(serving, sender, find, add_special_tokens=add_special_tokens) as prompt:
             if isinstance(prompt, str):
                 tokenizer = need_tokenizer(serving, "messages")
                 encode = functools.partial(tokenizer.encode, add_special_tokens=add_special_tokens, param="messages")
-                ids: list[int] = await inputs.in_thread(tenant, lambda: encode(prompt))
+                ids: list[int] = await inputs.in_thread(sender.turn, lambda: encode(prompt))
                 return ids
             return await inputs.in_thread(
-                tenant, lambda: inputs.prompt_token_ids(prompt, add_special_tokens=add_special_tokens, tenant=tenant)
+                sender.turn,
+                lambda: inputs.prompt_token_ids(prompt, add_special_tokens=add_special_tokens, tenant=sender.tenant),
             )
 
 

@@ -7,7 +7,7 @@ import enum
 import math
 from collections.abc import Sequence
 
-from headrace.kernels.linear.fp8_reference import Fp8Weight
+from headrace.kernels.linear.fp8_reference import GROUP, Fp8Weight
 
 FEW_ROWS = 16
 """Most rows of the kernel for few rows."""
@@ -109,11 +109,16 @@ _BY_BLOCK: _Table = (
 )
 
 
+_LONG_ROWS = WideTiling(64, 128, 4, 6)
+"""For many rows where cuBLASLt's product by blocks does not take the weight."""
+
+
 def choose(rows: int, weight: Fp8Weight, *, hopper: bool) -> Choice:
     """Returns how so many rows are multiplied by the weight. ``WideTiling`` is for Hopper: others leave these lines out."""
     outputs, inputs = weight.codes.shape
     for most, widest, longest, choice in _BY_BLOCK if weight.in_blocks else _BY_OUTPUT:
         fits = rows <= most and inputs <= widest and outputs <= longest
         if fits and (hopper or not isinstance(choice, WideTiling)):
-            return choice
+            # cuBLASLt takes scales of channels in fours.
+            return _LONG_ROWS if choice is Library.BY_BLOCK and hopper and inputs % (4 * GROUP) else choice
     raise AssertionError("the last line of a table fits everything")

@@ -35,7 +35,7 @@ _BAND = 8
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """Sizes of a program and its steps. On Hopper no result depends on them."""
+    """Sizes of a program and its steps. On Hopper no result in bfloat16 depends on them."""
 
     outputs: int
     """A multiple of 64."""
@@ -48,7 +48,7 @@ class Tile:
 
 
 ONE_TILE = Tile(64, 64, 64, 4, 4)
-"""The tile of all launches on GPUs where nobody has tried whether wider instructions sum alike."""
+"""The tile of all launches where wider instructions may sum in another way."""
 
 
 @triton.jit
@@ -151,12 +151,13 @@ def splits_of(in_features: int, out_features: int) -> int:
     return max(1, min(in_features // _LEAST_SPLIT, round(_PROGRAMS / cdiv(out_features, _OUTPUTS))))
 
 
-def choose_tile(rows: int, out_features: int, splits: int, device: torch.device) -> Tile:
+def choose_tile(rows: int, out_features: int, splits: int, dtype: torch.dtype, device: torch.device) -> Tile:
     """Chooses what was fastest on an H200 with the products of Qwen3 0.6B, 8B and 30B-A3B.
 
-    A wider instruction sums channels as a narrow one does: tried on Hopper alone, so that other GPUs have one tile.
+    A wider instruction sums products of bfloat16 as a narrow one does, and those of float16, which are longer, in another way.
+    That was tried on Hopper alone, so that other GPUs have one tile.
     """
-    if not support.is_hopper(device):
+    if dtype != torch.bfloat16 or not support.is_hopper(device):
         return ONE_TILE
     # Where there are more tiles than run at once, smaller programs leave less of the last round idle.
     wide = cdiv(out_features, _OUTPUTS) > 2 * _PROGRAMS
@@ -188,7 +189,7 @@ def matmul(
         shared: whether a tile's splits are those of several programs; None: where there are too few tiles.
 
     Returns:
-        ``[rows, out]``, the same bits whatever ``shared`` is, and on Hopper whatever ``tile`` is.
+        ``[rows, out]``, the same bits whatever ``shared`` is, and of bfloat16 on Hopper whatever ``tile`` is.
     """
     rows, in_features = x.shape
     out_features = weight.shape[0]
@@ -196,7 +197,7 @@ def matmul(
     if not y.numel():
         return y
     splits = splits or splits_of(in_features, out_features)
-    tile = tile or choose_tile(rows, out_features, splits, x.device)
+    tile = tile or choose_tile(rows, out_features, splits, x.dtype, x.device)
     tiles = cdiv(rows, tile.rows) * cdiv(out_features, tile.outputs)
     shared = splits > 1 and (tiles < _PROGRAMS if shared is None else shared)
     partials = turns = y

@@ -75,7 +75,7 @@ async def chat_generation(
         )
         plan = state.llm.inputs.answer_plan(prompt, params, tools.rules, budget=thinking_budget(body))
         find = state.features.finder(caller.tenant) if caller.uploads else None
-        async with rendered.prompt(state, caller.tenant, find, add_special_tokens=body.add_special_tokens) as full:
+        async with rendered.prompt(state, caller, find, add_special_tokens=body.add_special_tokens) as full:
             engine_request = await state.llm.inputs.request_async(
                 full,
                 params,

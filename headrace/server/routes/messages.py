@@ -53,4 +53,4 @@ async def _count(state: Serving, body: CountTokensBody, sender: Caller) -> int:
             return render_messages(state, chat, offered(chat, state.llm.inputs.answers, state.settings).schemas)
 
         found = await state.llm.inputs.in_thread(sender.turn, rendered)
-        return len(await found.token_ids(state, sender.tenant, state.features.finder(sender.tenant)))
+        return len(await found.token_ids(state, sender, state.features.finder(sender.tenant)))

@@ -37,7 +37,7 @@ async def _tokenized(state: Serving, body: TokenizeBody, sender: Caller) -> Resp
     if body.messages is not None:
         rendered = await inputs.in_thread(sender.turn, lambda: render_messages(state, body))
         special, find = bool(body.add_special_tokens), state.features.finder(sender.tenant)
-        ids = await rendered.token_ids(state, sender.tenant, find, add_special_tokens=special)
+        ids = await rendered.token_ids(state, sender, find, add_special_tokens=special)
     else:
         text, special = body.prompt or "", body.add_special_tokens is not False
         if given := [name for name in _OF_MESSAGES if getattr(body, name) is not None]:

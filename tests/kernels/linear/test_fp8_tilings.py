@@ -37,3 +37,9 @@ def test_each_choice_takes_its_rows(shape: tuple[int, int], in_blocks: bool, hop
                 assert wide.stages * (wide.outputs + wide.rows) * GROUP < 227 << 10
             case library:
                 assert in_blocks == (library == Library.BY_BLOCK)
+
+
+@pytest.mark.parametrize(("inputs", "library"), [(4096, True), (1408, False), (128, False)])
+def test_cublaslt_has_blocks_of_channels_in_fours(inputs: int, library: bool) -> None:
+    weight = weight_of(4096, inputs, in_blocks=True)
+    assert (choose(4096, weight, hopper=True) == Library.BY_BLOCK) == library

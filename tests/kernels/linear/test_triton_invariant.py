@@ -54,7 +54,10 @@ def test_no_tile_is_seen_in_the_result(shape: tuple[int, int]) -> None:
     x, weight, _ = operands(512, size_in, size_out, torch.device("cuda"))
     wanted = matmul(x, weight)
     tiles = [
-        choose_tile(rows, size, splits, x.device) for rows in (16, 64, 256, 512) for size in (64, 10**6) for splits in (1, 2)
+        choose_tile(rows, size, splits, x.dtype, x.device)
+        for rows in (16, 64, 256, 512)
+        for size in (64, 10**6)
+        for splits in (1, 2)
     ]
     tiles += [ONE_TILE, OTHER, Tile(64, 8, 128, 4, 4)]
     for tile, shared, rows in itertools.product(tiles, (False, True), (1, 7, 64, 300, 512)):

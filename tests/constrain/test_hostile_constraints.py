@@ -56,7 +56,8 @@ def test_a_constraint_that_takes_too_long_is_refused(factory: GrammarFactory) ->
 def test_what_passes_a_limit_with_its_first_token_is_refused(factory: GrammarFactory) -> None:
     """The engine would compile it in vain, and keep some 90 MiB of each in its cache."""
     for count in (400_000, 400_001):
-        assert "regex cannot be held: grammar_too_complex: lexer error" in refusal(factory, regex=f"a{{{count}}}")
+        # By its lexer, or on a slow processor by the time that it takes.
+        assert "grammar_too_complex" in refusal(factory, regex=f"a{{{count}}}")
     assert factory.constraint(StructuredOutputsParams(regex="a{999}")).nbytes < 2**22
 
 

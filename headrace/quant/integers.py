@@ -19,7 +19,7 @@ from headrace.quant.groups import GROUP
 from headrace.quant.hybrid import HybridMethod
 from headrace.quant.int4 import Int4Method
 from headrace.quant.int8 import Int8Method
-from headrace.quant.native import NativeFp8Method, NativeMethod, keep
+from headrace.quant.native import NativeFp8Method, NativeMethod, keep, with_vectors
 from headrace.quant.packed import PackedMethod, integer_codes, kept_codes
 
 INT4_ROWS = 16
@@ -75,8 +75,7 @@ class Native(Candidate):
 
     @property
     def _kernels(self) -> NativeKernels | None:
-        found = self._load()
-        return None if found is None or found.tile == "portable" else found
+        return with_vectors(self._load())
 
     def limits(self, engine: EngineFacts) -> list[Limit]:
         absent = [] if engine.compiled else [Limit("the native kernels are not available here")]

@@ -55,6 +55,11 @@ def held(weights: GroupCodes) -> GroupCodes:
     return dataclasses.replace(weights, scales=weights.scales.half().float(), offsets=weights.mins.half().float())
 
 
+def with_vectors(kernels: NativeKernels | None) -> NativeKernels | None:
+    """Returns the kernels if they use vector instructions: without those, PyTorch's are faster."""
+    return None if kernels is None or kernels.tile == "portable" else kernels
+
+
 class NativeMethod(PackedMethod):
     """``weight = scale * code + minimum``. Activations are rounded to 15 bits, with a scale for each row and group
     of 32.

@@ -17,7 +17,7 @@ from headrace.layers.stored import Codes, QuantSpec, StoredMatrix
 from headrace.quant.experts import ExpertsCandidate, ExpertsFacts
 from headrace.quant.float_codes import MicroscaledCodes, TileCodes
 from headrace.quant.groups import GROUP, round_to_groups, rows_at_once
-from headrace.quant.native import LANES, NativeFp8Method, Tail, pack, pack_fp8, tail_of, unpack
+from headrace.quant.native import LANES, NativeFp8Method, Tail, pack, pack_fp8, tail_of, unpack, with_vectors
 from headrace.quant.packed import integer_codes
 
 
@@ -177,8 +177,7 @@ class NativeExpertsCandidate(ExpertsCandidate):
 
     @property
     def _kernels(self) -> NativeKernels | None:
-        found = self._load()
-        return None if found is None or found.tile == "portable" else found
+        return with_vectors(self._load())
 
     def concerns(self, facts: ExpertsFacts) -> bool:
         return self._kernels is not None

@@ -39,7 +39,7 @@ class Quantization:
 
     name: str
     candidates: tuple[Candidate, ...]
-    """For its matrices, in order of preference."""
+    """Candidates for its matrices, in order of preference."""
     experts: tuple[ExpertsCandidate, ...]
     """The same for the experts of mixtures. Those that none holds stay floats."""
     floats: bool

@@ -1,4 +1,4 @@
-"""Help that fits a screen, help that tells everything, and the option names of other engines."""
+"""The short help, the whole help, and the option names of other engines."""
 
 from __future__ import annotations
 

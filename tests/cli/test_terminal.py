@@ -27,7 +27,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def typed(*messages: str) -> list[str]:
-    """What a new editor reads while these keys are pressed."""
+    """Returns the messages that a new editor reads while these keys are pressed."""
     with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
         editor = LineEditor(["/help", "/image", "/quit"], frozenset({"/image"}))
         read = []

@@ -150,7 +150,7 @@ class Maker:
         )
 
     def coded_experts(self, name: str) -> Operation:
-        """In a number format of ``kernels.moe.coded``."""
+        """Experts in a number format of ``kernels.moe.coded``."""
         spec, hidden = dataclasses.replace(_MIXTURE, intermediate_size=64), 128
         torch.manual_seed(0)
         shapes = (spec.num_experts, 128, hidden), (spec.num_experts, hidden, 64)

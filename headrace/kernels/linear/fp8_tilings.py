@@ -110,7 +110,7 @@ _BY_BLOCK: _Table = (
 
 
 _LONG_ROWS = WideTiling(64, 128, 4, 6)
-"""For many rows where cuBLASLt's product by blocks does not take the weight."""
+"""The tiling for many rows of a weight that cuBLASLt's product by blocks does not take."""
 
 
 def choose(rows: int, weight: Fp8Weight, *, hopper: bool) -> Choice:

@@ -49,7 +49,7 @@ def test_the_number_of_splits_is_seen_in_the_result(device: torch.device) -> Non
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize("shape", [(4096, 12288), (6144, 4096), (1024, 3072), (1000, 520)], ids=str)
 def test_no_tile_is_seen_in_the_result(shape: tuple[int, int]) -> None:
-    """What is summed at once does not depend on how wide an instruction is, whatever the number of rows."""
+    """The result does not depend on the width of an instruction, whatever the number of rows."""
     size_out, size_in = shape
     x, weight, _ = operands(512, size_in, size_out, torch.device("cuda"))
     wanted = matmul(x, weight)

@@ -78,7 +78,7 @@ def test_either_order_of_factors(name: str, tiling: MoeTiling, device: torch.dev
 
 @pytest.mark.parametrize("name", ["fp8-half-blocks", "mxfp4", "int4-32"])
 def test_sizes_that_tiles_do_not_divide(name: str, device: torch.device) -> None:
-    """As of gpt-oss: 2880 is no multiple of 128, and half of that is none of 64."""
+    """gpt-oss has such sizes: 2880 is no multiple of 128, and half of it is no multiple of 64."""
     spec = MoeSpec(num_experts=3, top_k=2, intermediate_size=192 if "fp8" in name else 96, act=CLAMPED_SWIGLU, bias=True)
     check(CASES[name], spec, 5, 320 if "fp8" in name else 160, torch.float32, device)
 

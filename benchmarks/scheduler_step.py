@@ -13,12 +13,13 @@ import argparse
 import statistics
 import time
 
-from headrace.config import CacheConfig, KVEventsConfig, SchedulerConfig
+from headrace.config import CacheConfig, SchedulerConfig
 from headrace.core.plan import StepPlan, StepResult
 from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
 from headrace.engine.core import CacheListener
 from headrace.model_spec import CacheGroup
+from headrace.option_groups import KVEventsConfig
 from headrace.processes.kv_events import EventPublisher, RoutingReports
 from headrace.processes.messages import encode
 from headrace.sampling_params import SamplingParams

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from headrace.config import StructuredOutputsConfig
 from headrace.constrain.compiler import GrammarCompiler
 from headrace.constrain.constraints import Constraints
 from headrace.constrain.factory import GrammarFactory
 from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.core.plan import SamplePlan
+from headrace.option_groups import StructuredOutputsConfig
 from headrace.sampling.masks import HostMasks
 from headrace.sampling_params import StructuredOutputsParams
 from headrace.text.tokenizer import Tokenizer

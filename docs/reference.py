@@ -14,7 +14,8 @@ import typer
 from typer.models import ArgumentInfo, OptionInfo
 
 from headrace.cli.main import app
-from headrace.config import EngineArgs, StructuredOutputsConfig
+from headrace.config import EngineArgs
+from headrace.option_groups import StructuredOutputsConfig
 from headrace.options import PANELS, options, without_none
 from headrace.sampling_params import SamplingParams, StructuredOutputsParams
 from headrace.server.fields import FIELDS, Treatment

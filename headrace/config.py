@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from functools import cached_property
 from types import MappingProxyType
 from typing import Annotated, ClassVar, Literal
@@ -16,6 +15,7 @@ import msgspec
 from headrace import choices
 from headrace.errors import ConfigError
 from headrace.model_spec import BLOCK_SPARSE, AnySpec, Arena, CacheGroup, block_sizes
+from headrace.option_groups import MAX_SECONDS, KVEventsConfig, MediaCounts, StructuredOutputsConfig
 from headrace.options import (
     CACHE,
     DEBUGGING,
@@ -33,92 +33,7 @@ from headrace.options import (
 )
 
 MAX_NUM_SEQS = 65_536
-_MAX_SECONDS = 1e9
 _WHOLE_OUTPUTS_INTERVAL = 16
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StructuredOutputsConfig(Checked):
-    """Options of structured output, and limits on one request; exceeding them is refused with the parameter's name.
-
-    Raises:
-        ConfigError: a value is of another type or out of range; the error names the field.
-    """
-
-    backend: choices.GrammarBackend = "auto"
-    """Library that holds constraints. There is one, llguidance, and auto means it."""
-    disable_any_whitespace: bool = False
-    """Write JSON without whitespace between its tokens, unless the request says otherwise."""
-    disable_additional_properties: bool = True
-    """Allow no keys beside an object's `properties` where the schema does not say, unless the request says otherwise."""
-    enable_in_reasoning: bool = False
-    """Hold the output from its first token on, also of a model that reasons first. false: what follows the reasoning."""
-    max_bytes: Annotated[int, OptionSpec(min=1, size=True)] = 2**20
-    """Maximum length of a schema, regex, list of choices or grammar, in bytes."""
-    max_depth: Annotated[int, OptionSpec(min=1, max=256)] = 64
-    """Maximum nesting of a JSON Schema."""
-    max_values: Annotated[int, OptionSpec(min=1)] = 20_000
-    """Maximum number of properties, enum values and choices together."""
-    max_grammar_size: Annotated[int, OptionSpec(min=1, max=2**31 - 1)] = 500_000
-    """Maximum number of symbols of a compiled grammar."""
-    max_lexer_states: Annotated[int, OptionSpec(min=1, max=2**31 - 1)] = 50_000
-    """Maximum number of lexer states of one sequence; each takes 1 to 2 kB."""
-    max_compile_seconds: Annotated[float, OptionSpec(min=0.01, max=_MAX_SECONDS)] = 5.0
-    """Maximum processor time to check and compile one constraint."""
-    max_compile_memory: Annotated[int, OptionSpec(min=2**24, size=True)] = 2**29
-    """Maximum memory to check and compile one constraint."""
-    compile_threads: Annotated[int | None, OptionSpec(min=1, default="half of the cores, at most 4")] = None
-    """Processes that check constraints in the server, and threads of the engine that compile them; for slow ones, one more."""
-    cache_bytes: Annotated[int, OptionSpec(min=0, size=True)] = 2**28
-    """Memory for compiled grammars, which requests with equal constraints share."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MediaCounts(Checked):
-    """Maximum numbers of media in a prompt of a multimodal model, by modality.
-
-    Raises:
-        ConfigError: a value is of another type or out of range; the error names the field.
-    """
-
-    image: Annotated[int, OptionSpec(min=0, max=INT32_MAX)] = 32
-    """Maximum number of pictures in a prompt."""
-    video: Annotated[int, OptionSpec(min=0, max=INT32_MAX)] = 4
-    """Maximum number of videos in a prompt."""
-    audio: Annotated[int, OptionSpec(min=0, max=INT32_MAX)] = 32
-    """Maximum number of audio clips in a prompt."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KVEventsConfig(Checked):
-    """Publication of changes of the prefix cache. The fields are vLLM's. Raises: ConfigError, which names the field."""
-
-    enable_kv_cache_events: bool = False
-    """Publish events."""
-    publisher: Literal["zmq", "null"] = "zmq"
-    """zmq: over ZeroMQ. null: nowhere."""
-    endpoint: Annotated[str, OptionSpec(min=1)] = "tcp://*:5557"
-    """Address of the PUB socket: bound with `*` or `::` in it or without `tcp:`, else connected. Replica i has port + i."""
-    replay_endpoint: Annotated[str | None, OptionSpec(min=1, default="no replay")] = None
-    """Address of the ROUTER socket that sends events again. The port of replica i is i higher."""
-    buffer_steps: Annotated[int, OptionSpec(min=1, max=INT32_MAX)] = 10_000
-    """Batches kept for replay."""
-    hwm: Annotated[int, OptionSpec(min=1, max=INT32_MAX)] = 100_000
-    """Batches that wait for a slow subscriber; further ones are not sent to it."""
-    max_queue_size: Annotated[int, OptionSpec(min=1, max=INT32_MAX)] = 100_000
-    """Batches that wait for the publishing thread; further ones are dropped, which their missing numbers show."""
-    topic: str = ""
-    """First frame of every message."""
-
-    @property
-    def enabled(self) -> bool:
-        return self.enable_kv_cache_events and self.publisher == "zmq"
-
-    def validate(self) -> None:
-        super().validate()
-        for name, address in (("endpoint", self.endpoint), ("replay_endpoint", self.replay_endpoint)):
-            if address is not None and not re.fullmatch(r"tcp://.+:\d+|(ipc|inproc)://.+", address):
-                raise ConfigError(f"{name} is {address!r}, and must be tcp://HOST:PORT, ipc://PATH or inproc://NAME", name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -255,7 +170,7 @@ class EngineArgs(Checked):
     ] = None
     """Maximum number of prompt tokens computed in one step while other sequences generate. A smaller value shortens the pause
     between their tokens when a long prompt arrives, which then takes more steps."""
-    max_step_seconds: Annotated[float | None, OptionSpec(min=0.0, max=_MAX_SECONDS, metavar="SECONDS", default="1 or 0")] = None
+    max_step_seconds: Annotated[float | None, OptionSpec(min=0.0, max=MAX_SECONDS, metavar="SECONDS", default="1 or 0")] = None
     """Seconds that a step with prompt tokens is to take: chunks follow the measured speed, down to 16 tokens; some pictures and
     blocks of sparse prompts are computed whole. 0: any time, as it is on a GPU and in the offline API unless it is set."""
     max_queue_len: Annotated[int, OptionSpec(min=1)] = 4096
@@ -275,7 +190,7 @@ class EngineArgs(Checked):
     behind cached prefixes, and of sequences that it would run. least-tokens: the one that holds the fewest tokens. session:
     always the same for requests with the same X-Session-ID header, or `user` without it. round-robin and random: for
     comparisons."""
-    dp_queue_timeout: Annotated[float | None, OptionSpec(above=0.0, max=_MAX_SECONDS, default="none", metavar="SECONDS")] = None
+    dp_queue_timeout: Annotated[float | None, OptionSpec(above=0.0, max=MAX_SECONDS, default="none", metavar="SECONDS")] = None
     """Seconds that a request may wait until a replica has room for it; then it is refused with HTTP 429. Only with
     --data-parallel-size above 1."""
     kv_events_config: Annotated[KVEventsConfig, OptionSpec(metavar="JSON", default="no events")] = KVEventsConfig()
@@ -358,7 +273,7 @@ class EngineArgs(Checked):
     ] = None
     """Directory whose files clients may name by file:// URLs, with those in its subdirectories. Every client can read every
     picture and video in it."""
-    media_timeout: Annotated[float, OptionSpec(above=0.0, max=_MAX_SECONDS, metavar="SECONDS")] = 10.0
+    media_timeout: Annotated[float, OptionSpec(above=0.0, max=MAX_SECONDS, metavar="SECONDS")] = 10.0
     """Seconds in which a medium must be fetched from its URL, redirects included."""
     max_media_bytes: Annotated[int, OptionSpec(min=1, size=True, default="64MiB")] = 2**26
     """Maximum size of one picture or video as it is fetched, read or sent. What is sent within a request is bounded by the size
@@ -374,9 +289,9 @@ class EngineArgs(Checked):
     moves, and take more tokens."""
     max_video_pixels: Annotated[int, OptionSpec(min=1, max=2**33, metavar="PIXELS")] = 100_000_000
     """Maximum number of pixels of the frames taken of a video together."""
-    max_video_seconds: Annotated[float, OptionSpec(above=0.0, max=_MAX_SECONDS, metavar="SECONDS")] = 3600.0
+    max_video_seconds: Annotated[float, OptionSpec(above=0.0, max=MAX_SECONDS, metavar="SECONDS")] = 3600.0
     """Maximum length of a video."""
-    media_decode_seconds: Annotated[float, OptionSpec(above=0.0, max=_MAX_SECONDS, metavar="SECONDS")] = 20.0
+    media_decode_seconds: Annotated[float, OptionSpec(above=0.0, max=MAX_SECONDS, metavar="SECONDS")] = 20.0
     """Processor time that decoding one picture or video may take. Raise it for long videos: all of their frames are decoded."""
     media_decode_memory: Annotated[int, OptionSpec(min=1, size=True, default="2GiB")] = 2**31
     """Memory that decoding one picture or video may take, in a separate process."""
@@ -401,7 +316,7 @@ class EngineArgs(Checked):
     ] = None
     """Maximum length, in characters, of a text that is tokenised: a prompt, a rendered conversation, the input of /tokenize. A
     longer one is refused before it is tokenised, which takes about a second and 150 MB for a million characters."""
-    max_template_seconds: Annotated[float, OptionSpec(above=0.0, max=_MAX_SECONDS, metavar="SECONDS")] = 2.0
+    max_template_seconds: Annotated[float, OptionSpec(above=0.0, max=MAX_SECONDS, metavar="SECONDS")] = 2.0
     """Processor time that rendering one conversation with the chat template may take. A template that loops is ended then, and
     the request is refused."""
     max_template_memory: Annotated[int, OptionSpec(min=1, size=True, default="512MiB")] = 2**29
@@ -412,13 +327,13 @@ class EngineArgs(Checked):
     """JSON object of settings and limits of structured output, such as {"disable_any_whitespace": true}."""
     grammar_backend: choices.GrammarBackend = "auto"
     """SGLang's name for the field `backend` of --structured-outputs-config."""
-    step_timeout: Annotated[float, OptionSpec(above=0.0, max=_MAX_SECONDS, metavar="SECONDS")] = 120.0
+    step_timeout: Annotated[float, OptionSpec(above=0.0, max=MAX_SECONDS, metavar="SECONDS")] = 120.0
     """Seconds without a finished step, while work is pending, after which an engine that hardly uses the processor is stuck:
     stack traces are logged, and it restarts. One thread may compute for ten times that long, with a GPU for that long."""
-    start_timeout: Annotated[float, OptionSpec(above=0.0, max=_MAX_SECONDS, metavar="SECONDS")] = 120.0
+    start_timeout: Annotated[float, OptionSpec(above=0.0, max=MAX_SECONDS, metavar="SECONDS")] = 120.0
     """Seconds in which an engine that starts neither reports progress nor uses the processor, after which it counts as stuck
     and is started again. The whole start may take longer."""
-    quarantine_seconds: Annotated[float, OptionSpec(min=0.0, max=_MAX_SECONDS, metavar="SECONDS")] = 600.0
+    quarantine_seconds: Annotated[float, OptionSpec(min=0.0, max=MAX_SECONDS, metavar="SECONDS")] = 600.0
     """Seconds for which a request that was in flight when the engine crashed is run alone if it comes again, and is refused
     if the engine then crashes again, so that a client that repeats it cannot end everyone's requests. 0: neither."""
     record_steps: Annotated[str | None, OptionSpec(metavar="FILE")] = None

@@ -10,13 +10,13 @@ from typing import NoReturn
 
 import msgspec
 
-from headrace.config import StructuredOutputsConfig
 from headrace.constrain.checker import Checked, CheckJob, CheckSetup, ConstraintChecker, Refused
 from headrace.constrain.limits import CHECK_STACK
 from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.errors import RequestError
 from headrace.host.jobs import answer_jobs, read_limits
 from headrace.host.parent import Parent, run
+from headrace.option_groups import StructuredOutputsConfig
 
 
 def _checked(checker: ConstraintChecker, job: CheckJob) -> Checked:

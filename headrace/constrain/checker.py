@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from headrace.config import StructuredOutputsConfig
 from headrace.constrain.compiler import compiled
 from headrace.constrain.compose import AnswerPlan, compose
 from headrace.constrain.lark import Hold, serialised, with_schemas
@@ -33,6 +32,7 @@ from headrace.core.matcher import TOO_COMPLEX
 from headrace.core.request import Constraint
 from headrace.errors import RequestError
 from headrace.host.bounded_cache import BoundedCache
+from headrace.option_groups import StructuredOutputsConfig
 from headrace.sampling_params import StructuredOutputsParams
 
 if TYPE_CHECKING:

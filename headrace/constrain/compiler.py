@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headrace.config import StructuredOutputsConfig
 from headrace.constrain.limits import QUICK_SECONDS, make_pools, parser_limits
 from headrace.constrain.matcher import GrammarMatcher
 from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.core.request import Constraint
 from headrace.errors import RequestError
 from headrace.host.bounded_cache import BoundedCache
+from headrace.option_groups import StructuredOutputsConfig
 
 _BYTES = 64 * 2**10
 _BYTES_PER_CHARACTER = 32

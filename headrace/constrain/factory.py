@@ -12,7 +12,6 @@ from concurrent.futures import Future
 
 import msgspec
 
-from headrace.config import StructuredOutputsConfig
 from headrace.constrain.checker import Checked, CheckJob, CheckSetup, Refused
 from headrace.constrain.compose import AnswerPlan
 from headrace.constrain.limits import QUICK_SECONDS, lanes, make_pools
@@ -22,6 +21,7 @@ from headrace.core.request import Constraint
 from headrace.errors import EngineError, QueueFullError
 from headrace.host.bounded_cache import BoundedCache
 from headrace.host.jobs import EndedProcess, JobProcesses, ProcessLimits
+from headrace.option_groups import StructuredOutputsConfig
 from headrace.sampling_params import StructuredOutputsParams
 
 _CACHED = 256

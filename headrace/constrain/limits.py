@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from headrace.config import StructuredOutputsConfig
 from headrace.constrain.pool import CompilePools
+from headrace.option_groups import StructuredOutputsConfig
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits

@@ -13,12 +13,13 @@ from typing import Any
 import msgspec
 import zmq
 
-from headrace.config import EngineArgs, KVEventsConfig
+from headrace.config import EngineArgs
 from headrace.engine.core import EngineCore
 from headrace.errors import ConfigError
 from headrace.kv import KVCacheManager
 from headrace.kv.events import EventBatch, events_of
 from headrace.kv.prefix_cache import Change
+from headrace.option_groups import KVEventsConfig
 from headrace.processes.messages import CacheChanged, FromEngine
 from headrace.routing import CacheReporter
 

@@ -19,12 +19,13 @@ from headrace.bench.constrained import constraint_of
 from headrace.bench.engines import HeadraceEngine
 from headrace.bench.workloads import RANDOM_WORKLOADS, Workload
 from headrace.cli.main import app
-from headrace.config import EngineArgs, StructuredOutputsConfig
+from headrace.config import EngineArgs
 from headrace.constrain.compiler import compiled
 from headrace.constrain.factory import GrammarFactory
 from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.errors import EngineError
 from headrace.metrics.stats import EngineStats
+from headrace.option_groups import StructuredOutputsConfig
 
 LOAD = Workload("little", [[1, 2, 3], [4, 5]], [4, 6])
 

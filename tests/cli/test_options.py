@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 from headrace.cli.main import app
 from headrace.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, Group, command, int_or_auto
 from headrace.cli.serve import SERVER_OPTIONS
-from headrace.config import EngineArgs, KVEventsConfig, MediaCounts, StructuredOutputsConfig
+from headrace.config import EngineArgs
 from headrace.errors import ConfigError, RequestError
+from headrace.option_groups import KVEventsConfig, MediaCounts, StructuredOutputsConfig
 from headrace.options import Option
 from headrace.sampling_params import SamplingParams, StructuredOutputsParams
 from headrace.server.settings import ServerSettings

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from support.answer_formats import HERMES, INLINE, NAMED
 
-from headrace.config import StructuredOutputsConfig
 from headrace.constrain.checker import ConstraintChecker
 from headrace.constrain.compiler import compiled
 from headrace.constrain.compose import AnswerPlan, CallRules, HeldTool, Opening, TextGrammar, held_tools, thought_of
@@ -21,6 +20,7 @@ from headrace.constrain.lark import spelled
 from headrace.constrain.matcher import GrammarMatcher
 from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.errors import RequestError
+from headrace.option_groups import StructuredOutputsConfig
 from headrace.outputs import Message
 from headrace.sampling_params import StructuredOutputsParams
 from headrace.text.answers import types_of

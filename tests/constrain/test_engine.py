@@ -17,7 +17,6 @@ import pytest
 from support.constrained import CLOSE, CONSTRAINTS, OPEN, PIECES, Engine, constrained, grammars, params, valid
 from support.runner.harness import EOS, VOCAB, World, prompt, request
 
-from headrace.config import StructuredOutputsConfig
 from headrace.constrain.compiler import GrammarCompiler
 from headrace.constrain.compose import AnswerPlan
 from headrace.constrain.constraints import Constraints
@@ -29,6 +28,7 @@ from headrace.engine.core import EngineCore
 from headrace.engine.executor import LocalExecutor
 from headrace.engine.outputs import OutputProcessor
 from headrace.errors import EngineError, RequestError
+from headrace.option_groups import StructuredOutputsConfig
 from headrace.parallel.agreement import OneProcess
 from headrace.runner.replay import replay
 from headrace.sampling_params import SamplingParams, StructuredOutputsParams

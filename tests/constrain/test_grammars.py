@@ -14,7 +14,6 @@ import pytest
 from support.hostile_constraints import BOMBS
 from support.words import EOS, OTHER_SPECIAL, PIECES, VOCAB, accepts, allowed, matcher, tokenizer, walk
 
-from headrace.config import StructuredOutputsConfig
 from headrace.constrain.compiler import GrammarCompiler
 from headrace.constrain.factory import GrammarFactory
 from headrace.constrain.matcher import reason
@@ -22,6 +21,7 @@ from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.core.matcher import TOO_COMPLEX
 from headrace.core.request import Constraint
 from headrace.errors import RequestError
+from headrace.option_groups import StructuredOutputsConfig
 from headrace.sampling_params import StructuredOutputsParams
 
 GBNF = 'root ::= greeting " " name\ngreeting ::= "hello" | "hi"\nname ::= [A-Z] [a-z]+\n'

@@ -9,11 +9,11 @@ import psutil
 import pytest
 from support.hostile_constraints import LINKS, chain, rules
 
-from headrace.config import StructuredOutputsConfig
 from headrace.constrain.factory import GrammarFactory
 from headrace.constrain.paths import longest_path
 from headrace.core.matcher import TOO_COMPLEX
 from headrace.errors import RequestError
+from headrace.option_groups import StructuredOutputsConfig
 from headrace.sampling_params import StructuredOutputsParams
 
 

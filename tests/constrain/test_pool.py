@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from headrace.config import StructuredOutputsConfig
 from headrace.constrain import factory as factory_module
 from headrace.constrain.checker import Checked
 from headrace.constrain.pool import CompilePools
 from headrace.core.request import Constraint
 from headrace.errors import QueueFullError, RequestError
+from headrace.option_groups import StructuredOutputsConfig
 from headrace.sampling_params import StructuredOutputsParams
 
 from .test_grammars import make

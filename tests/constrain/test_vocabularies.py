@@ -8,10 +8,10 @@ import random
 import numpy as np
 import pytest
 
-from headrace.config import StructuredOutputsConfig
 from headrace.constrain.compiler import compiled
 from headrace.constrain.factory import GrammarFactory
 from headrace.constrain.vocabulary import GrammarVocabulary
+from headrace.option_groups import StructuredOutputsConfig
 from headrace.sampling_params import StructuredOutputsParams
 from headrace.text.tokenizer import Tokenizer
 

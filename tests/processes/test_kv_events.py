@@ -16,11 +16,12 @@ import zmq
 from support.engine.fakes import fake_process, make_core
 
 from headrace import LLM, SamplingParams
-from headrace.config import EngineArgs, KVEventsConfig
+from headrace.config import EngineArgs
 from headrace.core.request import Request
 from headrace.engine.core import EngineCore
 from headrace.errors import ConfigError
 from headrace.frontend.async_llm import AsyncLLM
+from headrace.option_groups import KVEventsConfig
 from headrace.processes.kv_events import EventPublisher
 
 

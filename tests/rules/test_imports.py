@@ -15,6 +15,7 @@ PACKAGES: list[set[str]] = [
     {"choices"},
     {"sampling_params", "outputs"},
     {"model_spec"},
+    {"option_groups"},
     {"config"},
     {"metrics"},
     {"kv"},

@@ -10,9 +10,9 @@ from support.server import scripted
 from support.server.harness import Api
 from support.server.scripted import ScriptedLLM
 
-from headrace.config import StructuredOutputsConfig
 from headrace.constrain.compiler import compiled
 from headrace.constrain.factory import GrammarFactory
+from headrace.option_groups import StructuredOutputsConfig
 from headrace.text.tokenizer import Tokenizer
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -12,12 +12,12 @@ from support.server.fakes import FakeLLM
 from support.server.harness import Api
 
 from headrace.cli.prompts import parse_line
-from headrace.config import StructuredOutputsConfig
 from headrace.constrain.checker import ConstraintChecker
 from headrace.constrain.factory import GrammarFactory
 from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.core.request import Constraint
 from headrace.errors import RequestError
+from headrace.option_groups import StructuredOutputsConfig
 from headrace.sampling_params import StructuredOutputsParams
 from headrace.server.settings import ServerSettings
 

@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.config import StructuredOutputsConfig
 from headrace.constrain.compiler import GrammarCompiler
 from headrace.constrain.constraints import Constraints
 from headrace.constrain.factory import GrammarFactory
@@ -22,6 +21,7 @@ from headrace.core.scheduler import Scheduler
 from headrace.engine.core import EngineCore
 from headrace.engine.executor import LocalExecutor
 from headrace.engine.outputs import OutputProcessor
+from headrace.option_groups import StructuredOutputsConfig
 from headrace.outputs import OutputDelta
 from headrace.parallel.agreement import OneProcess
 from headrace.runner.runner import ModelRunner

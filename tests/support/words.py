@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from headrace.config import StructuredOutputsConfig
 from headrace.constrain.checker import ConstraintChecker
 from headrace.constrain.compiler import GrammarCompiler
 from headrace.constrain.matcher import GrammarMatcher
 from headrace.constrain.vocabulary import GrammarVocabulary
+from headrace.option_groups import StructuredOutputsConfig
 from headrace.sampling_params import StructuredOutputsParams
 from support.byte_tokenizer import ByteTokenizer
 

@@ -10,13 +10,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from headrace.config import StructuredOutputsConfig
 from headrace.constrain.factory import GrammarFactory
 from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.core.request import Request
 from headrace.core.sequence import Sequence as EngineSequence
 from headrace.core.sequence import SequenceUpdate
 from headrace.engine.outputs import OutputProcessor
+from headrace.option_groups import StructuredOutputsConfig
 from headrace.outputs import OutputDelta, TokenLogprobs
 from headrace.text.answers import AnswerFormats
 from headrace.text.tokenizer import Tokenizer

@@ -27,6 +27,8 @@ _OUTPUTS, _PROGRAMS, _LEAST_SPLIT = 64, 132, 512
 """Outputs of a tile and programs that fill an H200, by which channels are split; and channels of a split, at least."""
 _STEP = 128
 """A split's channels are a multiple of this, but for the last one's: no tile takes channels of two."""
+_LEAST_CHANNELS = 64
+"""Channels of a step where they are too few for any tile to take several steps."""
 _MOST_TILES = 4096
 """Tiles whose splits are those of several programs, at most."""
 _BAND = 8
@@ -204,10 +206,12 @@ def matmul(
     if shared:
         partials = torch.empty(tiles * splits * tile.outputs * tile.rows, dtype=torch.float32, device=x.device)
         turns = _turns(x.device, torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0)
+    # Triton unrolls a loop of one step, and then sums onto the bias instead of adding it at the end: tiles take equal steps.
+    channels = _LEAST_CHANNELS if in_features <= _STEP else tile.channels
     aligned = not (weight.data_ptr() % 16 or weight.stride(0) % 8 or in_features % 8) and in_features >= tile.near
     _invariant_product[(tiles, splits if shared else 1)](
         x, weight, x if bias is None else bias, y, partials, turns, rows, x.stride(0), weight.stride(0), y.stride(0),
-        IN=in_features, OUT=out_features, OUTPUTS=tile.outputs, ROWS=tile.rows, CHANNELS=tile.channels, SPLITS=splits,
+        IN=in_features, OUT=out_features, OUTPUTS=tile.outputs, ROWS=tile.rows, CHANNELS=channels, SPLITS=splits,
         SPAN=cdiv(cdiv(in_features, splits), _STEP) * _STEP, SHARED=shared, BAND=_BAND, NEAR=tile.near if aligned else 0,
         PIECES=max(32 * tile.num_warps // tile.outputs, 1), BIAS=bias is not None,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **options(x.device),

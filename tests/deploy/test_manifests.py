@@ -102,8 +102,8 @@ def test_the_image_holds_the_package() -> None:
     assert all((ROOT / word).exists() for word in copied) and {"pyproject.toml", "headrace"} <= set(copied)
     assert project["readme"] in copied
     extras = re.findall(r"EXTRAS=([\w,]+)", (DEPLOY / "Dockerfile").read_text())
-    assert len(extras) == 2 and {one for some in extras for one in some.split(",")} <= project["optional-dependencies"].keys()
-    assert yaml.safe_load(instruction("ENTRYPOINT")) == [next(iter(project["scripts"]))]
+    assert len(extras) == 3 and {one for some in extras for one in some.split(",")} <= project["optional-dependencies"].keys()
+    assert yaml.safe_load(instruction("ENTRYPOINT")) == ["tini", "--", next(iter(project["scripts"]))]
     assert parsed(yaml.safe_load(instruction("CMD")))["host"] == "0.0.0.0"
     assert int(instruction("USER")) == POD["securityContext"]["runAsUser"]
     mounts = {mount["mountPath"] for mount in CONTAINER["volumeMounts"]}
@@ -111,7 +111,7 @@ def test_the_image_holds_the_package() -> None:
     assert all(path.split("/")[1] in {mount.strip("/") for mount in mounts} for path in caches)
 
 
-SHOWN = [text for _, text in blocks(ROOT / "docs" / "deployment.md", "yaml")]
+SHOWN = [text for _, text in blocks(ROOT / "docs" / "deployment.md", "yaml") if "applications:" in text]
 
 
 @pytest.mark.parametrize("text", [(DEPLOY / "ray" / "serve.yaml").read_text(), *SHOWN], ids=["file", "page"])

@@ -39,6 +39,8 @@ def doctor(args: EngineArgs, options: DoctorOptions) -> None:
     from headrace.cli.startup import print_report
 
     sizes = [picture_size(size, "--image-size") for size in options.image_size or ["1024x1024"]]
+    if options.devices and (options.load or options.parity):
+        raise ConfigError("--devices needs no such GPUs here: leave --load and --parity out, or --devices", "--devices")
     if options.parity:
         if options.image_size:
             raise ConfigError("--parity reports on no pictures: leave --image-size out, or --parity", "--image-size")
@@ -46,7 +48,7 @@ def doctor(args: EngineArgs, options: DoctorOptions) -> None:
             raise ConfigError("--parity reports on no engine that was loaded to serve: leave --load out, or --parity", "--load")
         _compare(args, options.as_json)
         return
-    info, refusal = (asyncio.run(_loaded(args)), None) if options.load else planned(args)
+    info, refusal = (asyncio.run(_loaded(args)), None) if options.load else planned(args, options.devices)
     if info.media is None and options.image_size:
         raise ConfigError("the model reads text alone: it sees no pictures", "--image-size")
     if info.media is not None:
@@ -124,9 +126,12 @@ async def _loaded(args: EngineArgs) -> EngineInfo:
         await llm.close()
 
 
-def planned(args: EngineArgs) -> tuple[EngineInfo, ConfigError | None]:
+def planned(args: EngineArgs, devices: str | None = None) -> tuple[EngineInfo, ConfigError | None]:
     """The report of an engine that was decided upon and not built, and why it does not fit into memory here, if so: the report
     is then that of a machine with more.
+
+    Args:
+        devices: the engine's GPUs, as ``machines.imagine`` takes them; None: this machine's.
 
     Raises:
         ConfigError: it could not be built, whatever the memory.
@@ -141,10 +146,15 @@ def planned(args: EngineArgs) -> tuple[EngineInfo, ConfigError | None]:
     from headrace.resolve import resolve
     from headrace.startup.environment import probe
     from headrace.startup.ledger import other_formats, planned_ledger
+    from headrace.startup.machines import imagine
     from headrace.startup.report import engine_info
     from headrace.startup.text import load_text
 
-    device = probe(args.device)
+    if devices is None:
+        device = probe(args.device)
+    else:
+        device, count = imagine(devices)
+        args = _on_gpus(args, count)
     chosen = choose(args, files)
     files = dataclasses.replace(files, decisions=(*files.decisions, *chosen.decisions))
     refusal = None
@@ -164,6 +174,23 @@ def planned(args: EngineArgs) -> tuple[EngineInfo, ConfigError | None]:
         if error.param != "tokenizer":
             raise
         return info, refusal
+
+
+def _on_gpus(args: EngineArgs, count: int) -> EngineArgs:
+    """The arguments of an engine on so many GPUs: tensor parallel over all of them, unless the arguments use them otherwise.
+
+    Raises:
+        ConfigError: the arguments want more GPUs, or none.
+    """
+    if args.device == "cpu":
+        raise ConfigError("--devices names GPUs, and device is cpu", "--devices")
+    wanted = args.tensor_parallel_size * args.data_parallel_size
+    if wanted > count:
+        raise ConfigError(
+            f"--devices has {count} GPUs, and --tensor-parallel-size times --data-parallel-size is {wanted}", "--devices"
+        )
+    ranks = args.tensor_parallel_size if wanted > 1 else count
+    return dataclasses.replace(args, device="cuda", tensor_parallel_size=ranks)
 
 
 def _with_room(decide: Callable[[int], EngineConfig]) -> EngineConfig:

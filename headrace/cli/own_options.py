@@ -57,6 +57,9 @@ class DoctorOptions(Checked):
 
     load: Annotated[bool, OptionSpec(flags=("--load",))] = False
     """Also load the weights and run a first step, for the timeline and the memory as they are."""
+    devices: Annotated[str | None, OptionSpec(metavar="GPU[:COUNT]", default="those of this machine")] = None
+    """Report on GPUs that need not be here, such as h200:4. The model is split over all of them, or over as many as
+    --tensor-parallel-size says."""
     parity: Annotated[bool, OptionSpec(flags=("--parity",))] = False
     """Replace the report by a comparison: run prompts through every implementation of the model and through its library's own
     forward (transformers', or Megatron's for its checkpoints), in float32 and in the dtype that would be served, and compare

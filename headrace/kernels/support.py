@@ -31,9 +31,24 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+_PLANNED = "HEADRACE_PLANNED_SM"
+
+
+def plan_for(capability: int) -> None:
+    """Makes this process answer for CUDA devices of a capability that are not here, with the packages that they need, so that
+    it can say what an engine would do there. No kernel may run afterwards."""
+    os.environ[_PLANNED] = str(capability)
+
+
+def planned() -> bool:
+    return _PLANNED in os.environ
+
+
 def compute_capability(device: torch.device | str) -> int | None:
     """Major * 10 + minor; None: not a CUDA device."""
     device = torch.device(device)
+    if planned():
+        return int(os.environ[_PLANNED]) if device.type == "cuda" else None
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     major, minor = torch.cuda.get_device_capability(device)
@@ -49,7 +64,7 @@ def refusals(device: torch.device | str) -> list[str]:
     """Reasons why Triton kernels cannot run on a device; empty: they can."""
     installed = importlib.util.find_spec("triton")
     # Any folder of that name on the path is installed too, but has no origin.
-    if installed is None or installed.origin is None:
+    if (installed is None or installed.origin is None) and not planned():
         return ["Triton is not installed"]
     if torch.device(device).type != "cuda":
         return [] if interpreted() else [f"Triton kernels run on CUDA devices, or with TRITON_INTERPRET=1, not on {device}"]

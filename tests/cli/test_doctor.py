@@ -49,6 +49,31 @@ def folder(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
+def test_gpus_that_are_not_here(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backends, memory and cuts are those of the named GPUs, whatever this machine has."""
+    monkeypatch.setenv("HEADRACE_PLANNED_SM", "")  # so that it is gone again after the test
+    monkeypatch.delenv("HEADRACE_PLANNED_SM")
+    args = ["doctor", folder, "--load-format", "dummy", "--json"]
+    result = CliRunner().invoke(app, [*args, "--devices", "h200:2"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    decisions = {line["name"]: line for line in report["decisions"]}
+    assert decisions["tensor parallelism"]["value"] == "2 ranks"
+    assert "no CUDA device" not in decisions["attention_backend"]["reason"]
+    assert "H200 (not this machine)" in report["environment"]["device"]
+    assert {line["name"]: line["nbytes"] for line in report["memory"]}["KV cache"] > 2**36
+    for words, complaint in (
+        (["--devices", "h2000"], "did you mean h200?"),
+        (["--devices", "h200:0"], "must be a GPU or GPU:COUNT"),
+        (["--devices", "h200", "--load"], "leave --load and --parity out"),
+        (["--devices", "h200:2", "-tp", "4"], "--devices has 2 GPUs"),
+        (["--devices", "h200", "--device", "cpu"], "device is cpu"),
+    ):
+        refused = CliRunner().invoke(app, [*args, *words])
+        assert refused.exit_code != 0 and isinstance(refused.exception, ConfigError), words
+        assert complaint in str(refused.exception)
+
+
 def test_the_report(folder: str) -> None:
     result = CliRunner().invoke(
         app, ["doctor", folder, "--load-format", "dummy", "--dtype", "float32", "--num-kv-blocks", "40"]

@@ -176,7 +176,7 @@ def for_mla(dtype: torch.dtype, device: torch.device) -> MLAKernel:
 def refusals(device: str, dtype: str) -> list[str]:
     """Reasons why FlashInfer cannot be used."""
     reasons = []
-    if importlib.util.find_spec("flashinfer") is None:
+    if importlib.util.find_spec("flashinfer") is None and not support.planned():
         reasons.append("FlashInfer is not installed: pip install 'headrace[cuda]'")
     if torch.device(device).type != "cuda":
         reasons.append(f"it runs on CUDA devices, not on {device}")

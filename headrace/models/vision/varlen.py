@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import vision_utils
 
+from headrace.kernels import support
 from headrace.kernels.activation import ACTIVATIONS
 from headrace.kernels.transfer import upload
 from headrace.layers.norm import RMSNorm
@@ -23,7 +24,7 @@ _TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 _HEAD_DIM_STEP = 8
 _WIDTH_STEP = 64
 """Channels of an MLP. Matrix units need rows of 16 bytes; the 3,420 channels of Qwen2.5-VL's MLPs are none."""
-_LEAST_CAPABILITY = (8, 0)
+_LEAST_CAPABILITY = 80
 """Lowest compute capability that PyTorch's flash attention supports."""
 
 
@@ -52,7 +53,7 @@ def can_use_varlen(tower: nn.Module, dtype: torch.dtype, device: torch.device) -
         return False
     width = getattr(config, "embed_dim", None) or config.hidden_size
     fits = dtype in (torch.bfloat16, torch.float16) and width // config.num_heads % _HEAD_DIM_STEP == 0
-    return fits and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
+    return fits and (support.compute_capability(device) or 0) >= _LEAST_CAPABILITY
 
 
 class _GatedMLP(nn.Module):

@@ -70,8 +70,7 @@ def test_gpus_that_are_not_here(folder: str, monkeypatch: pytest.MonkeyPatch) ->
         (["--devices", "h200", "--device", "cpu"], "device is cpu"),
     ):
         refused = CliRunner().invoke(app, [*args, *words])
-        assert refused.exit_code != 0 and isinstance(refused.exception, ConfigError), words
-        assert complaint in str(refused.exception)
+        assert refused.exit_code and complaint in " ".join(f"{refused.output} {refused.exception}".split()), words
 
 
 def test_the_report(folder: str) -> None:

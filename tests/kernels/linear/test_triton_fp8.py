@@ -129,5 +129,6 @@ def test_products_of_any_number_of_rows(shape: tuple[int, int], in_blocks: bool,
     x, bias = rows_of(rows, shape[0], torch.bfloat16).to(device), torch.randn(shape[1], device=device, dtype=torch.bfloat16)
     got = fp8_linear(quantize_rows(x, weight.group), weight, bias, out_dtype)
     assert got.shape == (rows, shape[1]) and got.dtype == out_dtype
-    # Fast sums keep about 14 bits.
-    check(got, x, weight, bias, 2.0**-12 if in_blocks or rows <= EXACT_ROWS else 2.0**-10)
+    # Fast sums keep about 14 bits of their largest term, which is seen where a block is all there is.
+    exact = in_blocks or rows <= EXACT_ROWS
+    check(got, x, weight, bias, (2.0**-12 if shape[0] > GROUP else 2.0**-11) if exact else 2.0**-10)

@@ -20,7 +20,8 @@ def subjects(changed: list[str], root: Path) -> list[str]:
     rooms = [name for name in changed if name.startswith(("headrace/", "tests/")) and name not in support]
     folders = {Path("tests", *Path(name).parts[1:2]) for name in rooms}
     names = {folder.with_name(f"test_{folder.name}") for folder in folders}
-    folders |= users({root / name for name in support}, root)
+    if support:
+        folders |= users({root / name for name in support}, root)
     return sorted(str(path) for path in slow if folders & {path, *path.parents} or path in names)
 
 

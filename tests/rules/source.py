@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "headrace"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Module:
     name: str
     """Dotted: headrace.core.plan"""
@@ -26,9 +26,14 @@ class Module:
         parts = self.name.split(".")
         return parts[1] if len(parts) > 1 else ""
 
-    @property
+    @functools.cached_property
     def where(self) -> str:
         return str(self.path.relative_to(ROOT))
+
+    @functools.cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """All nodes of the tree: every rule reads them."""
+        return tuple(ast.walk(self.tree))
 
 
 @functools.cache
@@ -42,10 +47,15 @@ def modules() -> tuple[Module, ...]:
     return tuple(found)
 
 
-def imports(module: Module) -> Iterator[tuple[int, str]]:
+@functools.cache
+def imports(module: Module) -> tuple[tuple[int, str], ...]:
     """(line, dotted name) of every import: at the top, in functions, and under TYPE_CHECKING."""
+    return tuple(_imports(module))
+
+
+def _imports(module: Module) -> Iterator[tuple[int, str]]:
     package = module.name if module.path.name == "__init__.py" else module.name.rpartition(".")[0]
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rules.source import Module, modules
+from rules.source import modules
 
 MUTATORS = {"append", "add", "update", "extend", "insert", "pop", "popitem", "clear", "setdefault", "remove", "discard"}
 CELLS = {"ContextVar", "local", "WeakKeyDictionary", "WeakValueDictionary"}
@@ -90,14 +90,14 @@ def changes(node: ast.AST) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("module", modules(), ids=lambda module: module.name)
-def test_module_level_holds_no_state(module: Module) -> None:
+def test_module_level_holds_no_state() -> None:
     found = [
         f"{module.where}:{line} {name} {what}"
+        for module in modules()
         for line, name, what in problems(module.tree)
         if f"{module.where}:{name}" not in ALLOWED
     ]
-    assert not found, "\n".join(found)
+    assert found == []
 
 
 @pytest.mark.parametrize(

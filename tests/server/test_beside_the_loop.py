@@ -6,6 +6,8 @@ import asyncio
 import gc
 import hashlib
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -190,3 +192,25 @@ def test_no_body_holds_up_the_loop(monkeypatch: pytest.MonkeyPatch, made: Tokeni
     most = max(LONGEST, SLOWNESS * (time.thread_time() - began))
     assert max(found.values()) > 0.001, "the clock of turns does not run"
     assert not {name: seconds for name, seconds in found.items() if seconds > most}, (found, most)
+
+
+PARTS = """
+import gc
+from headrace.server.shape import messages, responses
+from headrace.server.shape.turns import Strict
+
+def parts(kind):
+    below = kind.__subclasses__()
+    return [part for one in below for part in parts(one)] if below else [kind]
+
+for part in parts(Strict):
+    print(part.__name__, any(type(held).__name__ == "StructInfo" for held in gc.get_referents(part)))
+"""
+
+
+def test_what_threads_convert_to_is_known_before_there_are_requests() -> None:
+    """msgspec reads the fields of a struct at its first use; two threads that do so at once crash the process."""
+    done = subprocess.run([sys.executable, "-c", PARTS], capture_output=True, text=True, check=True)
+    known = dict(line.split() for line in done.stdout.splitlines())
+    assert {"UserTurn", "ThinkingEnabled", "TextConfig", "AllowedTools"} <= set(known)
+    assert {part for part, read in known.items() if read != "True"} == set()

@@ -16,10 +16,11 @@ from headrace.server.settings import ServerSettings
 from headrace.server.shape.parts import Part, Parts, Step
 from headrace.server.shape.toolset import SkippedTools, check_callers
 from headrace.server.shape.turns import (
+    OBJECTS,
     ContentPart,
+    Kind,
     Strict,
     Turns,
-    checked,
     function_tool,
     image_part,
     json_text,
@@ -174,6 +175,10 @@ class OutputConfig(Strict, kw_only=True):
     format: JSONFormat | None = None
 
 
+_SYSTEM, _TURNS, _TOOL = map(Kind, (str | list[Text] | None, list[Turn], Tool))
+_TOOL_CHOICE, _THINKING, _OUTPUT_CONFIG = map(Kind, (ToolChoice, ThinkingConfig, OutputConfig))
+
+
 class ChatRequest(NamedTuple):
     """The chat request that a Messages request is."""
 
@@ -206,16 +211,16 @@ def _chat_request(body: CountTokensBody, state: Serving, late: bool) -> ChatRequ
     if tools:
         fields["tools"] = [_function(tool) for tool in tools.values()]
     if body.tool_choice is not None:
-        fields |= _choice(checked(body.tool_choice, ToolChoice, "tool_choice"))
+        fields |= _choice(_TOOL_CHOICE.checked(body.tool_choice, "tool_choice"))
     variables = dict(body.chat_template_kwargs)
     if body.thinking is not None:
-        thinking = checked(body.thinking, ThinkingConfig, "thinking")
+        thinking = _THINKING.checked(body.thinking, "thinking")
         answers = state.llm.inputs.answers
         switch = answers.efforts.switch if answers is not None else None
         variables[switch or "enable_thinking"] = not isinstance(thinking, ThinkingDisabled)
         if isinstance(thinking, ThinkingEnabled):
             fields["thinking_token_budget"] = _budget(thinking, body)
-    config = checked(body.output_config or {}, OutputConfig, "output_config")
+    config: OutputConfig = _OUTPUT_CONFIG.checked(body.output_config or {}, "output_config")
     fields["reasoning_effort"] = config.effort
     if config.format is not None:
         fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": config.format.schema}}
@@ -230,10 +235,10 @@ def _chat_request(body: CountTokensBody, state: Serving, late: bool) -> ChatRequ
 def _tools(given: Any, settings: ServerSettings) -> dict[str, Tool]:
     """The tools that the client runs, by their places."""
     skipped, kept = SkippedTools(settings), {}
-    for index, tool in enumerate(checked([] if given is None else given, list[dict[str, Any]], "tools")):
+    for index, tool in enumerate(OBJECTS.checked([] if given is None else given, "tools")):
         place = f"tools[{index}]"
         if tool.get("type", "custom") in ("custom", None):
-            kept[place] = checked(tool, Tool, place)
+            kept[place] = _TOOL.checked(tool, place)
             check_callers(kept[place].allowed_callers, place)
         else:
             skipped.add(tool, place)
@@ -256,13 +261,13 @@ class _Conversation:
 
     def read(self, body: CountTokensBody, keep_client_headers: bool) -> list[dict[str, Any]]:
         """The messages of the chat."""
-        system = _texts(checked(body.system, str | list[Text] | None, "system"))
+        system = _texts(_SYSTEM.checked(body.system, "system"))
         if not keep_client_headers and system and system[0].startswith(_CLIENT_HEADER):
             # It changes with every request, and no prefix would be found in the cache.
             system[0] = system[0].partition("\n")[2]
         if system := [text for text in system if text]:
             self._turns.instruct(system)
-        given: list[Turn] = checked(body.messages, list[Turn], "messages")
+        given: list[Turn] = _TURNS.checked(body.messages, "messages")
         if not given:
             raise RequestError("messages must have at least one message", "messages")
         for index, turn in enumerate(given):

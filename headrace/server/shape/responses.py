@@ -40,7 +40,7 @@ from headrace.server.shape.items import (
 from headrace.server.shape.parts import Part, PartialText, Parts, Step
 from headrace.server.shape.seal import sealed, unsealed
 from headrace.server.shape.toolset import Toolset, shown_name
-from headrace.server.shape.turns import ContentPart, Turns, checked, image_part, json_text, whole_arguments
+from headrace.server.shape.turns import OBJECTS, ContentPart, Kind, Turns, image_part, json_text, whole_arguments
 from headrace.server.sse import Answer
 from headrace.server.state import Serving
 from headrace.server.store import Stored, StoredItem
@@ -66,6 +66,7 @@ NO_COMPACTION = (
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
 _DECODER: msgspec.json.Decoder[Item] = msgspec.json.Decoder(Item)
+_ITEM, _ITEM_REFERENCE, _TEXT, _REASONING = map(Kind, (Item, ItemReference, TextConfig, ReasoningConfig))
 _Given = dict[str, Any] | StoredItem
 """An item of the input, or the stored one that it refers to."""
 
@@ -113,7 +114,7 @@ def _read(
         _add(turns, tools, _DECODER.decode(stored.text), state, "previous_response_id")
     for index, new in enumerate(given):
         where = f"input[{index}]"
-        read: Item = _DECODER.decode(new.text) if isinstance(new, StoredItem) else checked(new, Item, where)
+        read: Item = _DECODER.decode(new.text) if isinstance(new, StoredItem) else _ITEM.checked(new, where)
         _add(turns, tools, read, state, where)
         if keeps:
             own.append(new if isinstance(new, StoredItem) else StoredItem.of({"id": new_id(new["type"]), **new}))
@@ -121,7 +122,7 @@ def _read(
         # Agents probe a model so.
         turns.say("user", [""])
     tools.skipped.log()
-    text = checked(body.text or {}, TextConfig, "text")
+    text: TextConfig = _TEXT.checked(body.text or {}, "text")
     if text.verbosity is not None:
         applied_fields("chat", {"verbosity": text.verbosity})
     fields: dict[str, Any] = {
@@ -132,7 +133,7 @@ def _read(
         "tools": tools.functions or None,
         "tool_choice": tools.choice(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
-        "reasoning_effort": checked(body.reasoning or {}, ReasoningConfig, "reasoning").effort,
+        "reasoning_effort": _REASONING.checked(body.reasoning or {}, "reasoning").effort,
         "response_format": _response_format(text.format),
         "cache_salt": body.cache_salt,
         "priority": body.priority,
@@ -156,13 +157,13 @@ def _given_items(given: Any, known: Mapping[str, StoredItem]) -> list[_Given]:
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     items: list[_Given] = []
-    for index, item in enumerate(checked(given, list[dict[str, Any]], "input")):
+    for index, item in enumerate(OBJECTS.checked(given, "input")):
         item = {name: value for name, value in item.items() if value is not None}
         kind = item.setdefault("type", "message" if "role" in item else "item_reference")
         if kind in ("compaction_trigger", "compaction"):
             raise unsupported(f"input[{index}].type", f"input[{index}].type: {NO_COMPACTION}")
         if kind == "item_reference":
-            identity = checked(item, ItemReference, f"input[{index}]").id
+            identity = _ITEM_REFERENCE.checked(item, f"input[{index}]").id
             if identity not in known:
                 message = f"input[{index}].id: there is no item {shown(identity)}"
                 raise ApiError(404, message, param=f"input[{index}].id", code="item_not_found")

@@ -24,10 +24,11 @@ from headrace.server.shape.items import (
     Tool,
     ToolChoice,
 )
-from headrace.server.shape.turns import checked, function_tool
+from headrace.server.shape.turns import OBJECTS, Kind, function_tool
 
 logger = logging.getLogger("headrace.server")
 _MAX_NAME = 64
+_TOOL, _CHOICE, _NAMED = map(Kind, (Tool, ToolChoice, Named | NamedCustom))
 _DIGEST = 8
 _DISPENSABLE = re.compile(
     r"(web_search|web_fetch|image_generation|tool_search|code_interpreter|code_execution|file_search|computer|browser|mcp"
@@ -101,13 +102,13 @@ class Toolset:
 
     def add(self, tools: Any, where: str) -> None:
         """Raises: RequestError: names the tool at fault."""
-        for index, given in enumerate(checked([] if tools is None else tools, list[dict[str, Any]], where)):
+        for index, given in enumerate(OBJECTS.checked([] if tools is None else tools, where)):
             place = f"{where}[{index}]"
             if given.get("type") not in ("function", "custom", "namespace"):
                 self.skipped.add(given, place)
                 continue
             self.kept.append(given)
-            tool = checked(given, Tool, place)
+            tool = _TOOL.checked(given, place)
             if not isinstance(tool, Namespace):
                 self._add(tool, place)
                 continue
@@ -149,7 +150,7 @@ class Toolset:
         """``tool_choice`` of the chat request."""
         if given is None or isinstance(given, str):
             return given
-        choice = checked(given, ToolChoice, "tool_choice")
+        choice = _CHOICE.checked(given, "tool_choice")
         if not isinstance(choice, AllowedTools):
             return function_tool(name=shown_name(choice.namespace, choice.name))
         allowed = {"mode": choice.mode, "tools": list(self._allowed(choice.tools))}
@@ -158,5 +159,5 @@ class Toolset:
     def _allowed(self, tools: Sequence[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
         for index, tool in enumerate(tools):
             if tool.get("type") not in self.skipped.types:
-                named = checked(tool, Named | NamedCustom, f"tool_choice.tools[{index}]")
+                named = _NAMED.checked(tool, f"tool_choice.tools[{index}]")
                 yield function_tool(name=shown_name(named.namespace, named.name))

@@ -163,22 +163,38 @@ def image_part(url: str, where: str) -> PlacedPart:
     return PlacedPart({"type": "image_url", "image_url": {"url": url}}, where)
 
 
-def checked(value: Any, kind: Any, where: str) -> Any:
-    """``value`` as ``kind``.
+class Kind:
+    """A type that a part of a request must have.
 
-    Raises:
-        RequestError: names the place at fault.
+    msgspec reads the fields of a struct at the struct's first use, during which a use in another thread crashes the process.
+    Kinds are therefore made while their module is imported, before there are requests.
     """
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        what, _, at = str(error).partition(" - at `$")
-    if what.startswith("Object contains unknown field") and (key := next(unknown_keys(value, kind, where), None)) is not None:
-        raise unknown(key.path, did_you_mean(key.name, key.known))
-    path = where + at.rstrip("`")
-    if what.startswith("Invalid value") and path.endswith(".type"):
-        raise unsupported(path, f"{path}: {what.removeprefix('Invalid value ')} is not supported here")
-    raise RequestError(f"{path}: {what}", path)
+
+    def __init__(self, kind: Any) -> None:
+        self._kind = kind
+        msgspec.json.Decoder(kind)
+
+    def checked(self, value: Any, where: str) -> Any:
+        """``value`` as this kind.
+
+        Raises:
+            RequestError: names the place at fault.
+        """
+        try:
+            return msgspec.convert(value, self._kind)
+        except msgspec.ValidationError as error:
+            what, _, at = str(error).partition(" - at `$")
+        if what.startswith("Object contains unknown field"):
+            key = next(unknown_keys(value, self._kind, where), None)
+            if key is not None:
+                raise unknown(key.path, did_you_mean(key.name, key.known))
+        path = where + at.rstrip("`")
+        if what.startswith("Invalid value") and path.endswith(".type"):
+            raise unsupported(path, f"{path}: {what.removeprefix('Invalid value ')} is not supported here")
+        raise RequestError(f"{path}: {what}", path)
+
+
+OBJECTS = Kind(list[dict[str, Any]])
 
 
 def function_tool(**function: Any) -> dict[str, Any]:

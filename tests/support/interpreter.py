@@ -17,6 +17,7 @@ It does not promise:
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from typing import Any
 
@@ -37,6 +38,8 @@ def install() -> None:
     remember_builtins()
     patch_once_a_launch()
     remember_types()
+    remember_blocks()
+    leave_out_unread_checks()
     use_invariant_dot()
 
 
@@ -106,6 +109,42 @@ def remember_types() -> None:
         return found
 
     interpreter._get_np_dtype = dtype_of
+
+
+def remember_blocks() -> None:
+    """Make the type of a block, and the constants that a tensor has of its shape, once for each shape and type of element.
+
+    Every operation makes such a type for each of its operands and for its result, which takes longer than small blocks take.
+    """
+    core = tl.core
+    make, known = core.block_type.__init__, {}
+    no_shape, one = core.tuple([]), core.constexpr(1)
+
+    def make_block(block: Any, element_ty: Any, shape: Any) -> None:
+        if not isinstance(shape, list | core.tuple):
+            make(block, element_ty, shape)
+            return
+        sizes = tuple([size.value if isinstance(size, core.constexpr) else size for size in shape])
+        key = element_ty.name, getattr(element_ty, "address_space", 0), sizes
+        if (found := known.get(key)) is None:
+            make(block, element_ty, shape)
+            block.constants = core.tuple([core.constexpr(size) for size in block.shape]), core.constexpr(block.numel)
+            found = known[key] = vars(block).copy()
+        vars(block).update(found)
+
+    def make_tensor(tensor: Any, handle: Any, type: Any) -> None:
+        tensor.handle, tensor.type, tensor.dtype = handle, type, type.scalar
+        tensor.shape, tensor.numel = type.constants if type.is_block() else (no_shape, one)
+
+    core.block_type.__init__, core.tensor.__init__ = make_block, make_tensor
+
+
+def leave_out_unread_checks() -> None:
+    """Leave out the sums in 64 bits that say whether one of 32 bits overflows: the interpreter computes them and, without its
+    ``debug``, looks at none."""
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
 def use_invariant_dot() -> None:

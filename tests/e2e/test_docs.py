@@ -167,10 +167,15 @@ def command_examples() -> list[tuple[str, str]]:
     return sorted({(page.name, line) for page in pages() for line in command_lines(page, "headrace")})
 
 
+@pytest.fixture(scope="module")
+def program() -> Any:
+    return typer.main.get_command(app)
+
+
 @pytest.mark.parametrize(("page", "line"), command_examples())
-def test_command_line(page: str, line: str) -> None:
+def test_command_line(page: str, line: str, program: Any) -> None:
     """Commands and options exist, and values convert."""
-    words, command = shlex.split(line)[1:], typer.main.get_command(app)
+    words, command = shlex.split(line)[1:], program
     while hasattr(command, "commands") and words:
         command = command.commands[words.pop(0)]
     if not hasattr(command, "commands"):

@@ -103,11 +103,11 @@ def two_ranks(checkpoint: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]
 
 
 @contextlib.contextmanager
-def free_ports(_: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+def free_ports(checkpoint: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         ports = {f":{port}": f":{free.getsockname()[1]}" for port, free in ((5557, one), (5558, other))}
     names: dict[str, Any] = {}
-    yield names, ports
+    yield names, {"LLM(": f"LLM({str(checkpoint)!r}, ", **ports}
     assert names["event"]["type"] == "BlockStored"
 
 

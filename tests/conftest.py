@@ -18,7 +18,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import pytest
 import torch
 
-if not torch.cuda.is_available():
+CUDA = torch.cuda.is_available()
+if not CUDA:
     # Triton asks for it when it is imported, and libraries import it, so it must be said before anything else.
     os.environ["TRITON_INTERPRET"] = "1"
     if importlib.util.find_spec("triton"):
@@ -44,13 +45,16 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     """A test that draws without a generator of its own draws the same numbers in every run."""
-    torch.manual_seed(0)
+    if CUDA:
+        torch.manual_seed(0)
+    else:
+        # For a device that is not there, torch.manual_seed keeps a stack trace, which takes longer than many tests.
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(params=["interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Device that runs a kernel. One process does either the one or the other."""
-    cuda = torch.cuda.is_available()
-    if cuda != (request.param == "cuda"):
-        pytest.skip("there is a CUDA device: kernels are compiled" if cuda else "there is no CUDA device")
-    return torch.device("cuda" if cuda else "cpu")
+    if (request.param == "cuda") != CUDA:
+        pytest.skip("there is a CUDA device: kernels are compiled" if CUDA else "there is no CUDA device")
+    return torch.device("cuda" if CUDA else "cpu")

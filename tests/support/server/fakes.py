@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace.config import EngineArgs
+from headrace.constrain.factory import GrammarFactory
 from headrace.core.request import Request
 from headrace.engine.info import LayerLine
 from headrace.errors import EngineDeadError, EngineError, QueueFullError, RequestError
 from headrace.frontend.inputs import InputProcessor
 from headrace.metrics.stats import EngineStats
+from headrace.option_groups import StructuredOutputsConfig
 from headrace.outputs import OutputDelta, RequestTimes, TokenLogprobs
 from support.byte_tokenizer import EOS, VOCAB, ByteTokenizer
 from support.engine.info import engine_info
@@ -26,6 +28,8 @@ from support.engine.info import engine_info
 SERVE_FAKE = Path(__file__).with_name("serve_fake.py")
 """A server over a :class:`FakeLLM`, as a program."""
 Script = Callable[[Request, int], Sequence[int]]
+GRAMMARS = GrammarFactory(StructuredOutputsConfig(), None)
+"""Checks the constraints of all fakes: each factory starts a process."""
 
 
 class Health(NamedTuple):
@@ -93,7 +97,14 @@ class FakeLLM:
 
     def _make_inputs(self) -> SeededInputs:
         config = {"eos_token_id": [EOS]}
-        return SeededInputs(LIMITS, vocab_size=VOCAB, max_model_len=512, tokenizer=self.tokenizer, generation_config=config)
+        return SeededInputs(
+            LIMITS,
+            vocab_size=VOCAB,
+            max_model_len=512,
+            tokenizer=self.tokenizer,
+            generation_config=config,
+            grammars=GRAMMARS,
+        )
 
     async def start(self) -> None:
         await asyncio.sleep(self.load_seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,6 +55,13 @@ def with_template(made: Tokenizer, template: str) -> Tokenizer:
     return Tokenizer(hf, renderer=made.renderer)
 
 
+@functools.lru_cache(maxsize=2)
+def grammars_of(made: Tokenizer, markers: frozenset[int]) -> tuple[GrammarVocabulary, GrammarFactory]:
+    """What checks the constraints of one tokenizer after another: each factory starts a process."""
+    vocabulary = GrammarVocabulary(made, made.vocab_size, markers)
+    return vocabulary, GrammarFactory(StructuredOutputsConfig(), vocabulary)
+
+
 class ScriptedLLM(FakeLLM):
     """Answers request by request with ``texts`` or token ids, the last again and again; one token a delta."""
 
@@ -69,8 +77,7 @@ class ScriptedLLM(FakeLLM):
         self._max_model_len = max_model_len
         self._formats = AnswerFormats(made, tools, reasoning)
         self.texts = texts
-        self.vocabulary = GrammarVocabulary(made, made.vocab_size, self._formats.machine.markers)
-        self.grammars = GrammarFactory(StructuredOutputsConfig(), self.vocabulary)
+        self.vocabulary, self.grammars = grammars_of(made, frozenset(self._formats.machine.markers))
         super().__init__()
         self.tokenizer = made
 

@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 from reference import commands
+from typer import rich_utils
 from typer.testing import CliRunner
 
 from headrace.cli.main import app
@@ -22,7 +23,9 @@ def flags(function: object) -> set[str]:
 
 
 def helped(name: str, flag: str) -> str:
-    return CliRunner().invoke(app, [*name.split()[1:], flag], env={"COLUMNS": "80", "TERMINAL_WIDTH": "200"}).output
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rich_utils, "MAX_WIDTH", 200)
+        return CliRunner().invoke(app, [*name.split()[1:], flag], env={"COLUMNS": "80"}).output
 
 
 @pytest.mark.parametrize("name", WITH_SHORT_HELP)

@@ -41,8 +41,8 @@ def caller(request: Request) -> Caller:
 
 
 class BodyBudget:
-    """The bytes of request bodies that the server holds, over all connections, until the engine's requests are made of them:
-    bodies that wait for a thread take memory too, also after their clients have left. Each API key has an equal share."""
+    """The bytes of request bodies that the server holds, over all connections, until the engine's requests are made of them or
+    their clients are found to have left: bodies that wait for a thread take memory too. Each API key has an equal share."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings

@@ -275,24 +275,25 @@ def test_bodies_of_one_key_leave_room_for_those_of_another() -> None:
         wait_for(lambda: bodies.used == 3 * (size - 1 - 64 * 2**10))
 
 
-def test_bodies_that_wait_for_a_thread_count_also_when_their_clients_have_left() -> None:
+def test_bodies_that_wait_for_a_thread_count_until_their_clients_have_left() -> None:
     size, gate = 2**20, threading.Event()
     llm, limits = FakeLLM(), ServerSettings(max_bytes_in_flight=3 * 2**20)
-    with running(llm, limits) as server, concurrent.futures.ThreadPoolExecutor(2) as clients:
+    with running(llm, limits) as server, concurrent.futures.ThreadPoolExecutor(2) as threads:
         bodies = server.app.state.serving.bodies
         text = {"prompt": "x" * size}
-        busy = [clients.submit(asyncio.run, llm.inputs.in_thread("", gate.wait)) for _ in range(2)]
+        busy = [threads.submit(asyncio.run, llm.inputs.in_thread("", gate.wait)) for _ in range(2)]
         try:
-            for count in (1, 2, 3):
-                with RawClient(server.url) as client:
+            with contextlib.ExitStack() as clients:
+                for count in (1, 2, 3):
+                    client = clients.enter_context(RawClient(server.url))
                     client.send(post(json.dumps(text).encode(), path="/tokenize"))
                     wait_for(lambda count=count: bodies.used > count * (size - 64 * 2**10))
-            assert httpx.post(f"{server.url}/tokenize", json=text).status_code == 503
+                assert httpx.post(f"{server.url}/tokenize", json=text, timeout=60).status_code == 503
+            wait_for(lambda: bodies.used == 0)
         finally:
             gate.set()
         assert [job.result() for job in busy] == [True, True]
-        wait_for(lambda: bodies.used == 0)
-        assert httpx.post(f"{server.url}/tokenize", json=text).status_code in (200, 400)
+        assert httpx.post(f"{server.url}/tokenize", json=text, timeout=60).status_code in (200, 400)
 
 
 def test_a_running_request_gives_its_body_back() -> None:

@@ -1,0 +1,38 @@
+"""StateMetadata: one step as state layers see it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class StateMetadata:
+    """One step as state layers see it. R rows (decode rows first, then prompts), T tokens packed row after row.
+
+    Every row reads its state block and writes it back: a step's operations zero or copy the block before. A padding row has
+    block -1: it reads and writes nothing, and its outputs are zeros.
+    """
+
+    decode_rows: int
+    """Rows of one token, before the others."""
+    query_start: torch.Tensor
+    """``[R + 1]`` int32: row -> its first token in the packed batch."""
+    blocks: torch.Tensor
+    """``[R]`` int32: number of the row's state block; -1: a padding row."""
+    starts: torch.Tensor
+    """``[R]`` int32: tokens of the sequence that its state has absorbed before this step."""
+    query_start_host: np.ndarray
+    blocks_host: np.ndarray
+    starts_host: np.ndarray
+    """The same on the host, for kernels that run there."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.blocks_host)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.query_start_host[-1])

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
+
+
+class StateRow(NamedTuple):
+    """A row on the host."""
+
+    block: int
+    first: int
+    """Its first token in the packed batch."""
+    count: int
+    """Its tokens."""
+    start: int
+    """The position of the first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,3 +50,10 @@ class StateMetadata:
     @property
     def num_tokens(self) -> int:
         return int(self.query_start_host[-1])
+
+    def live_rows(self) -> Iterator[StateRow]:
+        """Gives the rows that have a state."""
+        ends, counts = self.query_start_host.tolist(), np.diff(self.query_start_host).tolist()
+        for block, first, count, start in zip(self.blocks_host.tolist(), ends, counts, self.starts_host.tolist(), strict=False):
+            if block >= 0:
+                yield StateRow(block, first, count, start)

@@ -91,6 +91,15 @@ class StateSpec:
         values = self.heads * self.value_dim
         return values if self.kind == "mamba1" else values + 2 * self.key_heads * self.key_dim
 
+    def matrices(self, hidden_size: int) -> list[tuple[int, int]]:
+        """(outputs, inputs) of the matrices around the state: of a short convolution its three parts, else what is convolved,
+        a gate as wide as the values, and the numbers of each head."""
+        if self.kind == "conv":
+            channels = 0 if self.conv is None else self.conv.channels
+            return [(3 * channels, hidden_size), (hidden_size, channels)]
+        values = self.heads * self.value_dim
+        return [(self.mixed_channels + values + 2 * self.heads, hidden_size), (hidden_size, values)]
+
     def planes(self, dtype: str, state_dtype: str) -> tuple[StatePlane, ...]:
         """The tensors that a sequence keeps of the layer: the single source of their shapes and bytes.
 

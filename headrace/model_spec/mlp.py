@@ -69,6 +69,8 @@ class MoeSpec:
     """Weights of a token are divided by their sum."""
     least_sum: float = 1e-20
     """A sum below this counts as this."""
+    added_sum: float = 0.0
+    """Added to the sum."""
     routed_scale: float = 1.0
     held: tuple[int, int] | None = None
     """The experts ``[start, stop)`` whose matrices a tensor-parallel rank holds; None: all. The router has all in any case."""

@@ -1,0 +1,75 @@
+"""StateSchedule: what the scheduler does for sequences with state blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from headrace.config import CacheConfig
+from headrace.core.plan import StepResult
+from headrace.core.points import MERGE, ChunkGrid, snapshot_points
+from headrace.core.sequence import Sequence
+from headrace.core.step import StepBuilder
+from headrace.kv import Hit, KVCacheManager
+from headrace.kv.states import Save, StateBlocks
+from headrace.outputs import FinishReason
+
+_SHARE = 10
+"""Periodic snapshots of a prompt take at most a tenth of its KV."""
+_LEAST_PERIOD, _LONGEST_PERIOD = 8_192, 32_768
+
+
+class StateSchedule:
+    """Chooses where snapshots of states are taken, and adds their copies to plans."""
+
+    def __init__(self, kv: KVCacheManager, states: StateBlocks, cache: CacheConfig) -> None:
+        self._kv, self._states = kv, states
+        self.period = snapshot_period(cache, states.grid)
+        """Tokens between snapshots of a prompt that are taken for no other reason."""
+
+    def plan(self, seq: Sequence, start: int, hit: Hit | None) -> None:
+        """Decides where the chunks of a waiting sequence end, which would start at ``start``."""
+        identity, states, length = seq.blocks.identity, self._states, len(seq.token_ids)
+        kept = [self._kv.fork_boundary(seq.blocks, seq.num_prompt)] if seq.siblings else []
+        others: list[int] = []
+        if states.most:
+            others = [seq.num_prompt - 1, *range(self.period, length, self.period)]
+            if hit is not None and hit.attention_tokens - start >= MERGE:
+                others.append(hit.attention_tokens)
+        points = snapshot_points(kept, others, start, length, lambda count: states.boundary(count, identity.uncut))
+        seq.chunks = ChunkGrid(states.grid, points)
+
+    def started(self, seq: Sequence, start: int) -> None:
+        """Keeps a block for the state from which the other samples of the sequence's request start."""
+        if seq.siblings:
+            self._states.reserve_fork(seq.blocks, start, self._kv.fork_boundary(seq.blocks, seq.num_prompt))
+
+    def row(self, seq: Sequence, num_tokens: int, step: StepBuilder) -> None:
+        """Called before a row of the sequence is added: copies of its state before the row, and behind it."""
+        start, end = seq.num_computed, seq.num_computed + num_tokens
+        if seq.decoding:
+            # Rows that begin a block come here: all others have room for their token.
+            if start % self._states.grid == 0:
+                self._states.shade(seq.blocks, start)
+        elif seq.chunks is not None and end in seq.chunks.points:
+            save = self._states.save(seq.blocks, end)
+            if save is not None:
+                step.saves.append((seq, save))
+
+    def collected(self, saves: Iterable[tuple[Sequence, Save]], result: StepResult) -> None:
+        """Publishes the snapshots of a step, except those of sequences that have failed."""
+        for seq, save in saves:
+            failed = seq.finish_reason == "error" or seq.seq_id in result.errors
+            self._states.saved(save, fine=not failed)
+
+    def leaves(self, seq: Sequence, reason: FinishReason | None) -> None:
+        """Called before a running sequence loses its blocks. None: it is preempted."""
+        if reason != "error":
+            self._states.publish_shadow(seq.blocks, seq.num_collected)
+
+
+def snapshot_period(cache: CacheConfig, grid: int) -> int:
+    """Returns the tokens whose KV is ten times as large as a state block, within limits, as a multiple of ``grid``."""
+    size = 0 if cache.states is None else cache.states.block_bytes
+    per_token = sum(group.bytes_per_token for group in cache.groups)
+    tokens = min(max(_SHARE * size // per_token, _LEAST_PERIOD), _LONGEST_PERIOD)
+    return -(-tokens // grid) * grid

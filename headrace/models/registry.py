@@ -20,6 +20,7 @@ from headrace.models.families import (
     gemma3,
     gemma4,
     gpt_oss,
+    lfm2,
     llama,
     mimo_v2_flash,
     mistral,
@@ -56,6 +57,8 @@ _FAMILIES: tuple[Family, ...] = (
     deepseek_v2.FAMILY,
     deepseek_v3.FAMILY,
     olmo2.FAMILY,
+    lfm2.FAMILY,
+    lfm2.MOE_FAMILY,
     *paw.FAMILIES,
 )
 _BY_ARCHITECTURE = {architecture: family for family in _FAMILIES for architecture in family.architectures}

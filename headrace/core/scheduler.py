@@ -327,9 +327,9 @@ class Scheduler:
             layers = LayerRange(first, first + self._layers(seq, num_tokens, step), total)
             self._layered = None if layers.last else seq
             layers = layers if first or not layers.last else None
+        step.add_row(seq, num_tokens, new_blocks, layers)
         if self._states is not None:
             self._states.row(seq, num_tokens, step)
-        step.add_row(seq, num_tokens, new_blocks, layers)
 
     def _with_fewer_blocks(self, seq: Sequence, wanted: int, step: StepBuilder) -> int:
         """Returns how many of the wanted tokens to try next, since blocks are short.

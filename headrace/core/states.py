@@ -39,14 +39,14 @@ class StateSchedule:
         seq.chunks = ChunkGrid(states.grid, points)
 
     def started(self, seq: Sequence, start: int) -> None:
-        """Keeps a block for the state from which the other samples of the sequence's request start."""
+        """Called when the sequence has its state block: other samples of its request are to start from its state."""
         if seq.siblings:
-            self._states.reserve_fork(seq.blocks, start, self._kv.fork_boundary(seq.blocks, seq.num_prompt))
+            self._states.expect_fork(seq.blocks, start, self._kv.fork_boundary(seq.blocks, seq.num_prompt))
 
     def row(self, seq: Sequence, num_tokens: int, step: StepBuilder) -> None:
-        """Called before a row of the sequence is added: copies of its state before the row, and behind it."""
-        start, end = seq.num_computed, seq.num_computed + num_tokens
-        if seq.decoding:
+        """Called when a row of the sequence has been added: adds copies of its state before the row, and behind it."""
+        start, end = seq.num_computed - num_tokens, seq.num_computed
+        if start >= seq.prefill_len:
             # Rows that begin a block come here: all others have room for their token.
             if start % self._states.grid == 0:
                 self._states.shade(seq.blocks, start)

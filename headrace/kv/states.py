@@ -149,17 +149,14 @@ class StateBlocks:
         if own.source != NULL_BLOCK:
             self._started.append(blocks)
 
-    def reserve_fork(self, blocks: SequenceBlocks, start: int, count: int) -> None:
-        """Keeps a block for the state after ``count`` tokens, from which samples start, if one is free. The sequence itself has
-        just started at ``start`` tokens."""
+    def expect_fork(self, blocks: SequenceBlocks, start: int, count: int) -> None:
+        """Other samples are to start from the state after ``count`` tokens of a sequence that has just started at ``start``."""
         own = blocks.states
         own.fork_count = count
         if count == start and own.source != NULL_BLOCK:
             # The snapshot that the sequence starts from is that state.
             own.fork, own.source = own.source, NULL_BLOCK
             self._started.remove(blocks)
-        elif count > start:
-            own.fork = self._allocate(blocks.seq_id)
 
     def fork(self, parent: SequenceBlocks, child: SequenceBlocks) -> None:
         """Lets a sample start from the state that its parent keeps for it."""
@@ -191,9 +188,11 @@ class StateBlocks:
         Returns the snapshot, which is to be passed to ``saved``; None: the copy is for samples, or there is no room.
         """
         own = blocks.states
-        if own.fork != NULL_BLOCK and count == own.fork_count:
-            self._after.append(_Op("copy", own.live, own.fork))
-            return None
+        if count == own.fork_count:
+            own.fork = self._allocate(blocks.seq_id)
+            if own.fork != NULL_BLOCK:
+                self._after.append(_Op("copy", own.live, own.fork))
+                return None
         if not self._make_room():
             self._skip("budget")
             return None

@@ -31,7 +31,7 @@ class MoeSpec:
     """The router and the experts of one layer.
 
     A token's experts are the ``top_k`` of its scores; their outputs are summed, each times its weight: its score,
-    normalised if ``normalize``, times ``routed_scale``. Shared experts are added with weight 1.
+    normalised if ``normalize``, times ``routed_scale``. Shared experts are added with weight 1, or that of ``shared_gate``.
 
     Raises:
         ContradictionError: the numbers do not fit together.
@@ -45,6 +45,8 @@ class MoeSpec:
     """Width of one expert."""
     shared: DenseSpec | None = None
     """The shared experts, all of them one MLP that every token goes through."""
+    shared_gate: bool = False
+    """The shared experts' output is multiplied by the sigmoid of a projection of the token to one number."""
     vision: MoeSpec | None = None
     """The experts of tokens of items, which do not go through these; None: all tokens do."""
     act: str = "silu"
@@ -111,7 +113,8 @@ class MoeSpec:
         expert = [(2 * self.intermediate_size, hidden_size), (hidden_size, self.intermediate_size)]
         shared = [] if self.shared is None else self.shared.matrices(hidden_size)
         vision = [] if self.vision is None else self.vision.matrices(hidden_size)
-        return [(self.num_experts, hidden_size), *expert * self.num_held, *shared, *vision]
+        routers = [(self.num_experts, hidden_size)] + [(1, hidden_size)] * self.shared_gate
+        return [*routers, *expert * self.num_held, *shared, *vision]
 
 
 MlpSpec = DenseSpec | MoeSpec

@@ -29,6 +29,7 @@ from headrace.models.families import (
     qwen2,
     qwen3,
     qwen3_moe,
+    qwen3_next,
     qwen_vl,
 )
 from headrace.models.family import Family
@@ -59,6 +60,9 @@ _FAMILIES: tuple[Family, ...] = (
     olmo2.FAMILY,
     lfm2.FAMILY,
     lfm2.MOE_FAMILY,
+    qwen3_next.QWEN3_NEXT,
+    qwen3_next.QWEN3_5,
+    qwen3_next.QWEN3_5_MOE,
     *paw.FAMILIES,
 )
 _BY_ARCHITECTURE = {architecture: family for family in _FAMILIES for architecture in family.architectures}

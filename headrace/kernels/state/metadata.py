@@ -16,8 +16,8 @@ class StateRow(NamedTuple):
     block: int
     first: int
     """Its first token in the packed batch."""
-    count: int
-    """Its tokens."""
+    tokens: int
+    """How many it has."""
     start: int
     """The position of the first."""
 

@@ -35,7 +35,7 @@ def causal_conv_ref(
     taps = weight.shape[1]
     for row in step.live_rows():
         ring = cache[row.block]
-        for offset in range(row.count):
+        for offset in range(row.tokens):
             position, token = row.start + offset, row.first + offset
             total = _wide(ring[position % (taps - 1)]) * wide[:, 0]
             for tap in range(1, taps - 1):
@@ -65,8 +65,8 @@ def delta_rule_ref(
     out = torch.zeros(len(qkv), heads * value_dim, dtype=_wide(qkv).dtype, device=qkv.device)
     for row in step.live_rows():
         held = _wide(state[row.block])
-        for token in range(row.first, row.first + row.count):
-            q, k, v = _wide(qkv[token]).split((keys, keys, heads * value_dim))
+        for token in range(row.first, row.first + row.tokens):
+            q, k, v = _wide(qkv[token]).split_with_sizes([keys, keys, heads * value_dim])
             q, k = (_unit(each.view(-1, key_dim)).repeat_interleave(shared, dim=0) for each in (q, k))
             fade = factor * softplus(_wide(decay[token]) + _wide(dt_bias)).view(heads, -1)
             held = held * fade.exp()[:, None, :]
@@ -100,8 +100,8 @@ def state_space_ref(
     out = torch.zeros(len(xbc), heads * width, dtype=_wide(xbc).dtype, device=xbc.device)
     for row in step.live_rows():
         held = _wide(state[row.block])
-        for token in range(row.first, row.first + row.count):
-            x, b, c = _wide(xbc[token]).split((heads * width, inputs, inputs))
+        for token in range(row.first, row.first + row.tokens):
+            x, b, c = _wide(xbc[token]).split_with_sizes([heads * width, inputs, inputs])
             x = x.view(heads, width)
             b, c = (each.view(-1, size).repeat_interleave(shared, dim=0) for each in (b, c))
             delta = softplus(_wide(dt[token]) + _wide(dt_bias)).clamp(*dt_limit)

@@ -1,0 +1,100 @@
+"""Tiny hybrid models with random weights, whose recurrences neither forget at once nor remember everything."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from headrace.models import registry
+from headrace.models.decoder import Decoder
+from support.models.harness import copy_weights
+
+VOCAB = 256
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}
+DELTA = {
+    "head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+}
+ROPE = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    }
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+CASES: dict[str, tuple[str, dict]] = {
+    "qwen3-next": ("qwen3_next", SMALL | DELTA | EXPERTS | {"intermediate_size": 96}),
+    "qwen3-next-uneven": (
+        "qwen3_next",
+        SMALL
+        | DELTA
+        | EXPERTS
+        | {
+            "intermediate_size": 96,
+            "linear_num_value_heads": 6,
+            "linear_value_head_dim": 24,
+            "linear_conv_kernel_dim": 3,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+            "mlp_only_layers": [1],
+            "norm_topk_prob": False,
+            "attention_bias": True,
+        },
+    ),
+    "qwen3.5": ("qwen3_5_text", SMALL | DELTA | ROPE | {"intermediate_size": 96}),
+    "qwen3.5-tied": ("qwen3_5_text", SMALL | DELTA | ROPE | {"intermediate_size": 96, "tie_word_embeddings": True}),
+    "qwen3.5-moe": ("qwen3_5_moe_text", SMALL | DELTA | ROPE | EXPERTS),
+}
+
+
+def redraw(model: PreTrainedModel) -> None:
+    """Draws weights with which logits are of size 5 and states matter."""
+    for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+        shape = parameter.shape
+        if name.endswith("A_log"):
+            parameter.data = torch.empty(shape).uniform_(0.05, 3.05).log()
+        elif name.endswith("dt_bias"):
+            parameter.data = torch.randn(shape) - 2
+        elif "conv" in name and parameter.dim() == 3:
+            parameter.data = 0.5 * torch.randn(shape)
+        elif parameter.dim() >= 2:
+            parameter.data = torch.randn(shape) * 1.2 / shape[-1] ** 0.5
+        elif name.endswith(("weight", "bias", ".D")):
+            parameter.data += 0.1 * torch.randn(shape)
+
+
+@functools.cache
+def pair(name: str) -> tuple[PreTrainedModel, Decoder]:
+    """The same model twice, in float32."""
+    kind, values = CASES[name]
+    torch.manual_seed(sum(map(ord, name)))
+    config = CONFIG_MAPPING[kind](**values)
+    theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    redraw(theirs)
+    theirs.tie_weights()
+    theirs.config._experts_implementation = "eager"
+    ours = registry.build(registry.model_spec(theirs.config), "float32", "cpu")
+    copy_weights(ours, theirs.state_dict())
+    return theirs, ours

@@ -94,7 +94,13 @@ class GatedDeltaNet(nn.Module):
 
 
 class Mamba2Mixer(nn.Module):
-    """Mamba-2 between its projections. Without ``norm_groups``, the output is gated and not normed."""
+    """Mamba-2 between its projections. Its output is gated and then normed, unless a family says otherwise.
+
+    Args:
+        norm_groups: groups of channels that are normed together; 0: there is no norm. None: as many as share B and C.
+        gate_first: the gate is applied before the norm.
+        bias, out_bias: of the projections.
+    """
 
     def __init__(
         self,
@@ -103,24 +109,26 @@ class Mamba2Mixer(nn.Module):
         dtype: torch.dtype,
         device: str | torch.device,
         *,
+        norm_groups: int | None = None,
+        gate_first: bool = True,
         bias: bool = False,
-        norm_groups: int = 1,
+        out_bias: bool = False,
     ) -> None:
-        """``norm_groups``: groups of channels that are normed together; 0: there is no norm. ``bias``: of the projections."""
         super().__init__()
         self.spec, inner = spec, spec.heads * spec.value_dim
-        outputs = inner + spec.mixed_channels + spec.heads
-        self.in_proj = Linear(model.hidden_size, outputs, bias=bias, dtype=dtype, device=device)
+        self.widths = [inner, spec.mixed_channels, spec.heads]
+        """Of z, of x, B and C together, and of dt: the outputs of ``in_proj``."""
+        self.in_proj = Linear(model.hidden_size, sum(self.widths), bias=bias, dtype=dtype, device=device)
         self.conv1d = _conv(spec, dtype, device)
         self.A_log = _vector(spec.heads, torch.float32, device)
         self.D = _vector(spec.heads, torch.float32, device)
         self.dt_bias = _vector(spec.heads, torch.float32, device)
         self.norm: GatedNorm | None = None
-        if norm_groups:
-            self.norm = GatedNorm(
-                inner, model.norm_eps, width=inner // norm_groups, gate_first=True, dtype=dtype, device=device
-            )
-        self.out_proj = RowParallelLinear(inner, model.hidden_size, bias=bias, dtype=dtype, device=device)
+        groups = spec.key_heads if norm_groups is None else norm_groups
+        if groups:
+            norm = GatedNorm(inner, model.norm_eps, width=inner // groups, gate_first=gate_first, dtype=dtype, device=device)
+            self.norm = norm
+        self.out_proj = RowParallelLinear(inner, model.hidden_size, bias=out_bias, dtype=dtype, device=device)
 
     def readers(self) -> tuple[Linear, ...]:
         """The layers that multiply the input, which nothing else reads."""
@@ -128,22 +136,17 @@ class Mamba2Mixer(nn.Module):
 
     def forward(self, x: Activations, cos_sin: torch.Tensor | None, ctx: ForwardContext) -> torch.Tensor:
         """``[T, hidden] -> [T, hidden]``, the rank's part of the sum over tensor-parallel ranks. Positions play no part."""
-        spec = self.spec
-        rows, cache, state = _state(ctx, spec)
-        widths = [spec.heads * spec.value_dim, spec.mixed_channels, spec.heads]
-        z, xbc, dt = self.project(x).split_with_sizes(widths, dim=1)
+        rows, cache, state = _state(ctx, self.spec)
+        z, xbc, dt = self.project(x).split_with_sizes(self.widths, dim=1)
         xbc = causal_conv(xbc, self.conv1d.weight[:, 0], self.conv1d.bias, "silu", cache, rows)
-        out = state_space(xbc, dt, self.A_log, self.D, self.dt_bias, state, rows, spec.dt_limit)
-        return self.out_proj(self.gated(out, z))  # type: ignore[no-any-return]
+        out = state_space(xbc, dt, self.A_log, self.D, self.dt_bias, state, rows, self.spec.dt_limit)
+        if self.norm is None:
+            return self.out_proj((out * nn.functional.silu(z.float())).to(z.dtype))  # type: ignore[no-any-return]
+        return self.out_proj(self.norm(out, z))  # type: ignore[no-any-return]
 
     def project(self, x: Activations) -> torch.Tensor:
-        """``[T, z + x + B + C + dt]``"""
+        """``[T, hidden] -> [T, sum(widths)]``, a new tensor."""
         return self.in_proj(x)  # type: ignore[no-any-return]
-
-    def gated(self, out: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        if self.norm is not None:
-            return self.norm(out, z)  # type: ignore[no-any-return]
-        return (out * nn.functional.silu(z.float())).to(z.dtype)
 
 
 def _state(ctx: ForwardContext, spec: StateSpec) -> tuple[StateMetadata, torch.Tensor, torch.Tensor]:

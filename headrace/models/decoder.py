@@ -126,7 +126,7 @@ class DecoderLayer(nn.Module):
             normed, residual = self.input_layernorm(x), x
         else:
             normed, residual = self.input_layernorm.add(x, residual)
-        x = self.mixer(normed, cos_sin, ctx)
+        x = self.mix(normed, cos_sin, ctx)
         normed, residual = self.post_attention_layernorm.add(x, residual)
         return self.run_mlp(normed, ctx), residual
 
@@ -139,6 +139,10 @@ class DecoderLayer(nn.Module):
         """Gives norms with the only module that reads each of them."""
         yield self.input_layernorm, self.mixer
         yield self.post_attention_layernorm, self.mlp
+
+    def mix(self, x: Activations, cos_sin: torch.Tensor | None, ctx: ForwardContext) -> torch.Tensor:
+        """``[T, hidden] -> [T, hidden]``: what tokens take from each other."""
+        return self.mixer(x, cos_sin, ctx)  # type: ignore[no-any-return]
 
     def run_mlp(self, x: Activations, ctx: ForwardContext) -> torch.Tensor:
         """``[T, hidden] -> [T, hidden]``"""

@@ -145,7 +145,7 @@ def refusals(decoder: Decoder) -> list[str]:
 
 
 def _objections(layer: torch.nn.Module, dtype: torch.dtype) -> list[str]:
-    if not isinstance(layer, DecoderLayer) or not _inherits(layer, DecoderLayer, "forward", "run_mlp"):
+    if not isinstance(layer, DecoderLayer) or not _inherits(layer, DecoderLayer, "forward", "mix", "run_mlp"):
         return ["it is not a plain decoder layer"]
     attention, mlp, reasons = layer.mixer, layer.mlp, []
     plain = _inherits(attention, DecoderAttention, "forward")

@@ -303,6 +303,8 @@ def _check_windows(config: HFConfig, layers: Sequence[AttentionSpec], mixers: Se
     owners = [index for index, block in enumerate(mixers) if block.attention is not None] if mixers else range(len(types))
     for layer, index in zip(layers, owners, strict=True):
         here, kind, window = f"layer {index}", types[index], windows[index]
+        if kind == "hybrid" and mixers and mixers[index].state is not None:
+            kind = "full_attention"
         if kind not in (None, "full_attention", "sliding_attention"):
             raise ConfigError(f"{here}: layer_types {kind!r} is not supported", "layer_types")
         if kind is not None and (kind == "sliding_attention") != (layer.window is not None):

@@ -12,14 +12,17 @@ from headrace.model_spec import ModelSpec
 from headrace.models.cuts import shard_table
 from headrace.models.decoder import Decoder
 from headrace.models.families import (
+    bamba,
     deepseek_v2,
     deepseek_v3,
     ernie4_5,
     ernie4_5_moe,
     ernie4_5_vl,
+    falcon_h1,
     gemma3,
     gemma4,
     gpt_oss,
+    granite_hybrid,
     lfm2,
     llama,
     mimo_v2_flash,
@@ -63,6 +66,9 @@ _FAMILIES: tuple[Family, ...] = (
     qwen3_next.QWEN3_NEXT,
     qwen3_next.QWEN3_5,
     qwen3_next.QWEN3_5_MOE,
+    bamba.FAMILY,
+    granite_hybrid.FAMILY,
+    falcon_h1.FAMILY,
     *paw.FAMILIES,
 )
 _BY_ARCHITECTURE = {architecture: family for family in _FAMILIES for architecture in family.architectures}

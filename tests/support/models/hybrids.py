@@ -45,6 +45,49 @@ EXPERTS = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
 }
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 64,
+}
+FALCON = (
+    SMALL
+    | MAMBA
+    | {
+        "num_hidden_layers": 3,
+        "intermediate_size": 96,
+        "head_dim": 16,
+        "mamba_d_ssm": 128,
+        "mamba_n_groups": 2,
+        "ssm_multipliers": [0.5, 0.7, 0.9, 1.1, 1.3],
+        "ssm_in_multiplier": 1.2,
+        "ssm_out_multiplier": 0.8,
+        "key_multiplier": 0.6,
+        "attention_in_multiplier": 0.9,
+        "attention_out_multiplier": 0.7,
+        "embedding_multiplier": 2.0,
+        "lm_head_multiplier": 0.5,
+        "mlp_multipliers": [0.8, 0.9],
+    }
+)
+GRANITE = (
+    SMALL
+    | MAMBA
+    | {
+        "intermediate_size": 48,
+        "shared_intermediate_size": 48,
+        "num_experts_per_tok": 2,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        "embedding_multiplier": 1.5,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.6,
+        "attention_multiplier": 0.0625,
+    }
+)
 CASES: dict[str, tuple[str, dict]] = {
     "qwen3-next": ("qwen3_next", SMALL | DELTA | EXPERTS | {"intermediate_size": 96}),
     "qwen3-next-uneven": (
@@ -66,12 +109,32 @@ CASES: dict[str, tuple[str, dict]] = {
     "qwen3.5": ("qwen3_5_text", SMALL | DELTA | ROPE | {"intermediate_size": 96}),
     "qwen3.5-tied": ("qwen3_5_text", SMALL | DELTA | ROPE | {"intermediate_size": 96, "tie_word_embeddings": True}),
     "qwen3.5-moe": ("qwen3_5_moe_text", SMALL | DELTA | ROPE | EXPERTS),
+    "bamba": ("bamba", SMALL | MAMBA | {"intermediate_size": 96, "attn_layer_indices": [2]}),
+    "bamba-groups": (
+        "bamba",
+        SMALL
+        | MAMBA
+        | {
+            "intermediate_size": 96,
+            "attn_layer_indices": [0, 1],
+            "mamba_n_groups": 4,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "mlp_bias": True,
+            "attention_bias": True,
+        },
+    ),
+    "granite-moe": ("granitemoehybrid", GRANITE | {"num_local_experts": 4}),
+    "granite-dense": ("granitemoehybrid", GRANITE | {"num_local_experts": 0, "position_embedding_type": "rope"}),
+    "falcon-h1": ("falcon_h1", FALCON | {"mamba_rms_norm": False}),
+    "falcon-h1-norm": ("falcon_h1", FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": True, "projectors_bias": True}),
 }
 
 
 def redraw(model: PreTrainedModel) -> None:
     """Draws weights with which logits are of size 5 and states matter."""
-    for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+    corrections = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias")]
+    for name, parameter in [*model.named_parameters(), *corrections]:
         shape = parameter.shape
         if name.endswith("A_log"):
             parameter.data = torch.empty(shape).uniform_(0.05, 3.05).log()
@@ -81,7 +144,7 @@ def redraw(model: PreTrainedModel) -> None:
             parameter.data = 0.5 * torch.randn(shape)
         elif parameter.dim() >= 2:
             parameter.data = torch.randn(shape) * 1.2 / shape[-1] ** 0.5
-        elif name.endswith(("weight", "bias", ".D")):
+        elif name.endswith(("weight", "_bias", ".bias", ".D")):
             parameter.data += 0.1 * torch.randn(shape)
 
 

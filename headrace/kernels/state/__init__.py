@@ -11,7 +11,8 @@ from typing import Literal
 
 import torch
 
-from headrace.kernels.state import reference
+from headrace.kernels.native.library import DTYPES, kernels_for
+from headrace.kernels.state import native, reference
 from headrace.kernels.state.metadata import StateMetadata, StateRow
 from headrace.kernels.state.reference import Gate
 
@@ -37,6 +38,9 @@ def causal_conv(
     Returns:
         ``[T, C]`` in x's dtype.
     """
+    library = kernels_for(x)
+    if library is not None and x.dtype == weight.dtype == cache.dtype:
+        return native.causal_conv(library, x, weight, bias, activation, cache, step)
     return reference.causal_conv_ref(x, weight, bias, activation, cache, step)
 
 
@@ -69,6 +73,9 @@ def delta_rule(
     Returns:
         ``[T, heads * value_dim]`` float32.
     """
+    library = kernels_for(qkv)
+    if library is not None and state.dtype in DTYPES and qkv.dtype == decay.dtype == beta.dtype:
+        return native.delta_rule(library, qkv, decay, beta, a_log, dt_bias, state, step, beta_factor)
     return reference.delta_rule_ref(qkv, decay, beta, a_log, dt_bias, state, step, beta_factor)
 
 
@@ -97,6 +104,9 @@ def state_space(
     Returns:
         ``[T, heads * width]`` float32.
     """
+    library = kernels_for(xbc)
+    if library is not None and state.dtype in DTYPES and xbc.dtype == dt.dtype:
+        return native.state_space(library, xbc, dt, a_log, d, dt_bias, state, step, dt_limit)
     return reference.state_space_ref(xbc, dt, a_log, d, dt_bias, state, step, dt_limit)
 
 
@@ -120,4 +130,7 @@ def gated_norm(
     Returns:
         ``[T, n]`` in z's dtype, rounded once.
     """
+    library = kernels_for(z)
+    if library is not None and x.dtype == torch.float32 and weight.dtype == z.dtype:
+        return native.gated_norm(library, x, z, weight, eps, width, gate, gate_first)
     return reference.gated_norm_ref(x, z, weight, eps, width, gate, gate_first=gate_first)

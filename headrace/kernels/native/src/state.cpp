@@ -59,10 +59,13 @@ void convolve(const T* x, const T* weight, const T* bias, T* cache, T* out, cons
                     }
                     const float* w = taps.data() + kept * CHANNELS;
 #pragma omp simd
-                    for (int64_t i = 0; i < n; ++i) {
-                        float sum = total[i] + to_float(now[i]) * w[i];
-                        y[i] = from_float<T>(c.silu ? silu(sum) : sum);
+                    for (int64_t i = 0; i < n; ++i) total[i] += to_float(now[i]) * w[i];
+                    if (c.silu) {
+#pragma omp simd
+                        for (int64_t i = 0; i < n; ++i) total[i] = silu(total[i]);
                     }
+#pragma omp simd
+                    for (int64_t i = 0; i < n; ++i) y[i] = from_float<T>(total[i]);
                     std::memcpy(ring + position % kept * c.channels, now, size_t(n) * sizeof(T));
                 }
             }
@@ -218,30 +221,44 @@ struct GatedNorm {
 };
 
 template <class T>
+void open_gates(const T* z, float* out, int64_t n, bool by_sigmoid) {
+    if (by_sigmoid) {
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) out[i] = sigmoid(to_float(z[i]));
+    } else {
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) out[i] = silu(to_float(z[i]));
+    }
+}
+
+template <class T>
 void gated_norm(const float* x, const T* z, const T* weight, T* out, const GatedNorm& g) {
     parallel(g.tokens, std::max<int64_t>(1, LEAST / g.channels), [&](int64_t begin, int64_t end) {
-        std::vector<float> gates(g.width), values(g.width);
+        std::vector<float> gates(g.width), gated(g.width);
         for (int64_t t = begin; t < end; ++t)
             for (int64_t at = 0; at < g.channels; at += g.width) {
                 const float* from = x + t * g.channels + at;
                 const T *gate = z + t * g.stride + at, *w = weight + (g.weights == g.width ? 0 : at);
                 T* to = out + t * g.channels + at;
+                open_gates(gate, gates.data(), g.width, g.sigmoid_gate);
                 float sum = 0;
-                for (int64_t i = 0; i < g.width; ++i) {
-                    float opened = to_float(gate[i]);
-                    gates[i] = g.sigmoid_gate ? sigmoid(opened) : silu(opened);
+                const float* values = from;
+                if (g.gate_first) {
+#pragma omp simd
+                    for (int64_t i = 0; i < g.width; ++i) gated[i] = from[i] * gates[i];
+                    values = gated.data();
                 }
 #pragma omp simd reduction(+ : sum)
-                for (int64_t i = 0; i < g.width; ++i) {
-                    values[i] = g.gate_first ? from[i] * gates[i] : from[i];
-                    sum += values[i] * values[i];
-                }
+                for (int64_t i = 0; i < g.width; ++i) sum += values[i] * values[i];
                 float inverse = 1.0f / std::sqrt(sum / float(g.width) + g.eps);
 #pragma omp simd
-                for (int64_t i = 0; i < g.width; ++i) {
-                    float normed = values[i] * inverse * to_float(w[i]);
-                    to[i] = from_float<T>(g.gate_first ? normed : normed * gates[i]);
+                for (int64_t i = 0; i < g.width; ++i) gated[i] = values[i] * inverse * to_float(w[i]);
+                if (!g.gate_first) {
+#pragma omp simd
+                    for (int64_t i = 0; i < g.width; ++i) gated[i] *= gates[i];
                 }
+#pragma omp simd
+                for (int64_t i = 0; i < g.width; ++i) to[i] = from_float<T>(gated[i]);
             }
     });
 }

@@ -7,14 +7,20 @@ rows. On a CPU results are bitwise the same however a sequence is cut into steps
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from headrace.kernels import gpu
 from headrace.kernels.native.library import DTYPES, kernels_for
 from headrace.kernels.state import native, reference
 from headrace.kernels.state.metadata import StateMetadata, StateRow
 from headrace.kernels.state.reference import Gate
+
+if TYPE_CHECKING:
+    from headrace.kernels.state import triton as kernels
+else:
+    kernels = gpu.Late(f"{__name__}.triton")
 
 __all__ = ["Gate", "StateMetadata", "StateRow", "causal_conv", "delta_rule", "gated_norm", "state_space"]
 
@@ -38,6 +44,8 @@ def causal_conv(
     Returns:
         ``[T, C]`` in x's dtype.
     """
+    if gpu.takes(x):
+        return kernels.causal_conv(x, weight, bias, activation, cache, step)
     library = kernels_for(x)
     if library is not None and x.dtype == weight.dtype == cache.dtype:
         return native.causal_conv(library, x, weight, bias, activation, cache, step)
@@ -73,6 +81,8 @@ def delta_rule(
     Returns:
         ``[T, heads * value_dim]`` float32.
     """
+    if gpu.takes(qkv):
+        return kernels.delta_rule(qkv, decay, beta, a_log, dt_bias, state, step, beta_factor)
     library = kernels_for(qkv)
     if library is not None and state.dtype in DTYPES and qkv.dtype == decay.dtype == beta.dtype:
         return native.delta_rule(library, qkv, decay, beta, a_log, dt_bias, state, step, beta_factor)
@@ -104,6 +114,8 @@ def state_space(
     Returns:
         ``[T, heads * width]`` float32.
     """
+    if gpu.takes(xbc):
+        return kernels.state_space(xbc, dt, a_log, d, dt_bias, state, step, dt_limit)
     library = kernels_for(xbc)
     if library is not None and state.dtype in DTYPES and xbc.dtype == dt.dtype:
         return native.state_space(library, xbc, dt, a_log, d, dt_bias, state, step, dt_limit)
@@ -130,6 +142,8 @@ def gated_norm(
     Returns:
         ``[T, n]`` in z's dtype, rounded once.
     """
+    if gpu.takes(z):
+        return kernels.gated_norm(x, z, weight, eps, width, gate, gate_first)
     library = kernels_for(z)
     if library is not None and x.dtype == torch.float32 and weight.dtype == z.dtype:
         return native.gated_norm(library, x, z, weight, eps, width, gate, gate_first)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -50,6 +51,11 @@ class StateMetadata:
     @property
     def num_tokens(self) -> int:
         return int(self.query_start_host[-1])
+
+    @cached_property
+    def longest(self) -> int:
+        """The most tokens of a row."""
+        return int(np.diff(self.query_start_host).max(initial=0))
 
     def live_rows(self) -> Iterator[StateRow]:
         """Gives the rows that have a state."""

@@ -412,6 +412,8 @@ class CacheConfig:
     """Blocks of the state layers, which are the arena's last group; None: the model has none."""
     state_snapshot_bytes: int = 0
     """Bytes that state blocks which no sequence owns may take."""
+    state_grid: int = 0
+    """Chunks of prompts and snapshots of states end at multiples of so many tokens."""
 
     @cached_property
     def arena(self) -> Arena:

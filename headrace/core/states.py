@@ -23,7 +23,7 @@ class StateSchedule:
 
     def __init__(self, kv: KVCacheManager, states: StateBlocks, cache: CacheConfig) -> None:
         self._kv, self._states = kv, states
-        self.period = snapshot_period(cache, states.grid)
+        self.period = snapshot_period(cache)
         """Tokens between snapshots of a prompt that are taken for no other reason."""
 
     def plan(self, seq: Sequence, start: int, hit: Hit | None) -> None:
@@ -67,9 +67,9 @@ class StateSchedule:
             self._states.publish_shadow(seq.blocks, seq.num_collected)
 
 
-def snapshot_period(cache: CacheConfig, grid: int) -> int:
-    """Returns the tokens whose KV is ten times as large as a state block, within limits, as a multiple of ``grid``."""
+def snapshot_period(cache: CacheConfig) -> int:
+    """Returns the tokens whose KV is ten times as large as a state block, within limits, as a multiple of the grid."""
     size = 0 if cache.states is None else cache.states.block_bytes
     per_token = sum(group.bytes_per_token for group in cache.groups)
     tokens = min(max(_SHARE * size // per_token, _LEAST_PERIOD), _LONGEST_PERIOD)
-    return -(-tokens // grid) * grid
+    return -(-tokens // cache.state_grid) * cache.state_grid

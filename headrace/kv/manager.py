@@ -58,6 +58,7 @@ class KVCacheManager:
             self._regions,
             len(config.groups),
             self.block_size,
+            config.state_grid,
             most,
             full,
             lambda blocks: blocks.generation == self._generation,

@@ -8,7 +8,6 @@ never published: launched steps may advance it.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable
 from typing import Literal
 
@@ -20,8 +19,6 @@ from headrace.kv.block_regions import BlockRegions
 from headrace.kv.blocks import SequenceBlocks, SequenceStates
 from headrace.kv.prefix_cache import BlockKey, KeyChain, PrefixIndex
 
-TILE = 64
-"""Tokens of a tile, in which kernels compute prompts. Chunks and snapshots end between tiles."""
 _SAVES = -1
 """Owner of the snapshots that launched steps take."""
 
@@ -66,6 +63,7 @@ class StateBlocks:
 
     Args:
         group: index of the states among the arena's groups.
+        grid: a multiple of the block size, at whose multiples snapshots are taken.
         most: number of state blocks that may be findable, or may become so, at a time.
         kv: index of the full KV group: a snapshot is findable as long as the KV block that ends there is; None: there is none.
         current: whether blocks of a sequence may be shared still.
@@ -76,12 +74,13 @@ class StateBlocks:
         regions: BlockRegions,
         group: int,
         block_size: int,
+        grid: int,
         most: int,
         kv: PrefixIndex | None,
         current: Callable[[SequenceBlocks], bool],
     ) -> None:
         self.pool = regions.pools[group]
-        self.grid = math.lcm(TILE, block_size)
+        self.grid = grid
         self.most = most
         self.skipped: dict[str, int] = {}
         """Reason -> snapshots that were not taken for it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 
 from headrace.config import CacheConfig, EngineArgs
@@ -83,6 +84,7 @@ class KVPlan:
             enable_prefix_caching=args.enable_prefix_caching,
             dtype=self._dtype,
             states=self._states,
+            state_grid=0 if self._states is None else state_grid(args.block_size),
         )
         if self._states is not None:
             cache = with_snapshots(cache, args.state_snapshot_bytes, log)
@@ -233,6 +235,15 @@ class KVPlan:
     def _counts(self, blocks: list[int], num_seqs: int) -> list[int]:
         """Blocks of each group of the arena: ``blocks`` of KV, and the states of ``num_seqs`` sequences."""
         return blocks if self._states is None else [*blocks, num_seqs]
+
+
+STATE_TILE = 64
+"""Tokens of a tile, in which kernels compute prompts."""
+
+
+def state_grid(block_size: int) -> int:
+    """Returns the tokens at whose multiples both tiles and blocks end."""
+    return math.lcm(STATE_TILE, block_size)
 
 
 SNAPSHOT_SHARE = 0.3

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 
 from headrace.config import CacheConfig, EngineArgs
 from headrace.core.states import snapshot_period
 from headrace.errors import ConfigError, human_size
-from headrace.kv.states import TILE
 from headrace.model_spec import AnySpec, StateGroup
 from headrace.resolve.facts import DecisionLog
+from headrace.resolve.memory import state_grid
 
 KINDS = {
     "gdn": "gated delta rule",
@@ -60,7 +59,7 @@ def _geometry(model: AnySpec, kind: str) -> str:
 
 def batched_tokens(args: EngineArgs, num_seqs: int, num_batched: int, log: DecisionLog) -> int:
     """Returns the tokens of a step with which prompts advance by tiles while every other sequence decodes."""
-    least = math.lcm(TILE, args.block_size) + num_seqs
+    least = state_grid(args.block_size) + num_seqs
     if num_batched >= least:
         return num_batched
     log.note("max_num_batched_tokens", least, f"chunks of prompts end at multiples of {least - num_seqs} tokens")
@@ -78,6 +77,6 @@ def note_sizes(cache: CacheConfig, num_seqs: int, log: DecisionLog) -> None:
     if not cache.enable_prefix_caching:
         log.note("state snapshots", "none", "the prefix cache is off")
         return
-    period = snapshot_period(cache, math.lcm(TILE, cache.block_size))
+    period = snapshot_period(cache)
     where = f"at the ends of prompts and turns, at branches, and every {period:,} tokens"
     log.note("state snapshots", f"at most {cache.state_snapshot_bytes // size}", where)

@@ -19,7 +19,6 @@ from headrace.config import SchedulerConfig
 def small_tiles() -> Iterator[None]:
     """Makes points of snapshots lie close to each other."""
     with (
-        mock.patch("headrace.kv.states.TILE", 4),
         mock.patch("headrace.core.points.MERGE", 6),
         mock.patch("headrace.core.states.MERGE", 6),
         mock.patch.multiple("headrace.core.states", _LEAST_PERIOD=8, _LONGEST_PERIOD=16),

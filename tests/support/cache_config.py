@@ -17,6 +17,7 @@ def cache_holding(
     dtype: str,
     states: StateGroup | None = None,
     snapshots: int = 0,
+    state_grid: int = 0,
 ) -> CacheConfig:
     """A cache that holds ``counts[g]`` blocks of each group of the arena at once, and the null block.
 
@@ -32,4 +33,5 @@ def cache_holding(
         dtype=dtype,
         states=states,
         state_snapshot_bytes=snapshots * state_bytes,
+        state_grid=state_grid,
     )

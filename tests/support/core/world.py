@@ -49,6 +49,7 @@ def make_cache(
         dtype="float32",
         states=group,
         snapshots=snapshots,
+        state_grid=4,
     )
 
 

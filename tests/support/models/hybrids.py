@@ -74,6 +74,11 @@ FALCON = (
         "mlp_multipliers": [0.8, 0.9],
     }
 )
+CONVOLUTIONS = SMALL | {
+    "intermediate_size": 96,
+    "conv_L_cache": 3,
+    "layer_types": ["conv", "conv", "full_attention", "conv"],
+}
 GRANITE = (
     SMALL
     | MAMBA
@@ -109,6 +114,9 @@ CASES: dict[str, tuple[str, dict]] = {
     "qwen3.5": ("qwen3_5_text", SMALL | DELTA | ROPE | {"intermediate_size": 96}),
     "qwen3.5-tied": ("qwen3_5_text", SMALL | DELTA | ROPE | {"intermediate_size": 96, "tie_word_embeddings": True}),
     "qwen3.5-moe": ("qwen3_5_moe_text", SMALL | DELTA | ROPE | EXPERTS),
+    "lfm2": ("lfm2", CONVOLUTIONS | {"block_auto_adjust_ff_dim": False}),
+    "lfm2-adjusted": ("lfm2", CONVOLUTIONS | {"conv_bias": True, "conv_L_cache": 4, "block_multiple_of": 24}),
+    "lfm2-moe": ("lfm2_moe", CONVOLUTIONS | EXPERTS | {"num_dense_layers": 1}),
     "bamba": ("bamba", SMALL | MAMBA | {"intermediate_size": 96, "attn_layer_indices": [2]}),
     "bamba-groups": (
         "bamba",
@@ -133,7 +141,7 @@ CASES: dict[str, tuple[str, dict]] = {
 
 def redraw(model: PreTrainedModel) -> None:
     """Draws weights with which logits are of size 5 and states matter."""
-    corrections = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias")]
+    corrections = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(("correction_bias", "expert_bias"))]
     for name, parameter in [*model.named_parameters(), *corrections]:
         shape = parameter.shape
         if name.endswith("A_log"):

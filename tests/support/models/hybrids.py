@@ -141,7 +141,9 @@ CASES: dict[str, tuple[str, dict]] = {
 
 def redraw(model: PreTrainedModel) -> None:
     """Draws weights with which logits are of size 5 and states matter."""
-    corrections = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(("correction_bias", "expert_bias"))]
+    corrections = [
+        (name, buffer) for name, buffer in model.named_buffers() if name.endswith(("correction_bias", "expert_bias"))
+    ]
     for name, parameter in [*model.named_parameters(), *corrections]:
         shape = parameter.shape
         if name.endswith("A_log"):

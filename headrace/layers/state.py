@@ -117,7 +117,7 @@ class Mamba2Mixer(nn.Module):
         super().__init__()
         self.spec, inner = spec, spec.heads * spec.value_dim
         self.widths = [inner, spec.mixed_channels, spec.heads]
-        """Of z, of x, B and C together, and of dt: the outputs of ``in_proj``."""
+        """Widths of the outputs of ``in_proj``: z; x, B and C together; dt."""
         self.in_proj = Linear(model.hidden_size, sum(self.widths), bias=bias, dtype=dtype, device=device)
         self.conv1d = _conv(spec, dtype, device)
         self.A_log = _vector(spec.heads, torch.float32, device)

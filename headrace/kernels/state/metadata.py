@@ -18,7 +18,7 @@ class StateRow(NamedTuple):
     first: int
     """Its first token in the packed batch."""
     tokens: int
-    """How many it has."""
+    """The number of its tokens."""
     start: int
     """The position of the first."""
 

@@ -40,9 +40,9 @@ class FalconSpec(MambaSpec):
     ssm_in_multiplier: float
     ssm_out_multiplier: float
     ssm_multipliers: tuple[float, ...]
-    """Of z, x, B, C and dt."""
+    """The factors of z, x, B, C and dt."""
     mlp_multipliers: tuple[float, ...]
-    """Of the gate and of the result."""
+    """The factors of the gate and of the result."""
 
 
 class FalconMixer(Mamba2Mixer):

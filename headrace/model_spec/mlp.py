@@ -16,14 +16,19 @@ class DenseSpec:
     """A gated MLP: ``down(act(gate(x)) * up(x))``."""
 
     intermediate_size: int
+    """0: the layer ends with its mixer."""
     act: str = "silu"
     """Name of the activation at Hugging Face."""
     bias: bool = False
     """All three matrices have one."""
+    gated: bool = True
+    """False: the MLP is ``down(act(up(x)))``."""
 
     def matrices(self, hidden_size: int) -> list[tuple[int, int]]:
         """(outputs, inputs) of every matrix."""
-        return [(2 * self.intermediate_size, hidden_size), (hidden_size, self.intermediate_size)]
+        if not self.intermediate_size:
+            return []
+        return [((1 + self.gated) * self.intermediate_size, hidden_size), (hidden_size, self.intermediate_size)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ from headrace.models.families import (
     llama,
     mimo_v2_flash,
     mistral,
+    nemotron_h,
     olmo2,
     paw,
     qwen2,
@@ -69,6 +70,7 @@ _FAMILIES: tuple[Family, ...] = (
     bamba.FAMILY,
     granite_hybrid.FAMILY,
     falcon_h1.FAMILY,
+    nemotron_h.FAMILY,
     *paw.FAMILIES,
 )
 _BY_ARCHITECTURE = {architecture: family for family in _FAMILIES for architecture in family.architectures}

@@ -93,6 +93,23 @@ GRANITE = (
         "attention_multiplier": 0.0625,
     }
 )
+NEMOTRON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "ssm_state_size": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "conv_kernel": 4,
+    "chunk_size": 64,
+    # transformers' lower bound of time steps, of prompts alone.
+    "time_step_min": 1e-9,
+}
 CASES: dict[str, tuple[str, dict]] = {
     "qwen3-next": ("qwen3_next", SMALL | DELTA | EXPERTS | {"intermediate_size": 96}),
     "qwen3-next-uneven": (
@@ -134,6 +151,8 @@ CASES: dict[str, tuple[str, dict]] = {
     ),
     "granite-moe": ("granitemoehybrid", GRANITE | {"num_local_experts": 4}),
     "granite-dense": ("granitemoehybrid", GRANITE | {"num_local_experts": 0, "position_embedding_type": "rope"}),
+    "nemotron-h": ("nemotron_h", NEMOTRON),
+    "nemotron-h-biases": ("nemotron_h", NEMOTRON | {"use_bias": True, "mlp_bias": True}),
     "falcon-h1": ("falcon_h1", FALCON | {"mamba_rms_norm": False}),
     "falcon-h1-norm": ("falcon_h1", FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": True, "projectors_bias": True}),
 }

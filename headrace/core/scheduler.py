@@ -44,7 +44,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, cache: CacheConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
         self.kv = KVCacheManager(cache)
-        self._states = None if self.kv.states is None else StateSchedule(self.kv, self.kv.states, cache)
+        self._states = None if self.kv.states is None else StateSchedule(self.kv, self.kv.states, cache, config)
         policy = config.policy
         self._running = OrderedSequences(lambda seq: running_order(policy, seq))
         self._waiting = OrderedSequences(lambda seq: waiting_order(policy, seq))
@@ -244,7 +244,7 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """Returns the statistics, except those that the engine fills in (``host_seconds``, CUDA graphs)."""
-        return msgspec.structs.replace(
+        stats = msgspec.structs.replace(
             self._counters,
             step=self._last_step,
             num_running=self.num_running,
@@ -253,6 +253,7 @@ class Scheduler:
             kv_blocks_total=self.kv.num_total,
             finished=self._counters.finished.copy(),
         )
+        return stats if self._states is None else self._states.count(stats)
 
     def check_integrity(self) -> None:
         """Raises EngineError unless blocks, slots and queues agree; without work every block must be free."""

@@ -13,7 +13,7 @@ from headrace.core.points import ChunkGrid
 from headrace.core.request import Request
 from headrace.core.sparse import SparsePrompt
 from headrace.kv import Item, SequenceBlocks
-from headrace.outputs import Failure, FinishReason, RequestTimes, TokenLogprobs
+from headrace.outputs import Failure, FinishReason, PrefixReport, RequestTimes, TokenLogprobs
 
 
 class Status(enum.Enum):
@@ -79,6 +79,8 @@ class Sequence:
     """Rows in steps that are launched and not yet collected."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache whenever the request began to run: those that it never computed."""
+    cache: PrefixReport | None = None
+    """Report of what it found there last, of models with state layers."""
     siblings: list[Sequence] = dataclasses.field(default_factory=list)
     """Samples of the same request that wait until this one has computed their prompt."""
     matcher: Matcher | None = None

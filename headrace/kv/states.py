@@ -98,6 +98,11 @@ class StateBlocks:
             kv.dropped = self._forget
 
     @property
+    def num_live(self) -> int:
+        """Blocks that sequences hold, shadows among them."""
+        return self.pool.num_used - len(self._saves)
+
+    @property
     def num_findable(self) -> int:
         """Blocks that the prefix cache can find, or will when the launched steps are collected."""
         return len(self.pool.index) + len(self._saves)

@@ -44,6 +44,7 @@ class StateSchedule:
         others: list[int] = []
         if states.most:
             others = [seq.num_prompt - 1, *range(self.period, length, self.period)]
+            kept += seq.request.boundaries
             if hit is not None and hit.attention_tokens - start >= MERGE:
                 others.append(hit.attention_tokens)
         points = snapshot_points(kept, others, start, length, lambda count: states.boundary(count, identity.uncut))

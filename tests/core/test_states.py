@@ -60,6 +60,17 @@ def test_the_third_sibling_of_a_branch_hits_at_the_fork() -> None:
     own.assert_right()
 
 
+def test_ends_of_turns_have_snapshots_however_close() -> None:
+    own = world()
+    (first,) = own.add(make_request("first", PROMPT, boundaries=(10, 27)))
+    own.launch()
+    assert first.chunks is not None and first.chunks.points == (8, 16, 24, 28)
+    own.run()
+    assert run(own, "shared instructions", [*PROMPT[:10], 1, 1, 1, 1]) == 8
+    assert run(own, "another answer", [*PROMPT[:26], 1, 1, 1, 1]) == 24
+    own.assert_right()
+
+
 def test_the_next_turn_finds_the_answer_of_the_last() -> None:
     """The shadow is at the last multiple of 4 at which a decode row began."""
     own = world()

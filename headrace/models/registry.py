@@ -29,6 +29,7 @@ from headrace.models.families import (
     mistral,
     nemotron_h,
     olmo2,
+    olmo_hybrid,
     paw,
     qwen2,
     qwen3,
@@ -71,6 +72,7 @@ _FAMILIES: tuple[Family, ...] = (
     granite_hybrid.FAMILY,
     falcon_h1.FAMILY,
     nemotron_h.FAMILY,
+    olmo_hybrid.FAMILY,
     *paw.FAMILIES,
 )
 _BY_ARCHITECTURE = {architecture: family for family in _FAMILIES for architecture in family.architectures}

@@ -125,7 +125,8 @@ def names(model: Decoder) -> NameTable:
     return table
 
 
-def _delta_rule(config: HFConfig, index: int) -> StateSpec:
+def delta_rule_spec(config: HFConfig, index: int) -> StateSpec:
+    """Reads the geometry of a gated delta rule from the ``linear_*`` fields."""
     must_be(config, "hidden_act", "silu")
     key_heads, heads = required(config, "linear_num_key_heads"), required(config, "linear_num_value_heads")
     key_dim, value_dim = required(config, "linear_key_head_dim"), required(config, "linear_value_head_dim")
@@ -153,7 +154,7 @@ def _spec(config: HFConfig, architecture: str, mlps: Sequence[MlpSpec], *, secti
         mlps,
         reads=("attn_output_gate", "partial_rotary_factor"),
         mixers=mixers,
-        states=tuple(_delta_rule(config, index) for index in range(len(mixers) - len(layers))),
+        states=tuple(delta_rule_spec(config, index) for index in range(len(mixers) - len(layers))),
         qk_norm=True,
         **attention_biases(config),
     )

@@ -134,6 +134,20 @@ CASES: dict[str, tuple[str, dict]] = {
     "lfm2": ("lfm2", CONVOLUTIONS | {"block_auto_adjust_ff_dim": False}),
     "lfm2-adjusted": ("lfm2", CONVOLUTIONS | {"conv_bias": True, "conv_L_cache": 4, "block_multiple_of": 24}),
     "lfm2-moe": ("lfm2_moe", CONVOLUTIONS | EXPERTS | {"num_dense_layers": 1}),
+    "olmo-hybrid": (
+        "olmo_hybrid",
+        SMALL
+        | {
+            "intermediate_size": 96,
+            "num_key_value_heads": 4,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 24,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+        },
+    ),
     "bamba": ("bamba", SMALL | MAMBA | {"intermediate_size": 96, "attn_layer_indices": [2]}),
     "bamba-groups": (
         "bamba",

@@ -93,6 +93,16 @@ GRANITE = (
         "attention_multiplier": 0.0625,
     }
 )
+OLMO = SMALL | {
+    "intermediate_size": 96,
+    "num_key_value_heads": 4,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 24,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
 NEMOTRON = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -134,18 +144,14 @@ CASES: dict[str, tuple[str, dict]] = {
     "lfm2": ("lfm2", CONVOLUTIONS | {"block_auto_adjust_ff_dim": False}),
     "lfm2-adjusted": ("lfm2", CONVOLUTIONS | {"conv_bias": True, "conv_L_cache": 4, "block_multiple_of": 24}),
     "lfm2-moe": ("lfm2_moe", CONVOLUTIONS | EXPERTS | {"num_dense_layers": 1}),
-    "olmo-hybrid": (
+    "olmo-hybrid": ("olmo_hybrid", OLMO),
+    "olmo-hybrid-even": (
         "olmo_hybrid",
-        SMALL
+        OLMO
         | {
-            "intermediate_size": 96,
-            "num_key_value_heads": 4,
-            "linear_num_key_heads": 4,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 12,
-            "linear_value_head_dim": 24,
-            "pad_token_id": 0,
-            "eos_token_id": 1,
+            "linear_value_head_dim": 12,
+            "linear_allow_neg_eigval": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
         },
     ),
     "bamba": ("bamba", SMALL | MAMBA | {"intermediate_size": 96, "attn_layer_indices": [2]}),

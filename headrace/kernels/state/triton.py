@@ -25,8 +25,10 @@ _CHANNELS = 128
 """Channels of a convolution of one program."""
 _CHUNK = 32
 """Tokens of a convolution of one program."""
-_VALUES = 32
+_VALUES = 8
 """Rows of a head's state of one program, at most."""
+_WARPS = 1
+"""Warps of such a program. With one, no token waits for others to add up."""
 
 
 @triton.jit
@@ -359,7 +361,7 @@ def delta_rule(
         DV=value_dim,
         VALUES=values,
         BY_CHANNEL=decay.shape[1] > heads,
-        num_warps=4,
+        num_warps=_WARPS,
         **options(qkv.device),
     )
     return out
@@ -402,7 +404,7 @@ def state_space(
         SIZE_P=power_of_two(size),
         WIDTH=width,
         VALUES=values,
-        num_warps=4,
+        num_warps=_WARPS,
         **options(xbc.device),
     )
     return out

@@ -11,7 +11,7 @@ from support.models.hybrids import CASES, pair
 from headrace import LLM, SamplingParams
 
 STEPS = 8
-QUICK = ("qwen3.5-moe", "bamba")
+QUICK = ("qwen3.5-moe",)
 UNSAVED = ("olmo-hybrid",)
 """transformers saves the parts of its convolution as thirds, whatever their widths."""
 

@@ -16,9 +16,10 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.fixture(autouse=True)
-def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of a few tokens are too long for one program of a convolution."""
+def sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a few tokens are too long for one program of a convolution; a state has no more than two programs."""
     monkeypatch.setattr(kernels, "_CHUNK", 4)
+    monkeypatch.setattr(kernels, "_VALUES", 32)
 
 
 def slices(tokens: int, *widths: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:

@@ -12,8 +12,13 @@ from headrace.models import registry
 
 STEPS = 12
 LENGTHS = (1, 30, 70)
-COMMON = ("qwen3.5-tied", "qwen3-next")
+COMMON = (
+    *("qwen3.5-tied", "qwen3-next", "lfm2", "lfm2-adjusted", "bamba", "granite-dense", "falcon-h1-norm", "nemotron-h-biases"),
+    "olmo-hybrid-even",
+)
 """What other cases here have too."""
+MIXED = ("qwen3.5-moe", "lfm2-moe", "falcon-h1", "nemotron-h")
+"""The kinds of states, and of layers."""
 NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in COMMON else name for name in CASES]
 
 
@@ -33,7 +38,7 @@ def test_greedy_equals_transformers(name: str) -> None:
     assert len({token for sequence in tokens for token in sequence}) > STEPS
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name if name in MIXED else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
 def test_chunks_copies_preemption_and_company_change_nothing(name: str) -> None:
     """Four sequences in one cache: in chunks beside others, from another's state, and taken away and resumed."""
     _, ours = pair(name)

@@ -66,7 +66,7 @@ def test_every_row_finds_its_state(drawn: tuple[World, list[Arrival]], collects:
 
 
 @pytest.mark.slow
-@settings(max_examples=3000, derandomize=True, deadline=None, database=None, suppress_health_check=QUIET)
+@settings(max_examples=900, derandomize=True, deadline=None, database=None, suppress_health_check=QUIET)
 @given(worlds(), st.lists(st.booleans(), min_size=1, max_size=7))
 def test_every_row_finds_its_state_in_many_worlds(drawn: tuple[World, list[Arrival]], collects: list[bool]) -> None:
     check(*drawn, collects)

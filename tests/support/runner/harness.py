@@ -84,6 +84,7 @@ def _spec(layers: Sequence[AttentionSpec], kind: type[ModelSpec] = ModelSpec, **
 
 
 _CONV = ConvSpec(3, (("x", 32),), bias=False, activation=None)
+_MIXED = ConvSpec(4, (("q", 16), ("k", 16), ("v", 48)), bias=False, activation="silu")
 FAMILIES: dict[str, ModelSpec] = {
     "llama": _spec([_layer(i) for i in range(2)]),
     "qwen2": _spec([_layer(i) for i in range(2)], attention_bias=True),
@@ -116,6 +117,14 @@ FAMILIES: dict[str, ModelSpec] = {
         mlps=(DenseSpec(48),) * 4,
         states=tuple(StateSpec(index, "conv", 0, 0, 0, 0, _CONV) for index in range(2)),
         mixers=(BlockSpec(state=0), BlockSpec(attention=0), BlockSpec(state=1), BlockSpec(attention=1)),
+        qk_norm=True,
+    ),
+    "delta rule": _spec(
+        [_layer(0, output_gate=True)],
+        architecture="Qwen3_5ForCausalLM",
+        mlps=(DenseSpec(48),) * 3,
+        states=tuple(StateSpec(index, "gdn", 4, 2, 8, 12, _MIXED) for index in range(2)),
+        mixers=(BlockSpec(state=0), BlockSpec(attention=0), BlockSpec(state=1)),
         qk_norm=True,
     ),
 }

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
+from headrace.attention.backend import LayerCache, StepMetadata
 from headrace.attention.context import StepStates
 from headrace.cache.blocks import ArenaBlocks
 from headrace.cache.states import state_views
@@ -19,6 +20,25 @@ from headrace.kv import StateOp
 from headrace.model_spec import StateGroup
 from headrace.runner.part import RunnerPart, StepExtras, StepHandle
 from headrace.runner.slots import RowArrays
+
+
+def padding_states(cache: CacheConfig, caches: Sequence[LayerCache], step: StepMetadata) -> StepStates | None:
+    """States of a step whose rows are all padding, for measuring it; None: the model has no state layers."""
+    if cache.states is None:
+        return None
+    starts = step.query_start_host.astype(np.int32)
+    nowhere, zeros = np.full(len(starts) - 1, -1, dtype=np.int32), np.zeros(len(starts) - 1, dtype=np.int32)
+    device = step.query_start.device
+    rows = StateMetadata(
+        decode_rows=0,
+        query_start=step.query_start,
+        blocks=upload(nowhere, device),
+        starts=upload(zeros, device),
+        query_start_host=starts,
+        blocks_host=nowhere,
+        starts_host=zeros,
+    )
+    return StepStates(rows, state_views(ArenaBlocks(cache, caches).arena, cache.states))
 
 
 class StateTables(RunnerPart):

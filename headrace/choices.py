@@ -18,6 +18,10 @@ DType = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
     OptionSpec(hints=MappingProxyType({"half": _FP16, "fp16": _FP16, "float": _FP32, "fp32": _FP32, "bf16": _BF16})),
 ]
+StateDType = Annotated[
+    Literal["float32", "bfloat16"],
+    OptionSpec(hints=MappingProxyType({"float": _FP32, "fp32": _FP32, "bf16": _BF16})),
+]
 Quantization = Annotated[
     Literal[
         "none",

@@ -14,7 +14,7 @@ import msgspec
 
 from headrace import choices
 from headrace.errors import ConfigError
-from headrace.model_spec import BLOCK_SPARSE, AnySpec, Arena, CacheGroup, block_sizes
+from headrace.model_spec import BLOCK_SPARSE, AnySpec, Arena, CacheGroup, StateGroup, block_sizes
 from headrace.option_groups import MAX_SECONDS, KVEventsConfig, MediaCounts, StructuredOutputsConfig
 from headrace.options import (
     CACHE,
@@ -160,6 +160,12 @@ class EngineArgs(Checked):
     enable_prefix_caching: bool = True
     """Keep the KV of finished requests and reuse it for prompts with the same prefix. Does not change results. Turn it off
     to measure prefill speed."""
+    state_dtype: choices.StateDType = "float32"
+    """Dtype of the states of layers that carry one from token to token, such as Mamba's. bfloat16 halves them, and rounds them
+    at every token."""
+    state_snapshot_bytes: Annotated[int | None, OptionSpec(min=0, size=True, default="30% of the KV cache")] = None
+    """Memory within the KV cache for snapshots of states, by which a model with state layers finds prefixes again: 2GiB,
+    500MB, or bytes. 0 takes none."""
     max_num_seqs: Annotated[int | None, OptionSpec(min=1, max=MAX_NUM_SEQS, default="64 on a CPU, 256 on a GPU")] = None
     """Maximum number of sequences that run at once. A higher value raises throughput and the time between tokens."""
     max_num_batched_tokens: Annotated[int | None, OptionSpec(min=1, default="2048 on a CPU, 16384 on a GPU")] = None
@@ -402,15 +408,32 @@ class CacheConfig:
     enable_prefix_caching: bool
     dtype: str
     """Dtype of the numbers in the cache: the model's, or fp8_e4m3."""
+    states: StateGroup | None = None
+    """Blocks of the state layers, which are the arena's last group; None: the model has none."""
+    state_snapshot_bytes: int = 0
+    """Bytes that state blocks which no sequence owns may take."""
+    state_grid: int = 0
+    """Chunks of prompts and snapshots of states end at multiples of so many tokens."""
 
     @cached_property
     def arena(self) -> Arena:
-        return Arena(self.nbytes, block_sizes(self.groups, self.block_size))
+        state_bytes = 0 if self.states is None else self.states.block_bytes
+        return Arena(self.nbytes, block_sizes(self.groups, self.block_size, state_bytes))
 
     @property
     def num_blocks(self) -> tuple[int, ...]:
-        """Number of blocks per group: block numbers are below it."""
+        """Number of blocks per group of the arena: block numbers are below it."""
         return self.arena.num_blocks
+
+    @property
+    def shared(self) -> bool:
+        """Whether several groups share the arena, so that blocks may move."""
+        return len(self.arena.block_bytes) > 1
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the bytes of a new KV block may have held states of another dtype, and so may read as NaN."""
+        return self.states is not None and any(plane.dtype != self.dtype for layer in self.states.planes for plane in layer)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -86,6 +86,19 @@ class AttentionReport(msgspec.Struct, frozen=True, kw_only=True):
     """Kinds of heads by segment, layer and KV head, as the router decided: full, xattn or streaming."""
 
 
+class PrefixReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Report of what a prompt found in the prefix cache of a model with state layers."""
+
+    attention: int
+    """Tokens whose KV was found."""
+    reused: int
+    """Tokens that were not computed: those up to the last snapshot of the states within ``attention``."""
+    points: list[int]
+    """Numbers of tokens after which snapshots of the states are taken while the prompt is computed."""
+    why: str
+    """Reason for which fewer tokens were reused than found; empty: none were."""
+
+
 EventKind = Literal["reasoning", "content", "call_started", "arguments", "call_ended"]
 
 
@@ -157,6 +170,8 @@ class OutputDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     token."""
     num_cached_tokens: int | None = None
     """Cached tokens of the prompt, sent with the first delta of index 0 and with its last: a preemption may lose some."""
+    cache: PrefixReport | None = None
+    """Report of the prefix cache, sent with ``num_cached_tokens``; None: the model has no state layers."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The token id or string that stopped the sequence; None for end of sequence and for length."""
@@ -205,6 +220,7 @@ def merged(deltas: Sequence[OutputDelta]) -> OutputDelta:
         events=events,
         token_ids=[token for delta in deltas for token in delta.token_ids],
         num_cached_tokens=next((n for delta in reversed(deltas) if (n := delta.num_cached_tokens) is not None), None),
+        cache=next((report for delta in reversed(deltas) if (report := delta.cache) is not None), None),
     )
 
 
@@ -244,6 +260,8 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     outputs: list[CompletionOutput] = []
     finished: bool = False
     num_cached_tokens: int = 0
+    cache: PrefixReport | None = None
+    """Report of what was found in the prefix cache; None: the model has no state layers."""
     error: str | None = None
     engine_died: bool = False
     """The engine process died: ``OutputDelta.engine_died``."""
@@ -271,6 +289,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
             ]
         if delta.num_cached_tokens is not None:
             self.num_cached_tokens = delta.num_cached_tokens
+            self.cache = delta.cache
         if delta.finish_reason is not None:
             sample.finish_reason, sample.stop_reason = delta.finish_reason, delta.stop_reason
             self.error = delta.error or self.error

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 
 from headrace.attention.backend import AttentionBackend, LayerCache, StepMetadata
+from headrace.cache.states import LayerState
+from headrace.kernels.state.metadata import StateMetadata
 
 
 class TokenKinds(NamedTuple):
@@ -20,11 +22,31 @@ class TokenKinds(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class StepStates:
+    """The state layers' part of a forward pass. ``layers[i]`` belongs to state layer i."""
+
+    rows: StateMetadata
+    layers: Sequence[LayerState]
+
+
+@dataclasses.dataclass(frozen=True)
 class ForwardContext:
-    """One forward pass. ``caches[i]`` and ``backends[i]`` belong to layer i."""
+    """One forward pass. ``caches[i]`` and ``backends[i]`` belong to attention layer i."""
 
     step: StepMetadata
     caches: Sequence[LayerCache]
     backends: Sequence[AttentionBackend]
     kinds: TokenKinds | None = None
     """Kinds of the tokens, for models with ``VisionSpec.own_experts``; None: all tokens are text."""
+    states: StepStates | None = None
+    """None: the model has no state layers."""
+
+    def state_of(self, index: int) -> tuple[StateMetadata, LayerState]:
+        """Returns the step's rows and the states of state layer ``index``.
+
+        Raises:
+            ValueError: the pass has no states.
+        """
+        if self.states is None:
+            raise ValueError(f"state layer {index} runs in a forward pass without states")
+        return self.states.rows, self.states.layers[index]

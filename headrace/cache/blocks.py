@@ -28,8 +28,20 @@ class ArenaBlocks:
     def __init__(self, config: CacheConfig, caches: Sequence[LayerCache]) -> None:
         rows = caches[0].rows
         arena = torch.empty(0, dtype=torch.uint8, device=rows.device).set_(rows.untyped_storage())
+        self.arena = arena
+        """``[nbytes]`` uint8"""
         shapes = zip(config.num_blocks, config.arena.block_bytes, strict=True)
         self._groups = [arena[: count * size].view(count, size) for count, size in shapes]
+
+    def block(self, group: int, block: int) -> torch.Tensor:
+        """Returns the bytes of a block, a view.
+
+        Raises:
+            EngineError: there is no such block, or it is the null block.
+        """
+        if not 0 < block < len(self._groups[group]):
+            raise EngineError(f"cache group {group} has no block {block}")
+        return self._groups[group][block]
 
     def move(self, moves: Iterable[tuple[int, int, int]]) -> None:
         """Copies blocks (group, from, to) one after the other: what one leaves another may take, of any group.

@@ -20,9 +20,9 @@ from headrace.model_spec.kv import DTYPE_BYTES, FP8_KV
 def allocate(config: CacheConfig, model: ModelFacts, device: str | torch.device, dtype: str | torch.dtype) -> list[LayerCache]:
     """Zeroed: ``config.nbytes`` in all. A layer that reads another's KV has that one's tensor.
 
-    With one cache group each layer has a separate tensor. Several groups share one run of bytes, in which a block has
-    the KV of all layers of its group, one layer after the other: the layers' tensors are views of it, block by block at a
-    stride of the group's, and those of different groups overlap.
+    With one cache group each layer has a separate tensor. Several groups, of which the states may be one, share one run of
+    bytes, in which a block has the KV of all layers of its group, one layer after the other: the layers' tensors are views
+    of it, block by block at a stride of the group's, and those of different groups overlap.
 
     Zeros, because a masked position still meets the softmax's zero in a product, and zero times garbage may be NaN. FP8
     caches that share bytes cannot be kept so: a scale's bytes, read as e4m3, may be NaN. They are ``dirty``.
@@ -39,8 +39,7 @@ def allocate(config: CacheConfig, model: ModelFacts, device: str | torch.device,
     for spec in model.layers:
         kept = spec.layer if spec.kv_source is None else spec.kv_source
         if name == FP8_KV:
-            dirty = len(config.groups) > 1
-            caches.append(Fp8LayerCache(spec, group_of[kept], rows[kept], tokens=config.block_size, dirty=dirty))
+            caches.append(Fp8LayerCache(spec, group_of[kept], rows[kept], tokens=config.block_size, dirty=config.shared))
         else:
             caches.append(LayerCache(spec, group_of[kept], rows[kept]))
     return caches
@@ -50,10 +49,12 @@ def _views(config: CacheConfig, model: ModelFacts, device: str | torch.device) -
     """``rows`` by layer, of those that keep KV."""
     dtype = torch.uint8 if config.dtype == FP8_KV else getattr(torch, config.dtype)
     arena = None
-    if len(config.groups) > 1:
-        arena = _zeros((config.nbytes,), torch.uint8, device).view(dtype)
+    if config.shared:
+        arena = _zeros((config.nbytes,), torch.uint8, device)
+        arena = arena[: config.nbytes - config.nbytes % dtype.itemsize].view(dtype)
     views = {}
-    for group, block_bytes, num_blocks in zip(config.groups, config.arena.block_bytes, config.num_blocks, strict=True):
+    for group in config.groups:
+        block_bytes, num_blocks = config.arena.block_bytes[group.index], config.num_blocks[group.index]
         for layer, offset in zip(group.layers, group.layer_offsets(config.block_size), strict=True):
             shape = _block_shape(model.layers[layer], config)
             if arena is None:

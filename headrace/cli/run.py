@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
 import typer
 from rich.console import Console
 
@@ -386,6 +387,8 @@ def _record(job: PromptJob, result: Any) -> dict[str, Any]:
     record["outputs"] = [_sample(sample) for sample in result.outputs]
     if result.prompt_logprobs is not None:
         record["prompt_logprobs"] = [_position(position) for position in result.prompt_logprobs]
+    if result.cache is not None:
+        record["cache"] = msgspec.to_builtins(result.cache)
     return record | {"num_prompt_tokens": len(result.prompt_token_ids), "num_cached_tokens": result.num_cached_tokens}
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from headrace.core.media import ItemInputs, RopePositions
 from headrace.core.request import BadWordsTable
-from headrace.kv import Item
+from headrace.kv import Item, StateOp
 from headrace.outputs import Failure, TokenLogprobs
 from headrace.sampling_params import SamplingParams
 
@@ -49,6 +49,8 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     sparse: bytes | None = None
     """None: its prompt attends densely. Else the classes that the model's router gave to its heads, where they are known;
     empty: they are not, or there is no router."""
+    state: int = 0
+    """Its state block; 0: the model has no state layers."""
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -88,7 +90,8 @@ class LayerRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="step"):
-    """The work of one step; may be empty. The runner applies ``moves``, ``released``, ``new`` and ``rows`` in this order."""
+    """The work of one step; may be empty. The runner applies ``moves``, ``released``, ``new``, ``state_before``, ``rows`` and
+    ``state_after`` in this order."""
 
     step: int
     released: tuple[int, ...]
@@ -107,6 +110,11 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     """The last row computes these layers alone, apart from the other rows. It is a row of several plans, in turn for all
     layers; its tokens count as computed, and it may have logits rows, in the last of them. One such piece is under way at a
     time. None: every row computes all layers."""
+    state_before: tuple[StateOp, ...] = ()
+    """Changes of state blocks before the rows run: new sequences' blocks are zeroed or copied from snapshots. A source may
+    belong to a later operation's target, or to KV of the rows."""
+    state_after: tuple[StateOp, ...] = ()
+    """Changes behind the rows: snapshots of their states."""
 
     @property
     def num_tokens(self) -> int:

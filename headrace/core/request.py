@@ -116,6 +116,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Items of the prompt: ascending, disjoint."""
     media: tuple[ItemInputs, ...] = ()
     """The content of each of ``items``; empty: their features need no input."""
+    boundaries: tuple[int, ...] = ()
+    """Numbers of tokens, ascending, up to which other prompts are likely to equal this one: ends of turns."""
     rope: RopePositions | None = None
     """None: rotary positions are those of the tokens."""
     arrival_time: float = 0.0

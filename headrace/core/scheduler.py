@@ -20,11 +20,11 @@ from headrace.core.request import Request
 from headrace.core.sequence import Sequence, SequenceUpdate, Status
 from headrace.core.slots import Slots
 from headrace.core.sparse import Decisions, SparsePrompt
+from headrace.core.states import StateSchedule
 from headrace.core.step import ConstrainedRow, InFlightStep, StepBuilder
 from headrace.core.stops import collect_tokens, keep_prompt_logprobs
 from headrace.errors import EngineError, RequestError
-from headrace.kv import KVCacheManager
-from headrace.kv.manager import NewBlocks
+from headrace.kv import KVCacheManager, NewBlocks
 from headrace.metrics.stats import EngineStats
 from headrace.outputs import Failure, FinishReason
 
@@ -44,6 +44,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, cache: CacheConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
         self.kv = KVCacheManager(cache)
+        self._states = None if self.kv.states is None else StateSchedule(self.kv, self.kv.states, cache, config)
         policy = config.policy
         self._running = OrderedSequences(lambda seq: running_order(policy, seq))
         self._waiting = OrderedSequences(lambda seq: waiting_order(policy, seq))
@@ -160,8 +161,11 @@ class Scheduler:
         num_paced = self.config.max_num_batched_tokens - budget.tokens if budget.prefilled and not encodes else 0
         moves = self.kv.take_moves()
         self._counters.kv_blocks_moved += len(moves)
-        plan = step.build(self._last_step, self._slots.take_released(), moves)
-        self._in_flight.append(InFlightStep(self._last_step, step.continuing, step.others, step.constrained, num_paced))
+        state_ops = ((), ()) if self.kv.states is None else self.kv.states.take_ops()
+        plan = step.build(self._last_step, self._slots.take_released(), moves, state_ops)
+        self._in_flight.append(
+            InFlightStep(self._last_step, step.continuing, step.others, step.constrained, num_paced, step.saves)
+        )
         return plan
 
     def propose(self, seq: Sequence, drafts: tuple[int, ...]) -> None:
@@ -225,6 +229,8 @@ class Scheduler:
                 update = self._apply(seq, row, plan.num_completed(row), token_ids, result)
                 if update is not None:
                     updates.append(update)
+        if collected.saves and self._states is not None:
+            self._states.collected(collected.saves, result)
         if collected.num_paced:
             self._pace.measured(collected.num_paced, result.forward_seconds + result.sample_seconds)
         counters.forward_seconds += result.forward_seconds
@@ -238,7 +244,7 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """Returns the statistics, except those that the engine fills in (``host_seconds``, CUDA graphs)."""
-        return msgspec.structs.replace(
+        stats = msgspec.structs.replace(
             self._counters,
             step=self._last_step,
             num_running=self.num_running,
@@ -247,6 +253,7 @@ class Scheduler:
             kv_blocks_total=self.kv.num_total,
             finished=self._counters.finished.copy(),
         )
+        return stats if self._states is None else self._states.count(stats)
 
     def check_integrity(self) -> None:
         """Raises EngineError unless blocks, slots and queues agree; without work every block must be free."""
@@ -322,6 +329,8 @@ class Scheduler:
             self._layered = None if layers.last else seq
             layers = layers if first or not layers.last else None
         step.add_row(seq, num_tokens, new_blocks, layers)
+        if self._states is not None:
+            self._states.row(seq, num_tokens, step)
 
     def _with_fewer_blocks(self, seq: Sequence, wanted: int, step: StepBuilder) -> int:
         """Returns how many of the wanted tokens to try next, since blocks are short.
@@ -354,6 +363,8 @@ class Scheduler:
 
     def _drop_waiting_blocks(self) -> bool:
         """Frees the shared prompt blocks of waiting samples, which then look up or compute their prompt themselves."""
+        if self.kv.drop_forks():
+            return True
         holders = [seq for seq in self._waiting if seq.blocks.capacity]
         for seq in holders:
             self.kv.free(seq.blocks, None)
@@ -362,7 +373,7 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         """Takes slot and blocks from a running sequence. It moves to the front of its priority in the queue."""
         self._running.remove(seq)
-        self._leave_slot(seq)
+        self._leave_slot(seq, None)
         seq.status = Status.PREEMPTED
         seq.num_computed = seq.num_collected = seq.num_encoded = 0
         seq.drafts = ()
@@ -392,13 +403,14 @@ class Scheduler:
             self._recall(seq)
         hit = None if forked else self.kv.no_hit() if seq.prompt_logprobs is not None else self.kv.match(seq.blocks)
         start = seq.blocks.capacity if hit is None else hit.num_tokens
+        if self._states is not None:
+            self._states.plan(seq, start, hit)
         if not self.kv.fits(seq.blocks, hit, seq.num_tokens, seq.least_chunk(start)):
             return self._blocks_missing(seq)
         chunk = self._chunk(seq, start, step)
         if chunk == 0:
             return False
-        if hit is not None:
-            self.kv.attach(seq.blocks, hit)
+        self.kv.start(seq.blocks, hit, seq.num_tokens, seq.least_chunk(start))
         chunk = seq.cut(start, start + chunk, self.kv.room(seq.blocks, start))
         new_blocks = self.kv.allocate(seq.blocks, start + chunk)
         if not chunk or new_blocks is None:
@@ -406,6 +418,8 @@ class Scheduler:
         self._waiting.remove(seq)
         self._start(seq, start, first_time=seq.status is Status.WAITING, forked=forked)
         self._running.add(seq)
+        if self._states is not None:
+            self._states.started(seq, start)
         step.add_new(seq)
         self._add_row(seq, chunk, new_blocks, step)
         return True
@@ -533,6 +547,8 @@ class Scheduler:
                 self.kv.fork(seq.blocks, sibling.blocks, boundary)
             self._waiting.add(sibling)
         seq.blocks.keep_from = None
+        if self.kv.states is not None:
+            self.kv.states.end_fork(seq.blocks)
 
     # ------------------------------------------------------------------ endings
 
@@ -542,7 +558,7 @@ class Scheduler:
         """Ends a sequence in any state; no-op if it has finished."""
         if seq.status is Status.FINISHED:
             return
-        self._leave_queues(seq)
+        self._leave_queues(seq, reason)
         seq.status = Status.FINISHED
         seq.finish_reason, seq.stop_reason, seq.error = reason, stop_reason, error
         seq.finished_at = self._clock()
@@ -559,10 +575,10 @@ class Scheduler:
             seq.siblings = []
             self._lead(successor, rest)
 
-    def _leave_queues(self, seq: Sequence) -> None:
+    def _leave_queues(self, seq: Sequence, reason: FinishReason) -> None:
         if seq.status is Status.RUNNING:
             self._running.remove(seq)
-            self._leave_slot(seq)
+            self._leave_slot(seq, reason)
         elif seq in self._waiting:
             self._waiting.remove(seq)
             self.kv.free(seq.blocks, None)
@@ -573,8 +589,10 @@ class Scheduler:
         if self._starved is seq:
             self._starved = None
 
-    def _leave_slot(self, seq: Sequence) -> None:
-        """Releases slot and blocks; steps in flight may still write the blocks."""
+    def _leave_slot(self, seq: Sequence, reason: FinishReason | None) -> None:
+        """Releases slot and blocks; steps in flight may still write the blocks. ``reason``: None if it is preempted."""
+        if self._states is not None:
+            self._states.leaves(seq, reason)
         if self._layered is seq:
             self._layered, seq.num_layers, self._abandoned = None, 0, True
         self._slots.release(seq.slot)

@@ -9,10 +9,11 @@ import msgspec
 
 from headrace.core.items import chunk_length, least_chunk
 from headrace.core.matcher import Matcher
+from headrace.core.points import ChunkGrid
 from headrace.core.request import Request
 from headrace.core.sparse import SparsePrompt
 from headrace.kv import Item, SequenceBlocks
-from headrace.outputs import Failure, FinishReason, RequestTimes, TokenLogprobs
+from headrace.outputs import Failure, FinishReason, PrefixReport, RequestTimes, TokenLogprobs
 
 
 class Status(enum.Enum):
@@ -65,6 +66,8 @@ class Sequence:
     """Length when the sequence took its slot: up to here its rows are prefill, afterwards decode."""
     num_computed: int = 0
     num_collected: int = 0
+    chunks: ChunkGrid | None = None
+    """Ends of the prompt's chunks, of models with state layers."""
     num_layers: int = 0
     """Layers computed of the piece that begins at ``num_computed``; 0: none is under way."""
     num_encoded: int = 0
@@ -76,6 +79,8 @@ class Sequence:
     """Rows in steps that are launched and not yet collected."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache whenever the request began to run: those that it never computed."""
+    cache: PrefixReport | None = None
+    """Report of what it found there last, of models with state layers."""
     siblings: list[Sequence] = dataclasses.field(default_factory=list)
     """Samples of the same request that wait until this one has computed their prompt."""
     matcher: Matcher | None = None
@@ -124,10 +129,14 @@ class Sequence:
         """Length of a chunk from ``start``: at most ``limit`` tokens of ``[start, end)``; 0 if what cannot be cut is longer."""
         if self.sparse is not None:
             return self.sparse.cut(start, end, limit)
+        if self.chunks is not None:
+            return self.chunks.cut(start, end, limit, self.items)
         return chunk_length(start, end, limit, self.items)
 
     def least_chunk(self, start: int) -> int:
         """Smallest length of a chunk from ``start``."""
+        if self.chunks is not None:
+            return self.chunks.least(start, len(self.token_ids), self.items)
         return least_chunk(start, self.items) if self.sparse is None else self.sparse.least(start)
 
     def whole(self, start: int) -> bool:

@@ -14,7 +14,9 @@ from headrace.core.budget import StepBudget
 from headrace.core.items import encoder_cost
 from headrace.core.plan import LayerRange, NewSequence, Row, StepPlan, pack_tokens
 from headrace.core.sequence import Sequence, Status
+from headrace.kv import SequenceBlocks
 from headrace.kv.manager import Move, NewBlocks
+from headrace.kv.states import Save, StateOps
 
 
 class ConstrainedRow(NamedTuple):
@@ -36,6 +38,8 @@ class InFlightStep:
     constrained: list[ConstrainedRow]
     num_paced: int
     """Tokens, if the step's time tells that of prefill: it has some, and no encoder runs in it; else 0."""
+    saves: list[tuple[Sequence, Save]]
+    """Snapshots of states that the step takes."""
 
 
 class StepBuilder:
@@ -54,6 +58,8 @@ class StepBuilder:
         """seq_id -> number of moves made before its row was added, whose effect the row's blocks show. Rows without blocks are
         not there."""
         self._new: list[NewSequence] = []
+        self._new_blocks: list[SequenceBlocks] = []
+        """Blocks of each new sequence."""
         self._decode: list[Row] = []
         self._prefill: list[Row] = []
         self._sparse: list[Row] = []
@@ -61,6 +67,7 @@ class StepBuilder:
         self._piece: list[Row] = []
         """The row that computes ``layers`` alone, if there is one."""
         self.layers: LayerRange | None = None
+        self.saves: list[tuple[Sequence, Save]] = []
 
     def __bool__(self) -> bool:
         return bool(self.continuing or self.others)
@@ -74,6 +81,7 @@ class StepBuilder:
         request, sampling = seq.request, seq.request.sampling
         if sampling.prompt_logprobs is not None and seq.prompt_logprobs is None:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        self._new_blocks.append(seq.blocks)
         needed = [index for index in range(len(request.media)) if request.items[index].end > seq.num_computed]
         self._new.append(
             NewSequence(
@@ -91,6 +99,7 @@ class StepBuilder:
                 media=tuple(request.media[index] for index in needed),
                 rope=request.rope,
                 sparse=None if seq.sparse is None else seq.sparse.decision or b"",
+                state=seq.blocks.states.live,
             )
         )
 
@@ -168,11 +177,18 @@ class StepBuilder:
         seq.num_placeholders += num_logits
         seq.num_in_flight += 1
 
-    def build(self, step: int, released: tuple[int, ...], moves: tuple[Move, ...] = ()) -> StepPlan:
-        rows = self._decode + self._prefill + self._sparse + self._piece
+    def build(
+        self, step: int, released: tuple[int, ...], moves: tuple[Move, ...] = (), state_ops: StateOps = ((), ())
+    ) -> StepPlan:
+        """``state_ops``: those before and behind the rows, which name blocks as they are after the moves."""
+        rows, new = self._decode + self._prefill + self._sparse + self._piece, self._new
         if moves:
             rows = [self._moved(row, moves) for row in rows]
-        return StepPlan(step, released, tuple(self._new), tuple(rows), len(self._decode), moves, self.layers)
+            new = [
+                seq if seq.state == blocks.states.live else msgspec.structs.replace(seq, state=blocks.states.live)
+                for seq, blocks in zip(new, self._new_blocks, strict=True)
+            ]
+        return StepPlan(step, released, tuple(new), tuple(rows), len(self._decode), moves, self.layers, *state_ops)
 
     def _moved(self, row: Row, moves: tuple[Move, ...]) -> Row:
         """Applies to a row's blocks the moves made after the row was added."""
@@ -180,5 +196,7 @@ class StepBuilder:
             return row
         tables = [list(blocks) for blocks in row.new_blocks]
         for group, source, target in moves[self._moves_before[row.seq_id] :]:
+            if group == len(tables):
+                continue  # A state block.
             tables[group] = [target if block == source else block for block in tables[group]]
         return msgspec.structs.replace(row, new_blocks=tuple(map(tuple, tables)))

@@ -256,6 +256,7 @@ class SequenceText:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=self._sequence.num_cached_tokens if (first or finish) and not self._sequence.index else None,
+            cache=self._sequence.cache if (first or finish) and not self._sequence.index else None,
             finish_reason=finish,
             stop_reason=stop,
             error=error.message if error is not None else None,

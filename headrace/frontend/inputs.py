@@ -335,6 +335,7 @@ class InputProcessor:
             cache_salt=cache_salt,
             tenant=tenant,
             items=tuple(items),
+            boundaries=() if self.tokenizer is None else self.tokenizer.token_bytes.turn_boundaries(tokens),
             media=() if media is None else media.media,
             rope=rope,
             parse=parse,

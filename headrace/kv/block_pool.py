@@ -174,6 +174,13 @@ class BlockPool:
             raise EngineError(f"KV block {block} was published, but no sequence holds it")
         return self.index.put(key, block)
 
+    def unpublish(self, block: int) -> None:
+        """Drops the key of a block, which can no longer be found."""
+        self.index.drop(block)
+        if block in self._cached:
+            del self._lru[self._cached.pop(block)]
+            self._empty.append(block)
+
     def forget(self) -> None:
         """Drops every key, so that no block computed so far can be found again."""
         self.index.clear()

@@ -31,14 +31,18 @@ class BlockRegions:
 
     Args:
         moved: called with (group, source, target) for each block that moves.
+        num_kv: number of groups that hold KV, the first ones.
     """
 
-    def __init__(self, arena: Arena, moved: Callable[[int, int, int], None]) -> None:
+    def __init__(self, arena: Arena, moved: Callable[[int, int, int], None], num_kv: int | None = None) -> None:
         self.arena = arena
         self._sizes = arena.block_bytes
         self._order = arena.order
         self._place = {group: place for place, group in enumerate(arena.order)}
         self._moved = moved
+        num_kv = len(self._sizes) if num_kv is None else num_kv
+        self._kv_sizes = self._sizes[:num_kv]
+        self._others = [0] * (len(self._sizes) - num_kv)
         self.shared = len(self._sizes) > 1
         ticks = itertools.count()
         if self.shared:
@@ -90,14 +94,14 @@ class BlockRegions:
         used = (pool.num_used - (pool.num_pending if pending else 0) for pool in self.pools)
         return self._packs([used + count for used, count in zip(used, counts, strict=True)])
 
-    def most_of_each(self, *, pending: bool = False) -> int:
-        """The largest n such that n blocks of every group are ``available``."""
-        free = self.free_bytes + (self.pending_bytes if pending else 0)
-        most = free // sum(self._sizes)
+    def most_of_each(self, spare: int = 0, *, pending: bool = False) -> int:
+        """The largest n such that n blocks of every group of KV are ``available``, once ``spare`` bytes are freed."""
+        free = self.free_bytes + spare + (self.pending_bytes if pending else 0)
+        most = free // sum(self._kv_sizes)
         if all(pool.pinned is None for pool in self.pools):
             return most
-        groups = len(self._sizes)
-        return bisect_left(range(1, most + 1), True, key=lambda n: not self.available([n] * groups, pending=pending))
+        groups, others = len(self._kv_sizes), self._others
+        return bisect_left(range(1, most + 1), True, key=lambda n: not self.available([n] * groups + others, pending=pending))
 
     def _packs(self, counts: Sequence[int]) -> bool:
         """Whether regions of ``counts[g]`` blocks, each covering its pinned blocks, fit side by side."""
@@ -133,10 +137,8 @@ class BlockRegions:
 
     def _evict(self, counts: Sequence[int]) -> None:
         """Evicts cached blocks until ``counts`` more blocks fit within the capacity."""
-        kept = [pool.num_used + pool.num_cached + count for pool, count in zip(self.pools, counts, strict=True)]
-        excess = self.bytes_of(kept) - self.arena.capacity
-        if excess > 0:
-            self._evict_bytes(excess, counts)
+        if self._excess(counts) > 0:
+            self._evict_bytes(counts)
         if any(pool.pinned is not None for pool in self.pools):
             self._evict_around_pins(counts)
 
@@ -148,13 +150,18 @@ class BlockRegions:
                 return
             min(cached, key=lambda entry: entry[0])[1].evict()
 
-    def _evict_bytes(self, excess: int, counts: Sequence[int]) -> None:
+    def _excess(self, counts: Sequence[int]) -> int:
+        """Bytes by which the blocks in use, the cached ones and ``counts`` more exceed the capacity."""
+        kept = [pool.num_used + pool.num_cached + count for pool, count in zip(self.pools, counts, strict=True)]
+        return self.bytes_of(kept) - self.arena.capacity
+
+    def _evict_bytes(self, counts: Sequence[int]) -> None:
         # group -> tick of its next block to evict, for groups with cached blocks.
-        heads = {group: oldest for group, pool in enumerate(self.pools) if (oldest := pool.oldest) is not None}
+        heads = self._heads()
         newest = max(pool.newest or 0 for pool in self.pools)
         lenience = (newest - min(heads.values())) // _LENIENCE
         needy = {group for group in heads if counts[group] > self.pools[group].num_empty}
-        while excess > 0:
+        while self._excess(counts) > 0:
             group = min(heads, key=heads.__getitem__)
             # Prefer a block of a group that needs one if it is about as old: then no block has to move.
             if needy and group not in needy:
@@ -163,15 +170,12 @@ class BlockRegions:
                     group = preferred
             pool = self.pools[group]
             pool.evict()
-            excess -= self._sizes[group]
-            if counts[group] <= pool.num_empty:
-                needy.discard(group)
-            oldest = pool.oldest
-            if oldest is None:
-                del heads[group]
-                needy.discard(group)
-            else:
-                heads[group] = oldest
+            # A block of KV may have taken a state with it.
+            heads = self._heads()
+            needy = {other for other in needy if other in heads and counts[other] > self.pools[other].num_empty}
+
+    def _heads(self) -> dict[int, int]:
+        return {group: oldest for group, pool in enumerate(self.pools) if (oldest := pool.oldest) is not None}
 
     # ------------------------------------------------------------------ edges of regions
 

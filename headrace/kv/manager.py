@@ -8,50 +8,16 @@ from headrace.config import CacheConfig
 from headrace.errors import EngineError
 from headrace.kv.block_pool import NULL_BLOCK
 from headrace.kv.block_regions import BlockRegions
+from headrace.kv.blocks import SequenceBlocks
 from headrace.kv.identity import CacheIdentity, SparseIdentity
 from headrace.kv.prefix_cache import Change, Hit, KeyChain, find_hit, first_visible_block
+from headrace.kv.states import StateBlocks
 from headrace.model_spec import CacheGroup
 
 NewBlocks = tuple[tuple[int, ...], ...]
 """Per cache group, the blocks to append to a sequence's block table."""
 Move = tuple[int, int, int]
 """(cache group, source block, target block): the content of the source is copied to the target."""
-
-
-@dataclasses.dataclass(slots=True, eq=False, repr=False)
-class SequenceBlocks:
-    """The block tables of one sequence. Created by ``KVCacheManager.open`` and changed only by the manager.
-
-    The tables of all groups have the same length: entry ``i`` is for tokens ``[i * block_size, (i + 1) * block_size)``, or
-    the null block where the group's window has passed. The runner's copies keep the old number there: no row reads it.
-    """
-
-    seq_id: int
-    token_ids: list[int]
-    """The sequence's list of known tokens, shared with the scheduler, which appends to it."""
-    identity: CacheIdentity
-    """Identity of the sequence's KV; its weight version is that of ``generation``."""
-    groups: dataclasses.InitVar[int]
-    tables: tuple[list[int], ...] = dataclasses.field(init=False)
-    capacity: int = 0
-    """Tokens that the tables have room for."""
-    unsent: int = 0
-    """Index of the first entry that has not been in a plan yet."""
-    keys: KeyChain | None = None
-    generation: int = -1
-    """The cache's generation in which these blocks were computed; only blocks of the current one can be shared."""
-    num_published: int = 0
-    """Leading blocks that are findable in the prefix cache, or whose equals are."""
-    num_passed: list[int] = dataclasses.field(init=False)
-    """Per group, leading entries that the window has passed."""
-    keep_from: int | None = None
-    """A position at which another sequence will fork: windows do not pass it until then."""
-    due: int = 0
-    """Number of collected tokens from which on ``KVCacheManager.advance`` has something to do."""
-
-    def __post_init__(self, groups: int) -> None:
-        self.tables = tuple([] for _ in range(groups))
-        self.num_passed = [0] * groups
 
 
 class KVCacheManager:
@@ -65,20 +31,38 @@ class KVCacheManager:
         self.block_size = config.block_size
         self.groups: tuple[CacheGroup, ...] = config.groups
         self.caching = config.enable_prefix_caching
-        self._regions = BlockRegions(config.arena, self._moved)
-        self.pools = self._regions.pools
+        self._regions = BlockRegions(config.arena, self._moved, len(config.groups))
+        self.pools = self._regions.pools[: len(config.groups)]
+        """Pools of the KV groups."""
         self.moves: list[Move] = []
         """Moves of blocks since the last ``take_moves``, in order."""
         self._windows = tuple(group.window for group in config.groups)
         self._window_groups = tuple((i, window) for i, window in enumerate(self._windows) if window is not None)
         self._indexes = tuple(pool.index for pool in self.pools)
-        self._bytes_per_block = sum(config.arena.block_bytes)
-        """Sum over the groups of the bytes of one block."""
+        self._bytes_per_block = sum(config.arena.block_bytes[: len(config.groups)])
+        """Sum over the KV groups of the bytes of one block."""
+        self.states: StateBlocks | None = None
+        """None: the model has no state layers."""
+        if config.states is not None:
+            self.states = self._state_blocks(config, config.states.block_bytes)
         self._weight_version = 0
         self._generation = 0
         self._sequences: dict[int, SequenceBlocks] = {}
         self.no_blocks: NewBlocks = tuple(() for _ in config.groups)
         """Table changes of a sequence that has all of its blocks already."""
+
+    def _state_blocks(self, config: CacheConfig, block_bytes: int) -> StateBlocks:
+        full = next((index for index, window in zip(self._indexes, self._windows, strict=True) if window is None), None)
+        most = config.state_snapshot_bytes // block_bytes if self.caching else 0
+        return StateBlocks(
+            self._regions,
+            len(config.groups),
+            self.block_size,
+            config.state_grid,
+            most,
+            full,
+            lambda blocks: blocks.generation == self._generation,
+        )
 
     # ------------------------------------------------------------------ sequences
 
@@ -96,23 +80,30 @@ class KVCacheManager:
         """
         if not self.caching or not blocks.identity.known:
             return self.no_hit()
-        keys = self._current_keys(blocks)
+        keys, identity = self._current_keys(blocks), blocks.identity
         most = (len(blocks.token_ids) - 1) // self.block_size
+        attention, state = -1, NULL_BLOCK
         while True:
             hit = find_hit(self._indexes, self._windows, keys, most, self.block_size)
-            boundary = self._uncut_boundary(hit.num_tokens, blocks.identity)
+            boundary = self._uncut_boundary(hit.num_tokens, identity)
+            if self.states is not None:
+                attention = boundary if attention < 0 else attention
+                boundary, state = self.states.nearest(keys, boundary, identity.uncut)
             if boundary == hit.num_tokens:
-                return hit
+                return hit if self.states is None else dataclasses.replace(hit, state=state, attention_tokens=attention)
             most = boundary // self.block_size
 
     def no_hit(self) -> Hit:
         return Hit(0, tuple([] for _ in self.groups))
 
-    def fits(self, blocks: SequenceBlocks, hit: Hit | None, num_tokens: int, first_tokens: int) -> bool:
+    def fits(
+        self, blocks: SequenceBlocks, hit: Hit | None, num_tokens: int, first_tokens: int, *, copied: bool = False
+    ) -> bool:
         """True if all ``num_tokens`` of a sequence that starts from ``hit`` (None: from its tables) can have blocks now.
 
         A window group frees blocks as the sequence advances: it counts the blocks that the window spans with chunks of
-        ``first_tokens``, the smallest possible.
+        ``first_tokens``, the smallest possible. ``copied``: the state of the hit is copied, else a snapshot that nothing else
+        holds may become the sequence's.
         """
         start = blocks.capacity if hit is None else hit.num_tokens
         new = self._blocks_for(num_tokens) - start // self.block_size
@@ -125,7 +116,24 @@ class KVCacheManager:
                 first = self._blocks_for(min(num_tokens, start + first_tokens)) - start // self.block_size
                 needed = max(first + found, min(needed, self._most_held(window, first_tokens)))
             counts.append(needed)
-        return self._regions.available(counts)
+        if self.states is None:
+            return self._regions.available(counts)
+        doubled = copied and hit is not None and hit.state != NULL_BLOCK and self.states.pool.is_free(hit.state)
+        return self._regions.available([*counts, 1 + doubled - self.states.num_shadows])
+
+    def start(self, blocks: SequenceBlocks, hit: Hit | None, num_tokens: int, first_tokens: int) -> None:
+        """Attaches the hit of a sequence that ``fits``, and gives it a state block. None: it holds blocks already."""
+        if self.states is None:
+            if hit is not None:
+                self.attach(blocks, hit)
+            return
+        take = False
+        if hit is not None:
+            free = hit.state != NULL_BLOCK and self.states.pool.is_free(hit.state)
+            take = free and not self.fits(blocks, hit, num_tokens, first_tokens, copied=True)
+            self.attach(blocks, hit)
+        self._sequences[blocks.seq_id] = blocks
+        self.states.start(blocks, take=take)
 
     def attach(self, blocks: SequenceBlocks, hit: Hit) -> None:
         """Starts a sequence's tables, which must be empty, with the blocks of a hit."""
@@ -138,10 +146,14 @@ class KVCacheManager:
             blocks.identity = dataclasses.replace(blocks.identity, weight_version=self._weight_version)
             blocks.keys, blocks.generation = None, self._generation
         blocks.num_published = hit.num_tokens // self.block_size
+        if self.states is not None:
+            self.states.hold(blocks, hit.state)
         self._share(blocks, hit)
 
     def can_fork(self, parent: SequenceBlocks, boundary: int) -> bool:
-        """True if the parent still has every block that a sequence starting at ``boundary`` can see."""
+        """True if the parent still has every block that a sequence starting at ``boundary`` can see, and its state there."""
+        if self.states is not None and not (parent.states.fork and parent.states.fork_count == boundary):
+            return False
         return parent.capacity >= boundary and all(
             passed <= first_visible_block(boundary, window, self.block_size)
             for passed, window in zip(parent.num_passed, self._windows, strict=True)
@@ -165,15 +177,20 @@ class KVCacheManager:
         child.generation, child.identity = parent.generation, parent.identity
         child.keys = parent.keys.fork(child.token_ids, count) if parent.keys else None
         child.num_published = min(count, parent.num_published)
+        if self.states is not None:
+            self.states.fork(parent, child)
         self._share(child, Hit(boundary, tuple(shared)))
 
     def fork_boundary(self, blocks: SequenceBlocks, num_prompt: int) -> int:
         """Number of prompt tokens that samples can share: full blocks, without the last token, cutting no atomic item."""
+        if self.states is not None:
+            return self.states.boundary(num_prompt - 1, blocks.identity.uncut)
         return self._uncut_boundary((num_prompt - 1) // self.block_size * self.block_size, blocks.identity)
 
     def room(self, blocks: SequenceBlocks, start: int, *, pending: bool = False) -> int:
         """Number of tokens from ``start`` that can have blocks now (``pending``: once the launched steps are collected)."""
-        return blocks.capacity + self._regions.most_of_each(pending=pending) * self.block_size - start
+        spare = 0 if self.states is None else self.states.num_shadows * self._regions.arena.block_bytes[-1]
+        return blocks.capacity + self._regions.most_of_each(spare, pending=pending) * self.block_size - start
 
     def allocate(self, blocks: SequenceBlocks, end: int) -> NewBlocks | None:
         """Allocates blocks for the tokens up to ``end``; returns what to append to the tables, or None if blocks are short.
@@ -183,7 +200,8 @@ class KVCacheManager:
         if end <= blocks.capacity and blocks.unsent * self.block_size == blocks.capacity:
             return self.no_blocks
         count = max(0, self._blocks_for(end) - len(blocks.tables[0]))
-        if not self._regions.reserve([count] * len(self.pools)):
+        counts = [count] * len(self.pools)
+        if not (self._regions.reserve(counts) if self.states is None else self.states.reserve([*counts, 0])):
             return None
         self._sequences[blocks.seq_id] = blocks
         for table, pool in zip(blocks.tables, self.pools, strict=True):
@@ -225,11 +243,17 @@ class KVCacheManager:
             blocks.num_passed[group] = 0
         blocks.capacity = blocks.unsent = blocks.num_published = blocks.due = 0
         blocks.keep_from = None
+        if self.states is not None:
+            self.states.free(blocks, fence)
 
     def collected(self, step: int) -> None:
         """Call when every step up to ``step`` has been collected."""
-        for pool in self.pools:
+        for pool in self._regions.pools:
             pool.collected(step)
+
+    def drop_forks(self) -> bool:
+        """Frees state blocks that are kept for samples. Returns whether there were any."""
+        return self.states is not None and self.states.drop_forks(self._sequences.values())
 
     # ------------------------------------------------------------------ the whole cache
 
@@ -243,7 +267,7 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; running sequences publish no more blocks. Returns False if caching is disabled."""
         self._generation += 1
-        for pool in self.pools:
+        for pool in self._regions.pools:
             pool.forget()
         return self.caching
 
@@ -265,7 +289,7 @@ class KVCacheManager:
 
     @property
     def num_pending(self) -> int:
-        return sum(pool.num_pending for pool in self.pools)
+        return sum(pool.num_pending for pool in self._regions.pools)
 
     def take_moves(self) -> tuple[Move, ...]:
         """Returns the moves since the last call. Copy them in this order before any block allocated since is used."""
@@ -284,6 +308,8 @@ class KVCacheManager:
             if group.window is not None:
                 needed = min(needed, self._most_held(group.window, first_tokens))
             counts.append(needed)
+        if self.states is not None:
+            counts.append(1)
         needed_bytes, capacity = self._regions.bytes_of(counts), self._regions.arena.capacity
         if needed_bytes <= capacity:
             return None
@@ -292,7 +318,9 @@ class KVCacheManager:
                 f"{num_tokens} tokens need {counts[0]} KV blocks of {self.block_size} tokens "
                 f"in the cache group '{self.groups[0].name}', which has {len(self.pools[0].blocks)}"
             )
-        where = " and ".join(f"{count} in '{group.name}'" for count, group in zip(counts, self.groups, strict=True))
+        where = " and ".join(f"{count} in '{group.name}'" for count, group in zip(counts, self.groups, strict=False))
+        if self.states is not None:
+            where += f", and one block of state of {self._regions.arena.block_bytes[-1]:,} bytes"
         return (
             f"{num_tokens} tokens need KV blocks of {self.block_size} tokens as follows: {where}; "
             f"these are {needed_bytes:,} bytes, and all groups share {capacity:,}"
@@ -315,6 +343,14 @@ class KVCacheManager:
                         f"KV block {block} of group {group} is owned by {sorted(pool.owners(block))}, "
                         f"but is in the tables of {sorted(owners.get(block, ()))}"
                     )
+        if self.states is not None:
+            known = self.states.owners(self._sequences.values())
+            for block in self.states.pool.blocks:
+                if self.states.pool.owners(block) != known.get(block, set()):
+                    raise EngineError(
+                        f"state block {block} is owned by {sorted(self.states.pool.owners(block))}, not by "
+                        f"{sorted(known.get(block, ()))}"
+                    )
         for blocks in self._sequences.values():
             if len({len(table) for table in blocks.tables}) != 1:
                 raise EngineError(f"the block tables of sequence {blocks.seq_id} differ in length")
@@ -323,6 +359,11 @@ class KVCacheManager:
 
     def _moved(self, group: int, source: int, target: int) -> None:
         """Replaces a moved block in every table and records the copy for the runner."""
+        if group == len(self.pools) and self.states is not None:
+            owners = self.states.pool.owners(target)
+            self.states.moved(source, target, [self._sequences[owner] for owner in owners if owner in self._sequences])
+            self.moves.append((group, source, target))
+            return
         for seq_id in self.pools[group].owners(target):
             table = self._sequences[seq_id].tables[group]
             table[table.index(source)] = target

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from headrace.errors import EngineError
@@ -63,6 +63,8 @@ class PrefixIndex:
         self._keys: dict[int, BlockKey] = {}
         self._changes: list[Change] | None = None
         self._group = 0
+        self.dropped: Callable[[BlockKey], None] | None = None
+        """Called with each key that is dropped, unless all are."""
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -100,6 +102,8 @@ class PrefixIndex:
         del self._blocks[key.digest]
         if self._changes is not None:
             self._changes.append(Change(self._group, key))
+        if self.dropped is not None:
+            self.dropped(key)
 
     def move(self, source: int, target: int) -> None:
         """Moves the key of ``source``, if it has one, to ``target``."""
@@ -169,6 +173,10 @@ class Hit:
 
     num_tokens: int
     blocks: tuple[list[int], ...]
+    state: int = 0
+    """The snapshot of the state after these tokens; the null block: the model has no state layers, or there are no tokens."""
+    attention_tokens: int = 0
+    """Tokens whose KV is cached; without a snapshot, a model with state layers cannot use all of it."""
 
 
 def first_visible_block(position: int, window: int | None, block_size: int) -> int:

@@ -40,6 +40,20 @@ class ExpertRouter(nn.Module):
         return route(logits, self.spec, self.e_score_correction_bias)
 
 
+class SharedExpertGate(nn.Module):
+    """The weight of a token's shared experts, in float32."""
+
+    def __init__(self, hidden_size: int, *, device: str | torch.device) -> None:
+        super().__init__()
+        self.weight = _empty(1, hidden_size, dtype=torch.float32, device=device)
+        self.batch_invariant = False
+        """Each token's result is bitwise independent of the other tokens."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[T, hidden]`` -> ``[T, 1]`` in x's dtype."""
+        return torch.sigmoid(router_logits(x, self.weight, None, batch_invariant=self.batch_invariant)).to(x.dtype)
+
+
 class Experts(nn.Module):
     """The experts' weights, stacked. A tensor-parallel rank has a slice of each expert, or some of the experts, and gives
     its part of the sum over ranks."""
@@ -129,9 +143,12 @@ class MoeMLP(nn.Module):
         self.shared_experts: GatedMLP | None = None
         if spec.shared is not None:
             self.shared_experts = GatedMLP(hidden_size, spec.shared, dtype=dtype, device=device)
+        self.shared_expert_gate = SharedExpertGate(hidden_size, device=device) if spec.shared_gate else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[T, hidden] -> [T, hidden]``"""
         shared = None if self.shared_experts is None else self.shared_experts(x)
+        if shared is not None and self.shared_expert_gate is not None:
+            shared = shared * self.shared_expert_gate(x)
         out: torch.Tensor = self.experts(x, *self.gate(x), shared)
         return out

@@ -42,6 +42,18 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Prompt tokens looked up in the prefix cache, counted when the request first runs."""
     prefix_hit_tokens: Annotated[int, MetricSpec("headrace_prefix_cache_hit_tokens")] = 0
     """Prompt tokens found in the prefix cache, counted when the request first runs."""
+    prefix_attention_tokens: Annotated[int, MetricSpec("headrace_prefix_cache_attention_tokens")] = 0
+    """Prompt tokens of models with state layers whose KV was found in the prefix cache, whether or not a snapshot of the states
+    let them be reused, counted when the request begins to run."""
+    state_blocks: Annotated[int, MetricSpec("headrace_state_blocks_used", gauge=True)] = 0
+    """State blocks that sequences own, of models with state layers."""
+    state_snapshots: Annotated[int, MetricSpec("headrace_state_snapshots", gauge=True)] = 0
+    """Snapshots of states in the prefix cache."""
+    state_snapshots_saved: Annotated[int, MetricSpec("headrace_state_snapshots_saved")] = 0
+    """Snapshots of states stored in the prefix cache."""
+    state_snapshots_skipped: Annotated[dict[str, int], MetricSpec("headrace_state_snapshots_skipped", labels="reason")] = {}
+    """Snapshots of states not stored: there was no room within state_snapshot_bytes (budget) or at all (memory), or the
+    sequence failed or lost its KV before its step was collected (ended)."""
     prompt_tokens: Annotated[int, MetricSpec("headrace_prompt_tokens")] = 0
     """Prompt tokens of requests, counted once when the request first runs."""
     computed_prompt_tokens: Annotated[int, MetricSpec("headrace_computed_prompt_tokens")] = 0

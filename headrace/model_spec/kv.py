@@ -85,11 +85,15 @@ class CacheGroup:
         return tuple(offsets)
 
 
-def block_sizes(groups: Sequence[CacheGroup], block_size: int) -> tuple[int, ...]:
-    """Bytes of a block of each group. The layers of a model's only group have a tensor each: nothing is to be aligned."""
-    if len(groups) == 1:
+def block_sizes(groups: Sequence[CacheGroup], block_size: int, state_bytes: int = 0) -> tuple[int, ...]:
+    """Bytes of a block of each group, and then of a state block where there are state layers.
+
+    The layers of a model's only group have a tensor each: nothing is to be aligned.
+    """
+    if len(groups) == 1 and not state_bytes:
         return (block_size * groups[0].bytes_per_token,)
-    return tuple(group.block_bytes(block_size) for group in groups)
+    sizes = tuple(group.block_bytes(block_size) for group in groups)
+    return (*sizes, state_bytes) if state_bytes else sizes
 
 
 def layer_kv(spec: AttentionSpec, dtype: str) -> LayerKV:

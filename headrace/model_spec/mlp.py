@@ -16,14 +16,19 @@ class DenseSpec:
     """A gated MLP: ``down(act(gate(x)) * up(x))``."""
 
     intermediate_size: int
+    """0: the layer ends with its mixer."""
     act: str = "silu"
     """Name of the activation at Hugging Face."""
     bias: bool = False
     """All three matrices have one."""
+    gated: bool = True
+    """False: the MLP is ``down(act(up(x)))``."""
 
     def matrices(self, hidden_size: int) -> list[tuple[int, int]]:
         """(outputs, inputs) of every matrix."""
-        return [(2 * self.intermediate_size, hidden_size), (hidden_size, self.intermediate_size)]
+        if not self.intermediate_size:
+            return []
+        return [((1 + self.gated) * self.intermediate_size, hidden_size), (hidden_size, self.intermediate_size)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +36,7 @@ class MoeSpec:
     """The router and the experts of one layer.
 
     A token's experts are the ``top_k`` of its scores; their outputs are summed, each times its weight: its score,
-    normalised if ``normalize``, times ``routed_scale``. Shared experts are added with weight 1.
+    normalised if ``normalize``, times ``routed_scale``. Shared experts are added with weight 1, or that of ``shared_gate``.
 
     Raises:
         ContradictionError: the numbers do not fit together.
@@ -45,6 +50,8 @@ class MoeSpec:
     """Width of one expert."""
     shared: DenseSpec | None = None
     """The shared experts, all of them one MLP that every token goes through."""
+    shared_gate: bool = False
+    """The shared experts' output is multiplied by the sigmoid of a projection of the token to one number."""
     vision: MoeSpec | None = None
     """The experts of tokens of items, which do not go through these; None: all tokens do."""
     act: str = "silu"
@@ -69,6 +76,8 @@ class MoeSpec:
     """Weights of a token are divided by their sum."""
     least_sum: float = 1e-20
     """A sum below this counts as this."""
+    added_sum: float = 0.0
+    """Added to the sum."""
     routed_scale: float = 1.0
     held: tuple[int, int] | None = None
     """The experts ``[start, stop)`` whose matrices a tensor-parallel rank holds; None: all. The router has all in any case."""
@@ -109,7 +118,8 @@ class MoeSpec:
         expert = [(2 * self.intermediate_size, hidden_size), (hidden_size, self.intermediate_size)]
         shared = [] if self.shared is None else self.shared.matrices(hidden_size)
         vision = [] if self.vision is None else self.vision.matrices(hidden_size)
-        return [(self.num_experts, hidden_size), *expert * self.num_held, *shared, *vision]
+        routers = [(self.num_experts, hidden_size)] + [(1, hidden_size)] * self.shared_gate
+        return [*routers, *expert * self.num_held, *shared, *vision]
 
 
 MlpSpec = DenseSpec | MoeSpec

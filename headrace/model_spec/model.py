@@ -4,27 +4,39 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import cached_property
 
 from headrace.errors import ConfigError, ContradictionError
 from headrace.model_spec.attention import AttentionSpec
 from headrace.model_spec.elastic import ElasticSpec
 from headrace.model_spec.mlp import MlpSpec
+from headrace.model_spec.states import StateSpec
 from headrace.model_spec.vision import VisionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSpec:
+    """The mixers of one layer of a model: attention, a state layer, both or neither, as indices into their specs."""
+
+    attention: int | None = None
+    state: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """Facts about a model that the engine needs, whoever builds the model. ``layers[i].layer == i``.
+    """Facts about a model that the engine needs, whoever builds the model. ``layers[i].layer == i``, ``states[i].index == i``.
 
     Raises:
         ConfigError: a layer would read KV that another has given up.
-        ContradictionError: a layer reads KV that is not there, or not of its geometry. Both name the layer.
+        ContradictionError: a layer reads KV that is not there, or not of its geometry; or ``blocks`` does not name every
+            mixer once. All name the layer.
     """
 
     architecture: str
     vocab_size: int
     hidden_size: int
     layers: tuple[AttentionSpec, ...]
+    """The attention layers."""
     max_position: int
     """Longest context the model was made for."""
     dtype: str = "float32"
@@ -33,8 +45,19 @@ class ModelFacts:
     """None: the model reads text alone."""
     elastic: ElasticSpec | None = None
     """None: the model has no router."""
+    states: tuple[StateSpec, ...] = ()
+    """The state layers."""
+    mixers: tuple[BlockSpec, ...] = ()
+    """Per layer of the model, its mixers. Empty: every layer has attention alone."""
 
     def __post_init__(self) -> None:
+        named = (
+            ("attention", [block.attention for block in self.blocks], len(self.layers)),
+            ("state", [block.state for block in self.blocks], len(self.states)),
+        )
+        for kind, indices, count in named:
+            if [index for index in indices if index is not None] != list(range(count)):
+                raise ContradictionError(f"the model's layers have {kind} mixers {indices}, of {count}", "mixers")
         for layer in self.layers:
             if layer.kv_source is not None:
                 _check_source(layer, layer.kv_source, self.layers)
@@ -44,9 +67,15 @@ class ModelFacts:
         """Whether a token has several rotary positions."""
         return any(layer.rope is not None and layer.rope.sections for layer in self.layers)
 
+    @cached_property
+    def blocks(self) -> tuple[BlockSpec, ...]:
+        """The mixers of each layer of the model."""
+        return self.mixers or tuple(BlockSpec(attention=index) for index in range(len(self.layers)))
+
     @property
     def num_layers(self) -> int:
-        return len(self.layers)
+        """Layers of the model, whatever their mixers."""
+        return len(self.blocks)
 
 
 def _check_source(spec: AttentionSpec, index: int, layers: Sequence[AttentionSpec]) -> None:
@@ -91,7 +120,7 @@ class Shard:
 class ModelSpec(ModelFacts):
     """A decoder-only model: what every family has. One with facts of its own adds them in a subclass.
 
-    ``mlps[i]`` belongs to layer i.
+    ``mlps[i]`` belongs to layer i of the model, whatever its mixers.
     """
 
     mlps: tuple[MlpSpec, ...]

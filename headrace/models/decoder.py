@@ -83,13 +83,22 @@ class DecoderAttention(nn.Module):
 
 class DecoderLayer(nn.Module):
     attention_class: type[nn.Module] = DecoderAttention
+    state_class: type[nn.Module] = nn.Identity
+    """Class of the state mixer, of families that have one: ``state_class(model, spec: StateSpec, dtype, device)``."""
+    state_name = "linear_attn"
+    """Attribute of the state mixer, which names it in checkpoints."""
     norm_class: type[RMSNorm] = RMSNorm
     group: Group = ALONE
     """The tensor-parallel ranks, of which each has a part of the layer."""
 
     def __init__(self, model: ModelSpec, index: int, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__()
-        self.self_attn = self.attention_class(model, model.layers[index], dtype, device)
+        block = model.blocks[index]
+        if block.attention is not None:
+            self.self_attn = self.attention_class(model, model.layers[block.attention], dtype, device)
+        if block.state is not None:
+            setattr(self, self.state_name, self.state_class(model, model.states[block.state], dtype, device))
+        self._mixer = self.state_name if block.attention is None else "self_attn"
         self.mlp = self.build_mlp(model, index, dtype, device)
         self.input_layernorm = self.norm_class(model.hidden_size, model.norm_eps, dtype=dtype, device=device)
         self.post_attention_layernorm = self.norm_class(model.hidden_size, model.norm_eps, dtype=dtype, device=device)
@@ -117,14 +126,23 @@ class DecoderLayer(nn.Module):
             normed, residual = self.input_layernorm(x), x
         else:
             normed, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(normed, cos_sin, ctx)
+        x = self.mix(normed, cos_sin, ctx)
         normed, residual = self.post_attention_layernorm.add(x, residual)
         return self.run_mlp(normed, ctx), residual
 
+    @property
+    def mixer(self) -> nn.Module:
+        """The attention, or in its place the state mixer, which is called alike."""
+        return getattr(self, self._mixer)  # type: ignore[no-any-return]
+
     def norm_readers(self) -> Iterator[tuple[RMSNorm, nn.Module]]:
         """Gives norms with the only module that reads each of them."""
-        yield self.input_layernorm, self.self_attn
+        yield self.input_layernorm, self.mixer
         yield self.post_attention_layernorm, self.mlp
+
+    def mix(self, x: Activations, cos_sin: torch.Tensor | None, ctx: ForwardContext) -> torch.Tensor:
+        """``[T, hidden] -> [T, hidden]``: what tokens take from each other."""
+        return self.mixer(x, cos_sin, ctx)  # type: ignore[no-any-return]
 
     def run_mlp(self, x: Activations, ctx: ForwardContext) -> torch.Tensor:
         """``[T, hidden] -> [T, hidden]``"""
@@ -210,8 +228,9 @@ class RopeAngles:
         self._tables: list[RotaryTable] = []
         self._of_layer: list[int | None] = []
         known: dict[tuple[RopeSpec, int], int] = {}
-        for layer in spec.layers:
-            if not layer.rotary_dim:
+        for block in spec.blocks:
+            layer = None if block.attention is None else spec.layers[block.attention]
+            if layer is None or not layer.rotary_dim:
                 self._of_layer.append(None)
                 continue
             if layer.rope is None:
@@ -223,7 +242,7 @@ class RopeAngles:
             self._of_layer.append(known[key])
 
     def __call__(self, inputs: ModelInputs, ctx: ForwardContext) -> list[torch.Tensor | None]:
-        """Per layer ``[T, rotary_dim]`` float32, or None for one that does not rotate.
+        """Per layer of the model ``[T, rotary_dim]`` float32, or None for one that does not rotate.
 
         Raises:
             ValueError: the rank of ``rope_positions`` is not supported.

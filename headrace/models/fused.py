@@ -145,9 +145,9 @@ def refusals(decoder: Decoder) -> list[str]:
 
 
 def _objections(layer: torch.nn.Module, dtype: torch.dtype) -> list[str]:
-    if not isinstance(layer, DecoderLayer) or not _inherits(layer, DecoderLayer, "forward", "run_mlp"):
+    if not isinstance(layer, DecoderLayer) or not _inherits(layer, DecoderLayer, "forward", "mix", "run_mlp"):
         return ["it is not a plain decoder layer"]
-    attention, mlp, reasons = layer.self_attn, layer.mlp, []
+    attention, mlp, reasons = layer.mixer, layer.mlp, []
     plain = _inherits(attention, DecoderAttention, "forward")
     if not isinstance(attention, DecoderAttention) or not plain or type(attention.attention) is not Attention:
         return ["its attention has projections of its own kind"]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from headrace.errors import ConfigError, ContradictionError
 from headrace.kernels.activation import ACTIVATIONS
 from headrace.layers.rotary import frequencies
-from headrace.model_spec import AttentionSpec, DenseSpec, MlpSpec, ModelSpec, RopeSpec
+from headrace.model_spec import AttentionSpec, BlockSpec, DenseSpec, MlpSpec, ModelSpec, RopeSpec
 from headrace.model_spec.integers import MAX_INTEGER, is_integer, is_number
 from headrace.options import shown
 from headrace.sources.plain_config import PlainConfig
@@ -271,7 +272,27 @@ def windows_by_type(config: HFConfig) -> list[int | None]:
     return result
 
 
-def _check_windows(config: HFConfig, layers: Sequence[AttentionSpec]) -> None:
+def hybrid_mixers(config: HFConfig, state_type: str) -> tuple[BlockSpec, ...]:
+    """Returns the mixer of each layer of the model: a state layer where ``layer_types`` says ``state_type``, else attention."""
+    mixers: list[BlockSpec] = []
+    counts = [0, 0]
+    for kind in per_layer(config, "layer_types"):
+        is_state = kind == state_type
+        mixers.append(BlockSpec(state=counts[True]) if is_state else BlockSpec(attention=counts[False]))
+        counts[is_state] += 1
+    return tuple(mixers)
+
+
+def attending(layers: Sequence[AttentionSpec], mixers: Sequence[BlockSpec]) -> tuple[AttentionSpec, ...]:
+    """Returns the specs of the layers that attend, numbered anew. ``layers``: one for every layer of the model."""
+    return tuple(
+        dataclasses.replace(spec, layer=block.attention)
+        for spec, block in zip(layers, mixers, strict=True)
+        if block.attention is not None
+    )
+
+
+def _check_windows(config: HFConfig, layers: Sequence[AttentionSpec], mixers: Sequence[BlockSpec]) -> None:
     """Refuses windows that a config asks for and the layers do not have, or do not ask for and have: a family reads
     ``layer_types`` and ``sliding_window`` as transformers' module of it does, which may be not at all.
 
@@ -279,8 +300,11 @@ def _check_windows(config: HFConfig, layers: Sequence[AttentionSpec]) -> None:
         ConfigError: a layer is not of the type that the config says; the message names it.
     """
     types, windows = layer_types(config), per_layer(config, "sliding_window")
-    for layer, kind, window in zip(layers, types, windows, strict=True):
-        here = f"layer {layer.layer}"
+    owners = [index for index, block in enumerate(mixers) if block.attention is not None] if mixers else range(len(types))
+    for layer, index in zip(layers, owners, strict=True):
+        here, kind, window = f"layer {index}", types[index], windows[index]
+        if kind == "hybrid" and mixers and mixers[index].state is not None:
+            kind = "full_attention"
         if kind not in (None, "full_attention", "sliding_attention"):
             raise ConfigError(f"{here}: layer_types {kind!r} is not supported", "layer_types")
         if kind is not None and (kind == "sliding_attention") != (layer.window is not None):
@@ -403,7 +427,7 @@ def decoder_spec(
         facts: other fields of the spec.
     """
     refuse_unknown_maths(config, reads)
-    _check_windows(config, layers)
+    _check_windows(config, layers, facts.get("mixers", ()))
     values: dict[str, Any] = {
         "architecture": architecture,
         "vocab_size": required(config, "vocab_size"),

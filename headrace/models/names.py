@@ -77,13 +77,21 @@ def _apart_or_stacked(table: NameTable, theirs: str, ours: str, module: Experts)
         table.instead(f"{theirs}.{kind}", f"{ours}.{kind}")
 
 
-def experts_apart(table: NameTable, theirs: str, ours: str, module: Experts, first: int = 0) -> None:
-    """Adds each expert's matrices by separate names, which count from ``first``."""
+def experts_apart(
+    table: NameTable,
+    theirs: str,
+    ours: str,
+    module: Experts,
+    first: int = 0,
+    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> None:
+    """Adds each expert's matrices by separate names, which count from ``first``. ``matrices``: names of gate, up and down."""
+    gate, up, down = matrices
     for expert in range(module.spec.num_experts):
         one = f"{theirs}.{first + expert}"
-        names = {f"{one}.{part}_proj.weight": module.spec.intermediate_size for part in ("gate", "up")}
+        names = {f"{one}.{part}.weight": module.spec.intermediate_size for part in (gate, up)}
         table.fuse(f"{ours}.gate_up_proj", names, index=expert)
-        table.add(f"{one}.down_proj.weight", f"{ours}.down_proj", index=expert)
+        table.add(f"{one}.{down}.weight", f"{ours}.down_proj", index=expert)
 
 
 def checkpoint_name(name: str, moved: Mapping[str, str] = _MOVED) -> str:

@@ -12,22 +12,29 @@ from headrace.model_spec import ModelSpec
 from headrace.models.cuts import shard_table
 from headrace.models.decoder import Decoder
 from headrace.models.families import (
+    bamba,
     deepseek_v2,
     deepseek_v3,
     ernie4_5,
     ernie4_5_moe,
     ernie4_5_vl,
+    falcon_h1,
     gemma3,
     gemma4,
     gpt_oss,
+    granite_hybrid,
+    lfm2,
     llama,
     mimo_v2_flash,
     mistral,
+    nemotron_h,
     olmo2,
+    olmo_hybrid,
     paw,
     qwen2,
     qwen3,
     qwen3_moe,
+    qwen3_next,
     qwen_vl,
 )
 from headrace.models.family import Family
@@ -56,6 +63,16 @@ _FAMILIES: tuple[Family, ...] = (
     deepseek_v2.FAMILY,
     deepseek_v3.FAMILY,
     olmo2.FAMILY,
+    lfm2.FAMILY,
+    lfm2.MOE_FAMILY,
+    qwen3_next.QWEN3_NEXT,
+    qwen3_next.QWEN3_5,
+    qwen3_next.QWEN3_5_MOE,
+    bamba.FAMILY,
+    granite_hybrid.FAMILY,
+    falcon_h1.FAMILY,
+    nemotron_h.FAMILY,
+    olmo_hybrid.FAMILY,
     *paw.FAMILIES,
 )
 _BY_ARCHITECTURE = {architecture: family for family in _FAMILIES for architecture in family.architectures}

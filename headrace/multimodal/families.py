@@ -22,6 +22,8 @@ _RULES: dict[str, Callable[[Path, Any], MediaRules]] = {
     "qwen2_5_vl": lambda folder, config: Qwen25Rules(folder, config.vision_config),
     "qwen3_vl": lambda folder, config: Qwen3Rules(folder, config.vision_config),
     "qwen3_vl_moe": lambda folder, config: Qwen3Rules(folder, config.vision_config),
+    "qwen3_5": lambda folder, config: Qwen3Rules(folder, config.vision_config),
+    "qwen3_5_moe": lambda folder, config: Qwen3Rules(folder, config.vision_config),
     "ernie4_5_vl_moe": lambda folder, config: ErnieRules(folder, config.vision_config),
     "gemma3": Gemma3Rules,
     "llava": lambda folder, config: _LLAVA.get(config.vision_config.model_type, LlavaRules)(folder, config),

@@ -66,6 +66,8 @@ def _works(spec: ModelSpec, sizes: ParallelSizes) -> bool:
 
 
 def _shard(spec: ModelSpec, rank: int, sizes: ParallelSizes) -> ModelSpec:
+    if spec.states:
+        raise ConfigError(f"{spec.architecture} has state layers, which cannot be dealt out yet", "tensor_parallel_size")
     size = sizes.tensor
     rows = -(-spec.vocab_size // (VOCAB_MULTIPLE * size)) * VOCAB_MULTIPLE
     large = spec.vocab_size * spec.hidden_size * DTYPE_BYTES.get(spec.dtype, 2) >= LARGE_EMBEDDING

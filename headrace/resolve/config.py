@@ -23,6 +23,7 @@ from headrace.resolve.model import (
     with_rope_factors,
 )
 from headrace.resolve.sparse import sparse, with_yarn_factor
+from headrace.resolve.states import batched_tokens, note_sizes, state_group
 from headrace.sources.files import ModelFiles
 
 _FOR_GPUS = {
@@ -67,10 +68,15 @@ def resolve(
     check_head(args, model, dtype, packed, device, log)
     note_stored_format(stored, dtype, packed, device, log)
     num_seqs, num_batched = schedule.batch(args, device, log)
+    states = state_group(args, model, dtype, log)
+    if states is not None:
+        num_batched = batched_tokens(args, num_seqs, num_batched, log)
     cache_dtype = kv_dtype(args, model, dtype, device)
     backends = schedule.attention(args, model, device, dtype, cache_dtype, log)
     room = estimated_room(args, model, dtype, packed, device) if kv_room is None else kv_room
-    cache, max_model_len = KVPlan(args, model, cache_dtype, num_seqs, num_batched, room, device.cuda).choose(log)
+    plan = KVPlan(args, model, cache_dtype, num_seqs, num_batched, room, device.cuda, states)
+    cache, max_model_len = plan.choose(log)
+    note_sizes(cache, num_seqs, log)
     prompts = sparse(args, model, device.device, dtype, cache_dtype, num_batched, max_model_len, log)
     check_slots(args, num_seqs, max_model_len, len(cache.groups), room)
     depth = schedule.pipeline_depth(args, device, log)

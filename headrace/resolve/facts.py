@@ -47,6 +47,5 @@ class DecisionLog:
 
 def matrices(model: ModelSpec) -> Iterator[tuple[int, int]]:
     """(outputs, inputs) of every matrix of the layers."""
-    for spec, mlp in zip(model.layers, model.mlps, strict=True):
-        yield from spec.matrices(model.hidden_size)
-        yield from mlp.matrices(model.hidden_size)
+    for part in (*model.layers, *model.states, *model.mlps):
+        yield from part.matrices(model.hidden_size)

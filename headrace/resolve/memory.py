@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import typing
 
 from headrace.config import CacheConfig, EngineArgs
 from headrace.errors import ConfigError, MemoryConfigError, human_size
-from headrace.model_spec import AnySpec, Arena, CacheGroup, ModelSpec, block_sizes, cache_groups
+from headrace.model_spec import AnySpec, Arena, CacheGroup, ModelSpec, StateGroup, block_sizes, cache_groups
 from headrace.models.size import weight_bytes
 from headrace.parallel.layout import largest
 from headrace.resolve.facts import DecisionLog, DeviceFacts
@@ -44,7 +46,15 @@ class KVPlan:
     """Size of the KV cache and maximum length of a sequence."""
 
     def __init__(
-        self, args: EngineArgs, model: AnySpec, kv_dtype: str, num_seqs: int, num_batched: int, free: int, whole: bool
+        self,
+        args: EngineArgs,
+        model: AnySpec,
+        kv_dtype: str,
+        num_seqs: int,
+        num_batched: int,
+        free: int,
+        whole: bool,
+        states: StateGroup | None = None,
     ) -> None:
         """``whole``: all that is free is the cache's to take, as on a GPU that serves nothing else."""
         self._args = args
@@ -56,7 +66,9 @@ class KVPlan:
         self._free = max(0, free)
         """Bytes left beside the weights."""
         self._groups = cache_groups(model.layers, kv_dtype)
-        self._sizes = block_sizes(self._groups, args.block_size)
+        self._states = states
+        state_bytes = 0 if states is None else states.block_bytes
+        self._sizes = block_sizes(self._groups, args.block_size, state_bytes)
 
     def choose(self, log: DecisionLog) -> tuple[CacheConfig, int]:
         length = self._asked_length()
@@ -71,7 +83,11 @@ class KVPlan:
             nbytes=nbytes,
             enable_prefix_caching=args.enable_prefix_caching,
             dtype=self._dtype,
+            states=self._states,
+            state_grid=0 if self._states is None else state_grid(args.block_size),
         )
+        if self._states is not None:
+            cache = with_snapshots(cache, args.state_snapshot_bytes, log)
         return cache, length
 
     def _asked_length(self) -> int | None:
@@ -93,7 +109,7 @@ class KVPlan:
 
     def _from_blocks(self, length: int | None, count: int, log: DecisionLog) -> tuple[int, int]:
         """Room for ``count`` blocks of each group, and the null block. In bytes; groups may divide it otherwise."""
-        nbytes = Arena.holding(self._sizes, [count] * len(self._sizes)).nbytes
+        nbytes = Arena.holding(self._sizes, self._counts([count] * len(self._groups), self._num_seqs)).nbytes
         longest = self._longest(lambda candidate: self._least_bytes(candidate) <= nbytes)
         if length is None:
             length = self._auto_length(longest, f"{count} KV blocks", log)
@@ -132,7 +148,8 @@ class KVPlan:
             raise self._does_not_fit(length, least, most if requested is None else requested)
         if requested is not None:
             return length, self._there_is(Arena(requested, self._sizes).fitted(requested).nbytes, "kv_cache_memory")
-        useful = Arena.holding(self._sizes, [self._useful(group, length) for group in self._groups]).nbytes
+        counts = self._counts([self._useful(group, length) for group in self._groups], self._num_seqs)
+        useful = Arena.holding(self._sizes, counts).nbytes
         budget = share if self._whole else min(useful, max(share, least))
         if budget == useful:
             why = f"{self._num_seqs} sequences of {length} tokens could use no more"
@@ -208,11 +225,40 @@ class KVPlan:
 
     def _least_blocks(self, length: int) -> int:
         """Returns the ``num_kv_blocks`` that hold one sequence of ``length``."""
-        least = sum(self._fewest(group, length) * size for group, size in zip(self._groups, self._sizes, strict=True))
-        return -(-least // sum(self._sizes))
+        sizes = self._sizes[: len(self._groups)]
+        least = sum(self._fewest(group, length) * size for group, size in zip(self._groups, sizes, strict=True))
+        return -(-least // sum(sizes))
 
     def _least_bytes(self, length: int) -> int:
-        return Arena.holding(self._sizes, [self._fewest(group, length) for group in self._groups]).nbytes
+        return Arena.holding(self._sizes, self._counts([self._fewest(group, length) for group in self._groups], 1)).nbytes
+
+    def _counts(self, blocks: list[int], num_seqs: int) -> list[int]:
+        """Blocks of each group of the arena: ``blocks`` of KV, and the states of ``num_seqs`` sequences."""
+        return blocks if self._states is None else [*blocks, num_seqs]
+
+
+STATE_TILE = 64
+"""Tokens of a tile, in which kernels compute prompts."""
+
+
+def state_grid(block_size: int) -> int:
+    """Returns the tokens at whose multiples both tiles and blocks end."""
+    return math.lcm(STATE_TILE, block_size)
+
+
+SNAPSHOT_SHARE = 0.3
+"""Default share of the cache that snapshots of states may take."""
+
+
+def with_snapshots(cache: CacheConfig, nbytes: int | None, log: DecisionLog) -> CacheConfig:
+    """Returns the cache with the bytes that snapshots of states may take; None: a share of it."""
+    if not cache.enable_prefix_caching:
+        return cache
+    if nbytes is None:
+        nbytes = int(SNAPSHOT_SHARE * cache.arena.capacity)
+        why = f"{SNAPSHOT_SHARE:.0%} of the cache: more finds more prefixes, and leaves less KV to be kept"
+        log.note("state_snapshot_bytes", f"{nbytes:,}", why)
+    return dataclasses.replace(cache, state_snapshot_bytes=nbytes)
 
 
 def check_slots(args: EngineArgs, num_seqs: int, max_model_len: int, num_groups: int, room: int) -> None:

@@ -6,6 +6,7 @@ import torch
 
 from headrace.attention.backend import AttentionBackend, LayerCache
 from headrace.attention.select import create_for, modes_of
+from headrace.cache.blocks import ArenaBlocks
 from headrace.cache.planes import allocate
 from headrace.config import EngineConfig
 from headrace.models.interface import Model
@@ -16,6 +17,7 @@ from headrace.runner.parts.media import MediaTables
 from headrace.runner.parts.pieces import NoPieces, Pieces
 from headrace.runner.parts.record import Recorder
 from headrace.runner.parts.sparse import SparseTables
+from headrace.runner.parts.states import StateTables
 
 
 def make_caches(config: EngineConfig) -> list[LayerCache]:
@@ -36,12 +38,16 @@ def make_backends(config: EngineConfig) -> list[AttentionBackend]:
     )
 
 
-def make_parts(config: EngineConfig, model: Model, encoder: VisionEncoder | None) -> list[RunnerPart]:
+def make_parts(
+    config: EngineConfig, model: Model, encoder: VisionEncoder | None, blocks: ArenaBlocks | None
+) -> list[RunnerPart]:
     """Returns the optional subsystems that the configuration needs. Raises ConfigError if the record cannot be written."""
     parts: list[RunnerPart] = []
     device = torch.device(config.device)
     if config.args.record_steps is not None:
         parts.append(Recorder(config.args.record_steps, config))
+    if config.cache.states is not None and blocks is not None:
+        parts.append(StateTables(config.cache, config.cache.states, blocks, config.scheduler.max_num_seqs, device))
     if config.sparse is not None:
         parts.append(SparseTables(config, config.sparse, device, model.group))
     if config.model.vision is not None:

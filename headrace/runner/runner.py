@@ -72,14 +72,14 @@ class ModelRunner:
         self.device = torch.device(config.device)
         self._model = model
         self._caches = make_caches(config) if caches is None else caches
-        self._blocks = ArenaBlocks(config.cache, self._caches) if len(config.cache.groups) > 1 else None
+        self._blocks = ArenaBlocks(config.cache, self._caches) if config.cache.shared else None
         self._backends = make_backends(config) if backends is None else backends
         self.encoder = encoder
         with torch.inference_mode():
             self.slots = SlotTables(config, self.device)
             self.sampler = Sampler(config.scheduler.max_num_seqs, model.spec.vocab_size, self.device, token_bytes)
             self._buffers = StepBuffers(config, self.device)
-            self.parts = make_parts(config, model, encoder)
+            self.parts = make_parts(config, model, encoder, self._blocks)
             """Optional subsystems; those that the model does not need are not in it."""
         self._forward = ForwardPass(model, self._caches, self._backends, self.slots, self._buffers, self.parts)
         self._pieces = add_pieces(config, model, self._forward, self._buffers, self.parts)
@@ -88,7 +88,7 @@ class ModelRunner:
         self._prompts = PromptLogprobs(model)
         self._refused: dict[int, Failure] = {}
         """slot -> why its sequence cannot be served."""
-        self._tainted = False
+        self._tainted = config.cache.mixed
         """There may be KV that is not finite in blocks that are free, or will be."""
         self._graphs = self._make_graphs()
 

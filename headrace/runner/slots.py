@@ -110,7 +110,7 @@ class SlotTables:
         self.block_tables = [StagedTable(slots, self._max_blocks, device) for _ in config.cache.groups]
         """Per cache group, ``[S, max_blocks]``; 0 past a sequence's end."""
         # Of a group that shares its memory with others: block -> block, the identity but while blocks move.
-        counts = self._num_blocks if len(self.block_tables) > 1 else ()
+        counts = self._num_blocks[: len(self.block_tables)] if config.cache.shared else ()
         self._renamed = [torch.arange(count, dtype=torch.int32, device=device) for count in counts]
         self.num_tokens = torch.zeros(slots, dtype=torch.int64, device=device)
         self.num_computed = torch.zeros(slots, dtype=torch.int64, device=device)

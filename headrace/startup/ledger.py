@@ -102,14 +102,16 @@ def _some(line: MemoryLine) -> bool:
 def cache_lines(config: EngineConfig) -> list[MemoryLine]:
     """Bytes of the KV cache: those for blocks, and those that no block uses."""
     cache, arena = config.cache, config.cache.arena
-    if len(cache.groups) == 1:
+    if not cache.shared:
         (count,) = cache.num_blocks
         detail = f"{count - 1} blocks of {cache.block_size} tokens and the null block, {cache.dtype}"
         return [MemoryLine("KV cache", cache.nbytes, detail)]
     blocks = ", ".join(
         f"{group.name} {size:,} bytes ({len(group.layers)} layer{'s' * (len(group.layers) > 1)})"
-        for group, size in zip(cache.groups, arena.block_bytes, strict=True)
+        for group, size in zip(cache.groups, arena.block_bytes, strict=False)
     )
+    if cache.states is not None:
+        blocks += f"; the state of a sequence, {cache.states.block_bytes:,} bytes ({len(cache.states.planes)} layers)"
     detail = f"shared by all groups; a block of {cache.block_size} tokens, {cache.dtype}: {blocks}"
     return [
         MemoryLine("KV cache", arena.capacity, detail),

@@ -15,6 +15,7 @@ from headrace.models.interface import HiddenStates, Model, ModelInputs
 from headrace.resolve.memory import CUDA_SLACK
 from headrace.runner.build import make_backends
 from headrace.runner.largest import largest_step
+from headrace.runner.parts.states import padding_states
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +103,9 @@ def _largest_step(
     step, positions = largest_step(config, tokens)
     for backend in distinct(backends):
         backend.plan(step)
-    hidden = model(ModelInputs(torch.zeros_like(positions), positions), ForwardContext(step, caches, backends))
+    few = dataclasses.replace(config.cache, nbytes=config.cache.arena.reserved)
+    context = ForwardContext(step, caches, backends, states=padding_states(few, caches, step))
+    hidden = model(ModelInputs(torch.zeros_like(positions), positions), context)
     logits = model.logits(hidden[: min(config.scheduler.max_num_seqs, len(positions))])
     # The sampler's own copy, where rows ask for logprobs.
     logits.clone()

@@ -31,7 +31,7 @@ def engine_info(
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         block_size=config.cache.block_size,
-        num_blocks=list(config.cache.num_blocks),
+        num_blocks=list(config.cache.num_blocks[: len(config.cache.groups)]),
         dtype=config.dtype,
         quantization=config.quantization,
         device=config.device,

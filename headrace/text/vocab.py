@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+_ANSWER_TOKENS = 64
+"""Tokens at the end of a prompt within which the answer's turn begins."""
 SEPARATOR = 0xFF
 """Parts tokens in a ``VocabularyIndex``'s blob. UTF-8 text never holds this byte, so no match crosses a border."""
 
@@ -48,6 +50,21 @@ class TokenBytes:
     def visible_index(self) -> VocabularyIndex:
         """Over ``visible``."""
         return VocabularyIndex(self.visible)
+
+    def turn_boundaries(self, token_ids: list[int]) -> tuple[int, ...]:
+        """Returns the numbers of tokens of a rendered conversation before its second turn and before that of the answer.
+
+        Others share the first turn where it has instructions or tools; and templates may write the answer's turn in another way
+        when the next prompt repeats it. A turn begins with the special token with which that of the answer does. Prompts
+        without such turns have no boundaries.
+        """
+        tail = range(len(token_ids) - 1, max(-1, len(token_ids) - 1 - _ANSWER_TOKENS), -1)
+        answer = next((place for place in tail if token_ids[place] in self.special), None)
+        if answer is None:
+            return ()
+        mark = token_ids[answer]
+        first = token_ids.index(mark)
+        return () if first == answer else tuple(sorted({token_ids.index(mark, first + 1), answer}))
 
 
 class VocabularyIndex:

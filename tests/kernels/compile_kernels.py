@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -60,6 +61,8 @@ from headrace.kernels.sparse import triton_attention as sparse_attention
 from headrace.kernels.sparse import triton_estimate as sparse_estimate
 from headrace.kernels.sparse import triton_means as sparse_means
 from headrace.kernels.sparse import triton_select as sparse_select
+from headrace.kernels.state import StateMetadata
+from headrace.kernels.state import triton as state
 from headrace.kernels.support import NATIVE_FP8_SM, Resources
 from headrace.model_spec import AttentionSpec, MoeSpec, layer_kv
 from headrace.model_spec.kv import FP8_KV
@@ -240,6 +243,19 @@ def others() -> None:
     pages.gather_pages(table[:2], starts, table[3])
 
 
+def states() -> None:
+    ends, one = torch.zeros(2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    for tokens in (1, 100):
+        step = StateMetadata(0, ends, one, one, np.array([0, tokens]), np.zeros(1), np.zeros(1))
+        qkv, cache = torch.zeros(tokens, 4096 + 4096, dtype=BF16), torch.zeros(1, 3, 8192, dtype=BF16)
+        state.causal_conv(qkv, torch.zeros(8192, 4, dtype=BF16), None, "silu", cache, step)
+        numbers, held = torch.zeros(32), torch.zeros(1, 32, 128, 128)
+        state.delta_rule(qkv, qkv[:, :32], qkv[:, 32:64], numbers, numbers, held, step)
+        state.delta_rule(torch.zeros(tokens, 3 * 4096, dtype=BF16), qkv, qkv[:, :32], numbers, torch.zeros(4096), held, step)
+        state.state_space(qkv, qkv[:, :32], numbers, numbers, numbers, held, step, (0.0, float("inf")))
+    state.gated_norm(torch.zeros(1, 4096), qkv[:1, :4096], torch.zeros(128, dtype=BF16), 1e-6, 128, "silu", False)
+
+
 def compressed() -> None:
     q, rows = torch.zeros(4, 16, 192, dtype=BF16), torch.zeros(8, 16, 1, 576, dtype=BF16)
     projected, slots = torch.zeros(4, 2112, dtype=BF16)[:, 1536:], torch.zeros(4, dtype=torch.int64)
@@ -390,6 +406,7 @@ if __name__ == "__main__":
         others()
         mixtures()
         compressed()
+        states()
         products()
         fp8_products()
         packed_integers()

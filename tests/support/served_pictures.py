@@ -30,6 +30,7 @@ RATES: dict[str, float | None] = {
     "qwen2_5_vl": 2.0,
     "qwen3_vl": None,
     "qwen3_vl_moe": None,
+    "qwen3_5": None,
     "ernie4_5_vl_moe": None,
 }
 """Kinds with positions in time, height and width -> positions in a second of a video."""

@@ -37,7 +37,7 @@ def route(
     experts = ranked.topk(spec.top_k, dim=-1).indices
     weights = scores.gather(1, experts)
     if spec.normalize:
-        weights = weights / weights.sum(-1, keepdim=True).clamp(min=spec.least_sum)
+        weights = weights / (weights.sum(-1, keepdim=True) + spec.added_sum).clamp(min=spec.least_sum)
     return experts.int(), weights * spec.routed_scale
 
 

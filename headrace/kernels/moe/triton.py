@@ -33,6 +33,7 @@ def _route(
     logits_row: tl.int64,
     scale,
     least_sum,
+    added_sum,
     TOP_K: tl.constexpr,
     TOP_K_P: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -88,7 +89,7 @@ def _route(
         weight = tl.where(choice == number, own, weight)
         ranked = tl.where(index == place, float("-inf"), ranked)
     if NORMALIZE:
-        weight = weight / tl.maximum(tl.sum(weight, 0), least_sum)
+        weight = weight / tl.maximum(tl.sum(weight, 0) + added_sum, least_sum)
     out = token * TOP_K + choice
     tl.store(experts + out, chosen, mask=choice < TOP_K)
     tl.store(weights + out, weight * scale, mask=choice < TOP_K)
@@ -115,6 +116,7 @@ def route(
         logits.stride(0),
         spec.routed_scale,
         spec.least_sum,
+        spec.added_sum,
         TOP_K=spec.top_k,
         TOP_K_P=triton.next_power_of_2(spec.top_k),
         EXPERTS=spec.num_experts,

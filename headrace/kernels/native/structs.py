@@ -1,4 +1,4 @@
-"""The structures that ``decoder.cpp`` takes, field for field."""
+"""The structures that ``decoder.cpp`` and ``state.cpp`` take, field for field."""
 
 from __future__ import annotations
 
@@ -33,4 +33,19 @@ class NativeStep(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("starts", "lengths", "slots", "tables", "table_widths", "angles")),
         *((name, c_int64) for name in ("batch", "tokens")),
+    ]
+
+
+class NativeStateRows(ctypes.Structure):
+    """The rows of a step as state layers see them: addresses of its tensors, and the number of rows."""
+
+    _fields_ = [*((name, c_void_p) for name in ("query_start", "blocks", "starts")), ("count", c_int64)]
+
+
+class NativeRecurrence(ctypes.Structure):
+    """Geometry of states, and strides in elements."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("heads", "shared", "outer", "inner")),
+        *((name, c_int64) for name in ("stride", "decay_stride", "beta_stride", "block_stride")),
     ]

@@ -14,7 +14,7 @@ from headrace.model_spec import VisionSpec
 from headrace.models.hf_config import HFConfig
 from headrace.weights.names import NameTable
 
-_QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+_QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 _AROUND_TEXT = {
     "llava": "LlavaForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",

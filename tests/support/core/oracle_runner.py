@@ -13,14 +13,17 @@ import itertools
 import operator
 import zlib
 from collections import deque
+from typing import NamedTuple
 
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.core.plan import NewSequence, Row, SamplePlan, StepPlan, StepResult
 from headrace.core.request import Request
+from headrace.kv import StateOp
 from headrace.outputs import Failure, TokenLogprobs
 from headrace.runner.graphs import GraphCount
 
 VOCAB = 11
+BROKEN = "the state of a sequence that has failed"
 EOS = 0
 
 
@@ -31,6 +34,13 @@ class PlanError(AssertionError):
 def check(condition: bool, message: str) -> None:
     if not condition:
         raise PlanError(message)
+
+
+class Absorbed(NamedTuple):
+    """Content of a state block: the number of tokens, and the hash of them."""
+
+    count: int
+    tokens: int
 
 
 class History:
@@ -80,6 +90,8 @@ class Slot:
     """The greatest end of a row."""
     encoded: set[int] = dataclasses.field(default_factory=set)
     """Starts of the items whose encoders have run."""
+    state: int = 0
+    """The state block."""
 
     @property
     def tokens(self) -> list[int]:
@@ -112,6 +124,8 @@ class OracleRunner:
         self.num_hit_tokens = 0
         self.num_accepted_drafts = 0
         self.num_moves = 0
+        self.num_copies = 0
+        """Copies of state blocks."""
 
     def execute(self, plan: StepPlan) -> int:
         check(plan.step == self.last_step + 1, f"step {plan.step} after step {self.last_step}")
@@ -125,6 +139,7 @@ class OracleRunner:
             del self.slots[slot]
         for new in plan.new:
             self._take_slot(new)
+        self._apply(plan.state_before)
         check(len({row.seq_id for row in plan.rows}) == len(plan.rows), "a sequence has two rows")
         check(len(self.slots) <= self.config.max_num_seqs, "more sequences than max_num_seqs")
         for place, row in enumerate(plan.rows):
@@ -133,6 +148,9 @@ class OracleRunner:
         check({new.seq_id for new in plan.new} <= {row.seq_id for row in plan.rows}, "a new sequence has no row")
         writes = self._write(plan)
         self._read(plan)
+        if self.cache.states is not None:
+            self._absorb(plan)
+        self._apply(plan.state_after)
         self.in_flight.append((plan, self._result(plan), writes))
         return plan.step
 
@@ -170,6 +188,9 @@ class OracleRunner:
                 if writer is not None:
                     writes[byte] = writer
         for slot in self.slots.values():
+            if group == len(self.cache.groups):
+                slot.state = target if slot.state == source else slot.state
+                continue
             table = slot.tables[group]
             table[:] = [target if block == source else block for block in table]
 
@@ -181,7 +202,8 @@ class OracleRunner:
         check(list(new.token_ids[: new.prompt_len]) == request.prompt_token_ids, "the prompt has changed")
         check(len(new.token_ids) < self.config.max_model_len, "a sequence that is full was scheduled")
         tokens = list(new.token_ids)
-        self.slots[new.slot] = Slot(new, History(request, tokens, self.weights), [[] for _ in self.cache.groups])
+        history, tables = History(request, tokens, self.weights), [[] for _ in self.cache.groups]
+        self.slots[new.slot] = Slot(new, history, tables, state=new.state)
 
     def _check_row(self, row: Row, *, decode: bool) -> None:
         slot = self.slots[row.slot]
@@ -212,6 +234,30 @@ class OracleRunner:
         cost = sum(item.encoder_tokens for item in items if item.start not in slot.encoded)
         slot.encoded |= {item.start for item in items}
         return cost
+
+    def _apply(self, ops: tuple[StateOp, ...]) -> None:
+        group = len(self.cache.groups)
+        for op in ops:
+            self.num_copies += op.kind == "copy"
+            target = self._bytes(group, op.target)
+            content: list[object] = [Absorbed(0, 0)] * len(target)
+            if op.kind == "copy":
+                source = self._bytes(group, op.source)
+                content = self.memory[source.start : source.stop]
+            self.memory[target.start : target.stop] = content
+
+    def _absorb(self, plan: StepPlan) -> None:
+        """Each row finds the state of exactly its earlier tokens, and leaves that of all of them. One that fails breaks it."""
+        for row in plan.rows:
+            slot, start, end = self.slots[row.slot], row.num_computed, row.num_computed + row.num_tokens
+            place = self._bytes(len(self.cache.groups), slot.state)
+            found = self.memory[place.start : place.stop]
+            fine = found == [Absorbed(start, slot.history.up_to(start - 1) if start else 0)] * len(place)
+            broken = found == [BROKEN] * len(place) and start >= self.errors.get(row.seq_id, start + 1)
+            check(fine or broken, f"step {plan.step}: sequence {row.seq_id} has another state at {start}: {set(found)}")
+            failed = broken or end >= self.errors.get(row.seq_id, end + 1)
+            left = BROKEN if failed else Absorbed(end, slot.history.up_to(end - 1))
+            self.memory[place.start : place.stop] = [left] * len(place)
 
     def _visible(self, group: int, start: int) -> int:
         window = self.cache.groups[group].window

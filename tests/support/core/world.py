@@ -14,7 +14,7 @@ from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
 from headrace.core.sequence import Sequence, SequenceUpdate, Status
 from headrace.kv import Item
-from headrace.model_spec import CacheGroup
+from headrace.model_spec import CacheGroup, StateGroup, StatePlane
 from headrace.outputs import Failure, TokenLogprobs
 from headrace.sampling_params import SamplingParams
 from support.cache_config import cache_holding
@@ -27,13 +27,29 @@ def make_cache(
     windows: tuple[int | None, ...] = (None,),
     caching: bool = True,
     widths: tuple[int, ...] | None = None,
+    states: tuple[int, int, int] | None = None,
 ) -> CacheConfig:
-    """Takes as much memory as the given blocks of each group, null block included; ``widths`` are bytes a token."""
+    """Takes as much memory as the given blocks of each group, null block included; ``widths`` are bytes a token.
+
+    ``states``: multiples of 16 bytes of a state block, number of these, and how many may be snapshots.
+    """
     counts = (num_blocks,) * len(windows) if isinstance(num_blocks, int) else num_blocks
     widths = (1,) * len(windows) if widths is None else widths
     groups = tuple(CacheGroup(i, window, (i,), width) for i, (window, width) in enumerate(zip(windows, widths, strict=True)))
+    held, group, snapshots = [count - 1 for count in counts], None, 0
+    if states is not None:
+        size, count, snapshots = states
+        held.append(count)
+        group = StateGroup(((StatePlane("state", (size, 4), "float32"),),))
     return cache_holding(
-        [count - 1 for count in counts], block_size=block_size, groups=groups, enable_prefix_caching=caching, dtype="float32"
+        held,
+        block_size=block_size,
+        groups=groups,
+        enable_prefix_caching=caching,
+        dtype="float32",
+        states=group,
+        snapshots=snapshots,
+        state_grid=4,
     )
 
 
@@ -120,7 +136,8 @@ class World:
         return ended
 
     def assert_owns_nothing(self, seq: Sequence) -> None:
-        for pool in self.scheduler.kv.pools:
+        states = self.scheduler.kv.states
+        for pool in (*self.scheduler.kv.pools, *([] if states is None else [states.pool])):
             assert not any(seq.seq_id in pool.owners(block) for block in pool.blocks)
 
     def launch(self) -> StepPlan | None:

@@ -9,14 +9,16 @@ import numpy as np
 import torch
 
 from headrace.attention.backend import StepMetadata
-from headrace.attention.context import ForwardContext
+from headrace.attention.context import ForwardContext, StepStates
 from headrace.attention.select import create_for
 from headrace.cache.planes import allocate
-from headrace.model_spec import Arena, AttentionSpec, DenseSpec, ModelSpec, cache_groups
+from headrace.cache.states import state_views
+from headrace.model_spec import Arena, AttentionSpec, DenseSpec, ModelSpec, StateGroup, cache_groups
 from headrace.models.decoder import Decoder
 from headrace.models.interface import ModelInputs
 from headrace.models.registry import build, name_table
 from support.cache_config import cache_holding
+from support.state_steps import state_step
 
 
 def copy_weights(model: Decoder, state: dict[str, torch.Tensor]) -> None:
@@ -60,11 +62,17 @@ def model_spec(layers: Sequence[AttentionSpec], **changes: object) -> ModelSpec:
     return ModelSpec(**{**values, **changes})
 
 
+NUM_STATES = 8
+"""State blocks of a Bench."""
+
+
 @dataclasses.dataclass
 class Seq:
     tokens: list[int]
     computed: int = 0
     tables: list[list[int]] = dataclasses.field(default_factory=list)
+    state: int = -1
+    """Its state block; -1: it has none."""
 
 
 def disjoint_blocks(arena: Arena, counts: Sequence[int]) -> list[range]:
@@ -98,6 +106,10 @@ class Bench:
         self.free = [list(shuffle.permutation(numbers)) for numbers in disjoint_blocks(config.arena, counts)]
         self.users: list[dict[int, int]] = [{} for _ in groups]
         """Per group, block -> sequences that hold it."""
+        group = StateGroup(tuple(state.planes(dtype, "float32") for state in model.spec.states))
+        self.state_blocks = torch.full((NUM_STATES, group.block_bytes), 0xFF, dtype=torch.uint8)
+        self.states = state_views(self.state_blocks.view(-1), group) if model.spec.states else None
+        self.free_states = list(shuffle.permutation(NUM_STATES))
 
     def sequence(self, tokens: list[int]) -> Seq:
         return Seq(list(tokens), 0, [[] for _ in self.groups])
@@ -112,7 +124,15 @@ class Bench:
             for block in table:
                 if block:
                     self.users[group][block] += 1
+        sequence.state = self._new_state(self.state_blocks[owner.state])
         return sequence
+
+    def _new_state(self, content: torch.Tensor | int) -> int:
+        if self.states is None:
+            return -1
+        block = int(self.free_states.pop())
+        self.state_blocks[block] = content
+        return block
 
     def preempt(self, sequence: Seq) -> None:
         """Takes its blocks away. It starts anew with the tokens that it has."""
@@ -121,6 +141,10 @@ class Bench:
                 if block:
                     self._drop(group, block)
         sequence.computed, sequence.tables = 0, [[] for _ in self.groups]
+        if sequence.state >= 0:
+            self.state_blocks[sequence.state] = 0xFF
+            self.free_states.insert(0, sequence.state)
+            sequence.state = -1
 
     def _drop(self, group: int, block: int) -> None:
         """A block that nobody holds is poisoned: whoever still reads it will know. Then it may be used again."""
@@ -160,7 +184,7 @@ class Bench:
         step = self._metadata(rows, decodes, wide, padding)
         for one in {id(one): one for one in self.backends}.values():
             one.plan(step)
-        ctx = ForwardContext(step, self.caches, self.backends)
+        ctx = ForwardContext(step, self.caches, self.backends, states=self._step_states(rows, padding))
         nowhere = [0] * padding
         inputs = ModelInputs(*(torch.tensor(values + nowhere, dtype=torch.int64) for values in (ids, positions)))
         hidden = self.model(change(inputs), ctx)
@@ -168,6 +192,15 @@ class Bench:
             sequence.computed += count
             self._give_back(sequence)
         return self.model.logits(hidden[:total])
+
+    def _step_states(self, rows: list[tuple[Seq, int]], padding: int) -> StepStates | None:
+        if self.states is None:
+            return None
+        for sequence, _ in rows:
+            if sequence.state < 0:
+                sequence.state = self._new_state(0)
+        live = [(sequence.state, count, sequence.computed) for sequence, count in rows]
+        return StepStates(state_step([*live, *[(-1, 1, 0)] * padding]), self.states)
 
     def _metadata(self, rows: list[tuple[Seq, int]], decodes: int, wide: int, padding: int) -> StepMetadata:
         for sequence, count in rows:

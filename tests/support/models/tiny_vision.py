@@ -139,6 +139,24 @@ def _configs() -> dict[str, tuple[type[PreTrainedModel], dict[str, Any], dict[st
             },
             qwen3 | {"size": {"shortest_edge": 64 * 64, "longest_edge": 32 * 32 * 40}},
         ),
+        "qwen3_5": (
+            transformers.Qwen3_5ForConditionalGeneration,
+            {
+                "text_config": _TEXT
+                | {
+                    "head_dim": 32,
+                    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+                    "linear_key_head_dim": 16,
+                    "linear_value_head_dim": 16,
+                    "linear_num_key_heads": 2,
+                    "linear_num_value_heads": 4,
+                }
+                | _mrope([2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.25),
+                "vision_config": {name: value for name, value in qwen3_vision.items() if name != "deepstack_visual_indexes"},
+                **_QWEN_IDS,
+            },
+            qwen3 | {"size": {"shortest_edge": 64 * 64, "longest_edge": 32 * 32 * 40}},
+        ),
         "ernie4_5_vl_moe": (
             transformers.Ernie4_5_VLMoeForConditionalGeneration,
             {

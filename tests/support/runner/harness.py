@@ -19,7 +19,19 @@ from headrace.core.plan import SamplePlan, StepPlan, StepResult
 from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
 from headrace.core.sequence import SequenceUpdate
-from headrace.model_spec import AttentionSpec, DenseSpec, ModelSpec, MoeSpec, RopeSpec, VisionSpec, cache_groups
+from headrace.model_spec import (
+    AttentionSpec,
+    BlockSpec,
+    ConvSpec,
+    DenseSpec,
+    ModelSpec,
+    MoeSpec,
+    RopeSpec,
+    StateGroup,
+    StateSpec,
+    VisionSpec,
+    cache_groups,
+)
 from headrace.model_spec.kv import FP8_KV
 from headrace.models.decoder import Decoder
 from headrace.models.families.gemma4 import Gemma4Spec
@@ -38,6 +50,7 @@ EOS = 1
 SPECIAL = frozenset({0, EOS, 2})
 MAX_LEN = 96
 BLOCK = 4
+STATE_GRID = 8
 
 
 def _layer(
@@ -70,6 +83,8 @@ def _spec(layers: Sequence[AttentionSpec], kind: type[ModelSpec] = ModelSpec, **
     return kind(**fields | changes)
 
 
+_CONV = ConvSpec(3, (("x", 32),), bias=False, activation=None)
+_MIXED = ConvSpec(4, (("q", 16), ("k", 16), ("v", 48)), bias=False, activation="silu")
 FAMILIES: dict[str, ModelSpec] = {
     "llama": _spec([_layer(i) for i in range(2)]),
     "qwen2": _spec([_layer(i) for i in range(2)], attention_bias=True),
@@ -95,6 +110,22 @@ FAMILIES: dict[str, ModelSpec] = {
     ),
     "three sizes": _spec(
         [_layer(0, kv_heads=1), _layer(1, window=6, kv_heads=4), _layer(2, window=6), _layer(3, window=17, dim=12, v_dim=20)]
+    ),
+    "short convolutions": _spec(
+        [_layer(0), _layer(1, window=9, kv_heads=1)],
+        architecture="Lfm2ForCausalLM",
+        mlps=(DenseSpec(48),) * 4,
+        states=tuple(StateSpec(index, "conv", 0, 0, 0, 0, _CONV) for index in range(2)),
+        mixers=(BlockSpec(state=0), BlockSpec(attention=0), BlockSpec(state=1), BlockSpec(attention=1)),
+        qk_norm=True,
+    ),
+    "delta rule": _spec(
+        [_layer(0, output_gate=True)],
+        architecture="Qwen3_5ForCausalLM",
+        mlps=(DenseSpec(48),) * 3,
+        states=tuple(StateSpec(index, "gdn", 4, 2, 8, 12, _MIXED) for index in range(2)),
+        mixers=(BlockSpec(state=0), BlockSpec(attention=0), BlockSpec(state=1)),
+        qk_norm=True,
     ),
 }
 """Geometries of a layer: heterogeneous models stand in the same list as the plain ones."""
@@ -213,20 +244,28 @@ class World:
         kv_dtype = FP8_KV if in_fp8 else "float32"
         groups = cache_groups(spec.layers, kv_dtype)
         args = EngineArgs(record_steps=self.record)
+        held, states, batched = [self.num_blocks - 1] * len(groups), None, self.max_num_batched_tokens
+        if spec.states:
+            states = StateGroup(tuple(state.planes("float32", "float32") for state in spec.states))
+            held.append(self.num_blocks // 8)
+            batched = max(batched, STATE_GRID + self.max_num_seqs)
         return EngineConfig(
             args=args,
             model=spec,
             cache=cache_holding(
-                (self.num_blocks - 1,) * len(groups),
+                held,
                 block_size=BLOCK,
                 groups=groups,
                 enable_prefix_caching=self.caching,
                 dtype=kv_dtype,
+                states=states,
+                snapshots=self.num_blocks // 8,
+                state_grid=STATE_GRID if states else 0,
             ),
             scheduler=SchedulerConfig(
                 max_model_len=MAX_LEN,
                 max_num_seqs=self.max_num_seqs,
-                max_num_batched_tokens=self.max_num_batched_tokens,
+                max_num_batched_tokens=batched,
                 max_queue_len=1000,
                 policy="fcfs",
                 pipeline_depth=self.depth,
@@ -236,7 +275,7 @@ class World:
             device=self.device,
             dtype="float32",
             quantization="none",
-            attention_backends=("reference" if in_fp8 and self.backend == "torch" else self.backend,) * spec.num_layers,
+            attention_backends=("reference" if in_fp8 and self.backend == "torch" else self.backend,) * len(spec.layers),
             num_threads=1,
             decisions=(),
         )

@@ -73,6 +73,19 @@ inline float exp_negative(float x) {
     return p * power;
 }
 
+// 1 / (1 + e^-g), through e^-|g| so that nothing overflows.
+inline float sigmoid(float g) {
+    float size = std::fabs(g);
+    float e = size > 87.0f ? 0.0f : exp_negative(-size);
+    return (g >= 0 ? 1.0f : e) / (1.0f + e);
+}
+
+inline float silu(float g) {
+    float size = std::fabs(g);
+    float e = size > 87.0f ? 0.0f : exp_negative(-size);
+    return g * (g >= 0 ? 1.0f : e) / (1.0f + e);
+}
+
 // Threads: those of the OpenMP runtime that torch has loaded, so that there is one pool. Set once, by headrace_init.
 using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 using MaxThreads = int (*)();

@@ -47,13 +47,6 @@ void add_rms_norm(const T* x, const T* residual, const T* weight, float eps, T* 
     });
 }
 
-// silu(g) = g / (1 + e^-g), through e^-|g| so that nothing overflows.
-inline float silu(float g) {
-    float size = std::fabs(g);
-    float e = size > 87.0f ? 0.0f : exp_negative(-size);
-    return g * (g >= 0 ? 1.0f : e) / (1.0f + e);
-}
-
 template <class T>
 void silu_mul(const T* gate_up, T* out, int64_t rows, int64_t n) {
     parallel(rows, rows_of(2 * n), [&](int64_t begin, int64_t end) {

@@ -1,0 +1,111 @@
+"""StateSchedule: what the scheduler does for sequences with state blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from headrace.config import CacheConfig, SchedulerConfig
+from headrace.core.plan import StepResult
+from headrace.core.points import MERGE, ChunkGrid, snapshot_points
+from headrace.core.sequence import Sequence
+from headrace.core.step import StepBuilder
+from headrace.errors import ConfigError
+from headrace.kv import Hit, KVCacheManager
+from headrace.kv.states import Save, StateBlocks
+from headrace.metrics.stats import EngineStats
+from headrace.outputs import FinishReason, PrefixReport
+
+_SHARE = 10
+"""Periodic snapshots of a prompt take at most a tenth of its KV."""
+_LEAST_PERIOD, _LONGEST_PERIOD = 8_192, 32_768
+
+
+class StateSchedule:
+    """Chooses where snapshots of states are taken, and adds their copies to plans.
+
+    Raises:
+        ConfigError: rows may have drafts, which a state cannot forget.
+    """
+
+    def __init__(self, kv: KVCacheManager, states: StateBlocks, cache: CacheConfig, config: SchedulerConfig) -> None:
+        if config.decode_tokens > 1:
+            raise ConfigError("drafts are for models without state layers: a state cannot be cut back to fewer tokens")
+        self._kv, self._states = kv, states
+        self.period = snapshot_period(cache)
+        """Tokens between snapshots of a prompt that are taken for no other reason."""
+        self._num_found = 0
+
+    def plan(self, seq: Sequence, start: int, hit: Hit | None) -> None:
+        """Decides where the chunks of a waiting sequence end, which would start at ``start``."""
+        identity, states, length = seq.blocks.identity, self._states, len(seq.token_ids)
+        kept = [self._kv.fork_boundary(seq.blocks, seq.num_prompt)] if seq.siblings else []
+        others: list[int] = []
+        if states.most:
+            others = [seq.num_prompt - 1, *range(self.period, length, self.period)]
+            kept += seq.request.boundaries
+            if hit is not None and hit.attention_tokens - start >= MERGE:
+                others.append(hit.attention_tokens)
+        points = snapshot_points(kept, others, start, length, lambda count: states.boundary(count, identity.uncut))
+        seq.chunks = ChunkGrid(states.grid, points)
+        found = start if hit is None else hit.attention_tokens
+        seq.cache = PrefixReport(attention=found, reused=start, points=list(points), why=_why(found, start, points))
+
+    def started(self, seq: Sequence, start: int) -> None:
+        """Called when the sequence has its state block: other samples of its request are to start from its state."""
+        if seq.cache is not None and seq.index == 0 and seq.num_outputs == 0:
+            self._num_found += seq.cache.attention
+        if seq.siblings:
+            self._states.expect_fork(seq.blocks, start, self._kv.fork_boundary(seq.blocks, seq.num_prompt))
+
+    def row(self, seq: Sequence, num_tokens: int, step: StepBuilder) -> None:
+        """Called when a row of the sequence has been added: adds copies of its state before the row, and behind it."""
+        start, end = seq.num_computed - num_tokens, seq.num_computed
+        if start >= seq.prefill_len:
+            # Rows that begin a block come here: all others have room for their token.
+            if start % self._states.grid == 0:
+                self._states.shade(seq.blocks, start)
+        elif seq.chunks is not None and end in seq.chunks.points:
+            save = self._states.save(seq.blocks, end)
+            if save is not None:
+                step.saves.append((seq, save))
+
+    def collected(self, saves: Iterable[tuple[Sequence, Save]], result: StepResult) -> None:
+        """Publishes the snapshots of a step, except those of sequences that have failed."""
+        for seq, save in saves:
+            failed = seq.finish_reason == "error" or seq.seq_id in result.errors
+            self._states.saved(save, fine=not failed)
+
+    def leaves(self, seq: Sequence, reason: FinishReason | None) -> None:
+        """Called before a running sequence loses its blocks. None: it is preempted."""
+        if reason != "error":
+            self._states.publish_shadow(seq.blocks, seq.num_collected)
+
+    def count(self, stats: EngineStats) -> EngineStats:
+        """Returns the statistics with those of states."""
+        states = self._states
+        return msgspec.structs.replace(
+            stats,
+            state_blocks=states.num_live,
+            state_snapshots=len(states.pool.index),
+            state_snapshots_saved=states.num_saved,
+            state_snapshots_skipped=states.skipped.copy(),
+            prefix_attention_tokens=self._num_found,
+        )
+
+
+def _why(found: int, reused: int, points: tuple[int, ...]) -> str:
+    if found == reused:
+        return ""
+    taken = next((point for point in points if reused < point <= found), None)
+    saved = f"one is taken now at {taken:,}" if taken is not None else f"a branch is worth one from {MERGE} tokens on"
+    return f"there is no snapshot of the states between {reused + 1:,} and {found:,} tokens: {saved}"
+
+
+def snapshot_period(cache: CacheConfig) -> int:
+    """Returns the tokens whose KV is ten times as large as a state block, within limits, as a multiple of the grid."""
+    size = 0 if cache.states is None else cache.states.block_bytes
+    per_token = sum(group.bytes_per_token for group in cache.groups)
+    tokens = min(max(_SHARE * size // per_token, _LEAST_PERIOD), _LONGEST_PERIOD)
+    return -(-tokens // cache.state_grid) * cache.state_grid

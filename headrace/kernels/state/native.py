@@ -1,0 +1,147 @@
+"""State layers by the native kernels, of tensors of one dtype that the library supports."""
+
+from __future__ import annotations
+
+from ctypes import byref
+from typing import Literal
+
+import torch
+
+from headrace.kernels.native.library import DTYPES, NativeKernels
+from headrace.kernels.native.structs import NativeRecurrence, NativeStateRows
+from headrace.kernels.state.metadata import StateMetadata
+from headrace.kernels.state.reference import Gate
+
+
+def causal_conv(
+    native: NativeKernels,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: Literal["silu"] | None,
+    cache: torch.Tensor,
+    step: StateMetadata,
+) -> torch.Tensor:
+    x, weight = _rows(x), weight.contiguous()
+    channels, taps = weight.shape
+    out = torch.empty(len(x), channels, dtype=x.dtype)
+    native.causal_conv(
+        x.data_ptr(),
+        weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        cache.data_ptr(),
+        out.data_ptr(),
+        byref(_step(step)),
+        channels,
+        taps,
+        x.stride(0),
+        cache.stride(0),
+        activation == "silu",
+        DTYPES[x.dtype],
+    )
+    return out
+
+
+def delta_rule(
+    native: NativeKernels,
+    qkv: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    step: StateMetadata,
+    beta_factor: int = 1,
+) -> torch.Tensor:
+    heads, value_dim, key_dim = state.shape[1:]
+    qkv, decay, beta = _rows(qkv), _rows(decay), _rows(beta)
+    shared = (qkv.shape[1] - heads * value_dim) // (2 * key_dim)
+    out = torch.empty(len(qkv), heads * value_dim, dtype=torch.float32)
+    strides = qkv.stride(0), decay.stride(0), beta.stride(0), state.stride(0)
+    native.delta_rule(
+        qkv.data_ptr(),
+        decay.data_ptr(),
+        beta.data_ptr(),
+        a_log.data_ptr(),
+        dt_bias.data_ptr(),
+        state.data_ptr(),
+        out.data_ptr(),
+        byref(_step(step)),
+        byref(NativeRecurrence(heads, shared, value_dim, key_dim, *strides)),
+        decay.shape[1] // heads,
+        beta_factor,
+        DTYPES[qkv.dtype],
+        DTYPES[state.dtype],
+    )
+    return out
+
+
+def state_space(
+    native: NativeKernels,
+    xbc: torch.Tensor,
+    dt: torch.Tensor,
+    a_log: torch.Tensor,
+    d: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    step: StateMetadata,
+    dt_limit: tuple[float, float],
+) -> torch.Tensor:
+    heads, width, size = state.shape[1:]
+    xbc, dt = _rows(xbc), _rows(dt)
+    shared = (xbc.shape[1] - heads * width) // (2 * size)
+    out = torch.empty(len(xbc), heads * width, dtype=torch.float32)
+    native.state_space(
+        xbc.data_ptr(),
+        dt.data_ptr(),
+        a_log.data_ptr(),
+        d.data_ptr(),
+        dt_bias.data_ptr(),
+        state.data_ptr(),
+        out.data_ptr(),
+        byref(_step(step)),
+        byref(NativeRecurrence(heads, shared, width, size, xbc.stride(0), dt.stride(0), 0, state.stride(0))),
+        *dt_limit,
+        DTYPES[xbc.dtype],
+        DTYPES[state.dtype],
+    )
+    return out
+
+
+def gated_norm(
+    native: NativeKernels,
+    x: torch.Tensor,
+    z: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    width: int,
+    gate: Gate,
+    gate_first: bool,
+) -> torch.Tensor:
+    x, z = x.contiguous(), _rows(z)
+    out = torch.empty(z.shape, dtype=z.dtype)
+    native.gated_norm(
+        x.data_ptr(),
+        z.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        *z.shape,
+        width,
+        weight.numel(),
+        z.stride(0),
+        eps,
+        gate == "sigmoid",
+        gate_first,
+        DTYPES[z.dtype],
+    )
+    return out
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """x with the channels of a token side by side: it may be a slice of wider rows."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _step(step: StateMetadata) -> NativeStateRows:
+    tensors = (step.query_start, step.blocks, step.starts)
+    return NativeStateRows(*(tensor.data_ptr() for tensor in tensors), step.num_rows)

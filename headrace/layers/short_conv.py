@@ -1,0 +1,50 @@
+"""ShortConv: a gated short convolution in place of attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from headrace.attention.context import ForwardContext
+from headrace.kernels.state import causal_conv
+from headrace.layers.linear import Linear, RowParallelLinear
+from headrace.model_spec import ModelSpec, StateSpec
+
+
+class CausalConv(nn.Module):
+    """The weights of a causal depthwise convolution, as ``nn.Conv1d`` stores them."""
+
+    def __init__(self, channels: int, width: int, *, bias: bool, dtype: torch.dtype, device: str | torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, width, dtype=dtype, device=device), requires_grad=False)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = nn.Parameter(torch.empty(channels, dtype=dtype, device=device), requires_grad=False)
+        self.batch_invariant = False
+        """Each token's result is bitwise independent of other sequences, as it is in any case."""
+
+
+class ShortConv(nn.Module):
+    """``out_proj(C * conv(B * x))``, where B, C and x are projections of the input. The state is the last ``B * x``."""
+
+    def __init__(self, model: ModelSpec, spec: StateSpec, dtype: torch.dtype, device: str | torch.device) -> None:
+        super().__init__()
+        if spec.conv is None:
+            raise ValueError(f"state layer {spec.index} has no convolution")
+        self.spec, channels, bias = spec, spec.conv.channels, spec.conv.bias
+        self.in_proj = Linear(model.hidden_size, 3 * channels, bias=bias, dtype=dtype, device=device)
+        self.conv = CausalConv(channels, spec.conv.width, bias=bias, dtype=dtype, device=device)
+        self.out_proj = RowParallelLinear(channels, model.hidden_size, bias=bias, dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor, cos_sin: torch.Tensor | None, ctx: ForwardContext) -> torch.Tensor:
+        """``[T, hidden] -> [T, hidden]``"""
+        rows, own = ctx.state_of(self.spec.index)
+        if own.conv is None:
+            raise ValueError(f"state layer {self.spec.index} has no place for its inputs")
+        gate, out_gate, values = self.in_proj(x).chunk(3, dim=-1)
+        mixed = causal_conv(gate * values, self.conv.weight[:, 0], self.conv.bias, None, own.conv, rows)
+        return self.out_proj(out_gate * mixed)  # type: ignore[no-any-return]
+
+    def readers(self) -> tuple[Linear, ...]:
+        """The layers that multiply the input, which nothing else reads."""
+        return (self.in_proj,)

@@ -1,0 +1,143 @@
+"""The Triton state kernels against their references, and against themselves however sequences are cut into steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.state_steps import blocks_of, in_chunks, state_step
+
+from headrace.kernels.state import StateMetadata
+from headrace.kernels.state import triton as kernels
+from headrace.kernels.state.reference import causal_conv_ref, delta_rule_ref, gated_norm_ref, state_space_ref
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a few tokens are too long for one program of a convolution; a state has no more than two programs."""
+    monkeypatch.setattr(kernels, "_CHUNK", 4)
+    monkeypatch.setattr(kernels, "_VALUES", 32)
+
+
+def slices(tokens: int, *widths: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """Parts of a projection: not contiguous."""
+    whole = torch.randn(tokens, sum(widths) + 3).to(dtype).to(device)
+    return list(whole.split_with_sizes([*widths, 3], dim=1)[:-1])
+
+
+class Case:
+    """An operation's kernel and reference, and random inputs."""
+
+    def __init__(self, name: str, dtype: torch.dtype, state_dtype: torch.dtype, device: torch.device) -> None:
+        torch.manual_seed(len(name))
+        self.device, self.state_dtype = device, state_dtype
+        self.weights: list = []
+        """Arguments between the inputs and the states."""
+        self.last: list = []
+        """Arguments behind the step."""
+        self.long = 7
+        """Tokens of the longest row."""
+        tokens = self.long + 11
+        if name.startswith("conv"):
+            channels, taps = (150, 4) if name == "conv" else (16, 3)
+            self.kernel, self.reference = kernels.causal_conv, causal_conv_ref
+            self.inputs = slices(tokens, channels, dtype=dtype, device=device)
+            weight, bias = torch.randn(channels, taps).to(dtype).to(device), torch.randn(channels).to(dtype).to(device)
+            self.weights = [weight, bias, "silu"] if name == "conv" else [weight, None, None]
+            self.shape, self.state_dtype = (taps - 1, channels), dtype
+        elif name == "space":
+            heads, groups, width, size = 4, 2, 8, 24
+            self.kernel, self.reference = kernels.state_space, state_space_ref
+            self.inputs = slices(tokens, heads * width + 2 * groups * size, heads, dtype=dtype, device=device)
+            self.weights, self.last = [*torch.randn(3, heads).to(device)], [(0.2, 1.0)]
+            self.shape = (heads, width, size)
+        else:
+            key_heads, heads, dk, dv = 1, 2, 12, 36
+            fades = heads * (dk if name == "delta-channels" else 1)
+            self.kernel, self.reference = kernels.delta_rule, delta_rule_ref
+            self.inputs = slices(tokens, 2 * key_heads * dk + heads * dv, fades, heads, dtype=dtype, device=device)
+            self.weights, self.last = [torch.randn(heads).to(device), torch.randn(fades).to(device)], [2]
+            self.shape = (heads, dv, dk)
+
+    def states(self) -> torch.Tensor:
+        return blocks_of(5, *self.shape, dtype=self.state_dtype, device=str(self.device))
+
+    def run(
+        self, operation: Callable[..., torch.Tensor], states: torch.Tensor, step: StateMetadata, at: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        inputs = self.inputs if at is None else [each[at.to(self.device)] for each in self.inputs]
+        return operation(*inputs, *self.weights, states, step, *self.last)
+
+
+NAMES = ["conv", "conv-short", "delta", "delta-channels", "space"]
+SIMILAR = ("conv-short", "delta-channels")
+"""They run the code of others."""
+
+
+@pytest.mark.parametrize(
+    "dtype, state_dtype",
+    [(DTYPES[0], DTYPES[0]), *(pytest.param(DTYPES[1], dtype, marks=pytest.mark.slow) for dtype in DTYPES)],
+    ids=str,
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_to_the_reference(name: str, dtype: torch.dtype, state_dtype: torch.dtype, device: torch.device) -> None:
+    case = Case(name, dtype, state_dtype, device)
+    step = state_step([(3, 1, 9), (-1, 1, 0), (0, case.long, 0), (-1, 4, 0), (2, 5, 64)], str(device))
+    states = [case.states() for _ in range(2)]
+    states[0].normal_()
+    states[1].copy_(states[0])
+    before = states[0].clone()
+    got, expected = case.run(case.kernel, states[0], step), case.run(case.reference, states[1], step)
+    coarse = torch.bfloat16 in (got.dtype, case.state_dtype)
+    # The interpreter cuts bfloat16 off.
+    close = {"atol": 6e-2, "rtol": 5e-2} if coarse else {"atol": 3e-5, "rtol": 1e-4}
+    torch.testing.assert_close(got, expected, **close)
+    torch.testing.assert_close(*states, **close)
+    assert not got[1].any() and not got[case.long + 2 : case.long + 6].any()
+    assert torch.equal(states[0][[1, 4]], before[[1, 4]])
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in SIMILAR else name for name in NAMES])
+def test_bitwise_however_it_is_cut(name: str, device: torch.device) -> None:
+    case = Case(name, torch.float32, torch.float32, device)
+    whole, cut = case.states(), case.states()
+
+    def run(states: torch.Tensor) -> Callable[[torch.Tensor, StateMetadata], torch.Tensor]:
+        return lambda at, step: case.run(case.kernel, states, on(step), at)
+
+    def on(step: StateMetadata) -> StateMetadata:
+        return state_step([(row.block, row.tokens, row.start) for row in step.live_rows()], str(device))
+
+    tokens = case.long + 2
+    expected = in_chunks(run(whole), tokens, (), 1)
+    for block, chunks in enumerate([(1,) * 5, (case.long - 1, 2)]):
+        assert torch.equal(in_chunks(run(cut), tokens, chunks, block), expected)
+        assert torch.equal(cut[block], whole[1])
+
+
+def test_padding_rows_read_nothing(device: torch.device) -> None:
+    """Rows that fill a captured size have inputs that are no numbers, and no block."""
+    for name in NAMES:
+        case = Case(name, torch.float32, torch.float32, device)
+        states, at = case.states(), torch.arange(5)
+        for each in case.inputs:
+            each[2:].fill_(torch.nan)
+        out = case.run(case.kernel, states, state_step([(2, 1, 7), (4, 1, 0), *[(-1, 1, 0)] * 3], str(device)), at)
+        assert out.isfinite().all() and not out[2:].any() and states.isfinite().all()
+        assert not states[[0, 1, 3]].any()
+
+
+@pytest.mark.parametrize("gate_first", [False, True])
+@pytest.mark.parametrize("gate", ["silu", "sigmoid"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gated_norm(dtype: torch.dtype, gate: kernels.Gate, gate_first: bool, device: torch.device) -> None:
+    torch.manual_seed(1)
+    x, (z,) = 4 * torch.randn(9, 60, device=device), slices(9, 60, dtype=dtype, device=device)
+    for channels in (20, 60):
+        weight = torch.randn(channels, device=device).to(dtype)
+        got = kernels.gated_norm(x, z, weight, 1e-6, 20, gate, gate_first)
+        expected = gated_norm_ref(x, z, weight, 1e-6, 20, gate, gate_first=gate_first)
+        torch.testing.assert_close(got, expected, atol=1e-6, rtol=2 * torch.finfo(dtype).eps + 2e-6)

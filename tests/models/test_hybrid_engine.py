@@ -1,0 +1,35 @@
+"""Hybrid models through the whole engine: checkpoints that transformers saves, prompts in chunks, snapshots, preemption."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.models.cases import greedy, prompt
+from support.models.hybrids import CASES, pair
+
+from headrace import LLM, SamplingParams
+
+STEPS = 8
+QUICK = ("qwen3.5-moe",)
+UNSAVED = ("olmo-hybrid",)
+"""transformers saves the parts of its convolution as thirds, whatever their widths."""
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in UNSAVED]
+)
+def test_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
+    theirs, _ = pair(name)
+    theirs.save_pretrained(tmp_path)
+    options = {"dtype": "float32", "max_model_len": 512, "max_num_batched_tokens": 128, "num_threads": 1}
+    llm = LLM(str(tmp_path), kv_cache_memory=4 << 20, skip_tokenizer_init=True, **options)
+    sampling = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True)
+    long = prompt(200)
+    for prompts, cached in (([prompt(13), prompt(30), long], [0, 0, 0]), ([[*long, 5, 6], [*long[:150], 7]], [192, 0])):
+        outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in prompts], sampling)
+        for tokens, output, hit in zip(prompts, outputs, cached, strict=True):
+            assert list(output.outputs[0].token_ids) == greedy(theirs, tokens, STEPS)[0]
+            assert output.num_cached_tokens == hit
+    llm.check_integrity()
+    llm.close()

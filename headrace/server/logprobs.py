@@ -195,6 +195,21 @@ class CompletionLogprobs:
         return {self._texts.exact(other): _finite(logprob.logprob) for other, logprob in chosen.items()}
 
 
+def triples(texts: TokenTexts | None, entries: Sequence[TokenLogprobs]) -> tuple[list[Any], list[Any]]:
+    """SGLang's shapes: ``[logprob, token, text]`` of each token, and a list of these of the most likely tokens at its position.
+
+    Args:
+        texts: None: texts are null.
+    """
+
+    def triple(token: int, logprob: float) -> list[Any]:
+        return [_finite(logprob), token, None if texts is None else texts.text(token)]
+
+    own = [triple(entry.token_ids[0], entry.logprobs[0]) for entry in entries]
+    ranked = [zip(entry.token_ids[1:], entry.logprobs[1:], strict=True) for entry in entries]
+    return own, [[triple(*pair) for pair in pairs] for pairs in ranked]
+
+
 def prompt_logprobs(texts: TokenTexts, entries: Sequence[TokenLogprobs | None]) -> JSONArray:
     """vLLM's shape: for each prompt token ``{"token id": {"logprob", "rank", "decoded_token"}}``."""
 

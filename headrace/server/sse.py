@@ -59,12 +59,8 @@ class Answer(abc.ABC):
         """The events after the last delta."""
 
     @abc.abstractmethod
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> Any:
         """The answer of a request without ``stream``, after every delta was added."""
-
-    def metrics(self) -> dict[str, Any]:
-        """The request's times, as the whole answer gives them."""
-        return {}
 
     def encode(self, event: dict[str, Any]) -> bytes:
         """An event as it is sent."""
@@ -84,10 +80,20 @@ def named_event(event: dict[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _encode(event))
 
 
-class ChunkAnswer(Answer):
-    """Shapes deltas as chunks: of OpenAI's chat and text completions."""
+class DataAnswer(Answer):
+    """Sends events as data alone, and ``[DONE]`` after the last."""
 
     done = b"data: [DONE]\n\n"
+
+    def encode(self, event: dict[str, Any]) -> bytes:
+        return b"data: %b\n\n" % _encode(event)
+
+    def failed(self, error: ApiError) -> bytes:
+        return b"data: %b\n\n" % _encode(error.body)
+
+
+class ChunkAnswer(DataAnswer):
+    """Shapes deltas as chunks: of OpenAI's chat and text completions."""
 
     def __init__(self, body: GenerationBody, model: ServedModel, generation: Generation, request_id: str, kind: str) -> None:
         """``kind``: the ``object`` of events and answers."""
@@ -130,9 +136,6 @@ class ChunkAnswer(Answer):
             frame = self._frames[key] = self.encode(self.chunk(choice(_MARK))).split(_encode(_MARK))
         return _encode(text).join(frame)
 
-    def failed(self, error: ApiError) -> bytes:
-        return b"data: %b\n\n" % _encode(error.body)
-
     def usage(self) -> dict[str, Any]:
         return self._generation.usage
 
@@ -172,7 +175,7 @@ async def respond(request: Request, serving: Serving, generation: Generation, an
     return JSON(await cancel_on_disconnect(serving, request.receive, collected(generation, answer)))
 
 
-async def collected(generation: Generation, answer: Answer) -> dict[str, Any]:
+async def collected(generation: Generation, answer: Answer) -> Any:
     """The whole answer of a generation."""
     async with contextlib.aclosing(generation):
         await generation.begin()
@@ -184,7 +187,7 @@ async def collected(generation: Generation, answer: Answer) -> dict[str, Any]:
                 for _ in answer.add(piece):
                     pass
             more = await generation.more()
-        return answer.whole() | answer.metrics()
+        return answer.whole()
 
 
 _MOST_AT_ONCE = 2**16

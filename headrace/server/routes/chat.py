@@ -180,7 +180,8 @@ class ChatAnswer(ChunkAnswer):
         body = self._body
         reasoning = self._reasoning if body.include_reasoning else ()
         choices = [choice.shape(body.logprobs, body.return_token_ids, reasoning) for choice in self._choices]
-        return {**self._head, **self._prompt_logprobs, "choices": choices, "usage": self.usage(), **self._prompt_token_ids}
+        shared = {**self._prompt_logprobs, **self._prompt_token_ids, **self.metrics()}
+        return {**self._head, "choices": choices, "usage": self.usage(), **shared}
 
     def _choice(self, index: int, delta: dict[str, Any] | None, **fields: Any) -> dict[str, Any]:
         return {"index": index, "logprobs": None, "finish_reason": None, "delta": delta, **fields}

@@ -130,7 +130,7 @@ class CompletionAnswer(ChunkAnswer):
     def whole(self) -> dict[str, Any]:
         """The answer at once."""
         choices = [shape | {"logprobs": logprobs.json} for shape, logprobs in zip(self._shapes, self._logprobs, strict=True)]
-        return {**self._head, "choices": choices, "usage": self.usage()}
+        return {**self._head, "choices": choices, "usage": self.usage(), **self.metrics()}
 
     def _of_prompt(self, prompt: int) -> list[_CompletionChoice]:
         return self._choices[prompt * self._n : (prompt + 1) * self._n]

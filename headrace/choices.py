@@ -83,6 +83,17 @@ KVCacheDType = Annotated[
         )
     ),
 ]
+LogprobsMode = Annotated[
+    Literal["raw_logprobs", "processed_logprobs"],
+    OptionSpec(
+        hints=MappingProxyType(
+            dict.fromkeys(
+                ("raw_logits", "processed_logits"), "answers have log-probabilities, whose differences are those of the logits"
+            )
+            | {"raw": "write raw_logprobs", "processed": "write processed_logprobs"}
+        )
+    ),
+]
 Policy = Literal["fcfs", "priority"]
 SparsePrefill = Annotated[
     Literal["auto", "off", "xattn", "mean"],

@@ -299,6 +299,10 @@ class EngineArgs(Checked):
     """Processes that decode pictures and videos, and threads that resize and normalise them. They start with the first ones."""
     max_logprobs: Annotated[int, OptionSpec(min=-1)] = 20
     """Largest `logprobs` and `prompt_logprobs` of a request; -1: no limit. High values slow each step and enlarge responses."""
+    logprobs_mode: choices.LogprobsMode = "raw_logprobs"
+    """Log-probabilities of sampled tokens, for requests that do not say. raw_logprobs: those of the model's logits.
+    processed_logprobs: those of the distribution that the token was sampled from, over the tokens that masks and filters keep;
+    with temperature 0 it has one token. Those of prompts are always the model's."""
     max_bad_words_num: Annotated[int, OptionSpec(min=0)] = from_environment("HEADRACE_MAX_BAD_WORDS_NUM", 16)
     """Maximum number of `bad_words` in a request. Also set by HEADRACE_MAX_BAD_WORDS_NUM."""
     bad_words_max_len: Annotated[int, OptionSpec(min=1)] = from_environment("HEADRACE_BAD_WORDS_MAX_LEN", 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
@@ -44,6 +45,17 @@ class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
     token_ids: list[int]
     logprobs: list[float]
     rank: int
+    sampled_from: bytes | None = None
+    """Ascending ids, little-endian int32, of the tokens that were left to sample from. Empty: all; None: not requested."""
+
+    @property
+    def sampling_mask(self) -> list[int] | None:
+        """``sampled_from`` as numbers; None: all tokens."""
+        if not self.sampled_from:
+            return None
+        ids = array("i")
+        ids.frombytes(self.sampled_from)
+        return ids.tolist()
 
 
 def position_logprobs(entry: TokenLogprobs, text: TokenText | None = None) -> PositionLogprobs:
@@ -223,6 +235,8 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     token_ids: list[int] = []
     cumulative_logprob: float | None = None
     logprobs: list[PositionLogprobs] | None = None
+    sampling_mask: list[list[int] | None] = []
+    """With ``return_sampling_mask``, the ids of the tokens that each output token was sampled from; None: all of them."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
@@ -261,6 +275,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
             sample.text = sample.message.content
         sample.token_ids.extend(delta.token_ids)
         if delta.logprobs is not None:
+            sample.sampling_mask += [entry.sampling_mask for entry in delta.logprobs if entry.sampled_from is not None]
             if sample.logprobs is None:
                 sample.logprobs, sample.cumulative_logprob = [], 0.0
             sample.logprobs.extend(position_logprobs(entry, text) for entry in delta.logprobs)

@@ -91,6 +91,7 @@ REFUSED: Mapping[str, str] = {
     "--kv-transfer-config": "the KV cache stays with its engine",
     "--api-server-count": "one server process feeds all replicas",
     "--enable-sleep-mode": "an engine does not sleep; stop it, and start it again",
+    "--return-sampling-mask": "a request says return_sampling_mask in sampling_params of /inference/v1/generate",
     "--logits-processors": "the server runs no code of its users; in Python, sampling features are registered",
     "--disable-log-stats": "no statistics are logged; /metrics has them",
 }

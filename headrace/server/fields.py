@@ -148,10 +148,6 @@ FIELDS: tuple[FieldRule, ...] = (
         "vLLM",
         _BOTH,
         use_beam_search=("there is no beam search", [False]),
-        return_tokens_as_token_ids=(
-            "logprobs name tokens by their text; return_token_ids adds the ids",
-            [False],
-        ),
         guided_decoding_backend="the backend is the server's: --structured-outputs-config",
         truncate_prompt_tokens="the server cuts no prompt",
         request_id="the server names its requests; the header X-Request-Id names them in its logs",

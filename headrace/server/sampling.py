@@ -107,6 +107,7 @@ _SHARED = frozenset(
     }
 )
 """Names that SGLang's sampling parameters and ours have in common."""
+_MASK = "return_top_p_token_ids"
 _WITHOUT_EFFECT: Mapping[str, Collection[Any]] = MappingProxyType(
     {
         "spaces_between_special_tokens": (True, False),
@@ -119,22 +120,34 @@ _WITHOUT_EFFECT: Mapping[str, Collection[Any]] = MappingProxyType(
 """Parameters that pass and change nothing, and their values."""
 
 
-def sglang_params(given: Any, where: str, serving: Serving) -> SamplingParams:
+def sglang_params(given: Any, where: str, serving: Serving, scores: Mapping[str, int]) -> SamplingParams:
     """Sampling parameters by SGLang's names; those that are left out are neutral.
+
+    Args:
+        scores: parameters of logprobs, which SGLang has beside them.
 
     Raises:
         RequestError, naming the field as one of ``where``.
     """
-    fields: dict[str, Any] = {}
+    fields: dict[str, Any] = {**scores}
     known = {*_RENAMED, *_SHARED, "spaces_between_special_tokens", "custom_params", "structural_tag"}
     for name, value in _given(given, where, known).items():
         if name == "custom_params":
-            raise unsupported(f"{where}.{name}", f"{where}.{name} is not supported: the server runs no code of its clients")
-        if name == "structural_tag":
+            fields["return_sampling_mask"] = _wants_mask(value, f"{where}.{name}")
+        elif name == "structural_tag":
             fields["structured_outputs"] = {name: value}
         else:
             fields[_RENAMED.get(name, name)] = value
     return _rollout_params(fields, where, rollout_names(given, where, sglang=True), serving)
+
+
+def _wants_mask(custom_params: Any, where: str) -> bool:
+    """Whether slime, among parameters of a logits processor, asks for the tokens that were left to sample from."""
+    wanted = custom_params.get(_MASK) if isinstance(custom_params, dict) and custom_params.keys() <= {_MASK} else None
+    if not isinstance(wanted, bool):
+        message = f"{where} may only be {{{_MASK!r}: true}}: the server runs no code of its clients"
+        raise unsupported(where, message.replace("'", '"'))
+    return wanted
 
 
 def inference_params(given: Any, where: str, serving: Serving) -> SamplingParams:
@@ -153,6 +166,7 @@ def rollout_names(given: Any, where: str, *, sglang: bool = False) -> dict[str, 
     names = {name: name for name in options(SamplingParams)}
     if sglang:
         names |= {ours: theirs for theirs, ours in _RENAMED.items()} | {"structured_outputs": "structural_tag"}
+        names |= {"return_sampling_mask": "custom_params"}
         names |= {"structured_outputs.structural_tag": "structural_tag"} | sources(given if isinstance(given, dict) else {})
     return {name: f"{where}.{theirs}" for name, theirs in names.items()}
 

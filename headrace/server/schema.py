@@ -86,6 +86,8 @@ class GenerationBody(SampledBody, frozen=True, kw_only=True):
 
     return_token_ids: Annotated[bool, OptionSpec(apis=api("vLLM"))] = False
     """Add token_ids and prompt_token_ids to the answer."""
+    return_tokens_as_token_ids: Annotated[bool, OptionSpec(apis=api("vLLM"))] = False
+    """Name the tokens of logprobs by their ids, as token_id:872."""
     return_metrics: Annotated[bool, OptionSpec(apis=api("vLLM"))] = False
     """Add metrics, the times of this request, to the answer or to its last chunk; needs one choice."""
     return_attention_report: Annotated[bool, OptionSpec(apis=api("headrace"))] = False

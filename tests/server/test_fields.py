@@ -102,7 +102,6 @@ HARMLESS = {
     "use_beam_search": [False],
     "length_penalty": [1, 0.5],
     "spaces_between_special_tokens": [True, False],
-    "return_tokens_as_token_ids": [False],
     "echo": [False],
     "context_management": [{}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}],
     "cache_control": [{"type": "ephemeral"}],
@@ -133,7 +132,6 @@ REFUSED = {
     "use_beam_search": [True],
     "length_penalty": ["1"],
     "spaces_between_special_tokens": ["yes"],
-    "return_tokens_as_token_ids": [True],
     "echo": [True],
     "context_management": [
         {"edits": [{"type": "clear_thinking_20251015"}]},

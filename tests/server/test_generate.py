@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
-from support.byte_tokenizer import BOS, EOS
+from support.byte_tokenizer import BOS, EOS, VOCAB
 from support.server.fakes import FakeLLM
 from support.server.harness import Api, client, error, events
 
@@ -135,6 +137,11 @@ def test_prompts_are_scored(api: Api, stream: bool) -> None:
         ({"input_ids": [IDS, IDS], "sampling_params": [{}, {"n": 0}]}, "sampling_params[1].n"),
         ({"input_ids": [IDS, IDS], "rid": ["a"]}, "rid"),
         ({"input_ids": IDS, "top_logprobs_num": 1}, "top_logprobs_num"),
+        (
+            {"text": "Hi", "sampling_params": {"custom_params": {"return_top_p_token_ids": True}}},
+            "sampling_params.custom_params",
+        ),
+        ({"text": "Hi", "sampling_params": {"custom_params": {"return_top_p_token_ids": 1}}}, "sampling_params.custom_params"),
         ({"input_ids": IDS, "image_data": ["x"]}, "image_data"),
         ({"input_ids": IDS, "priority": 1}, "priority"),
         ({"input_ids": IDS, "return_logprobs": True}, "return_logprobs"),
@@ -187,6 +194,25 @@ def test_a_stream_of_tokens(api: Api) -> None:
 )
 def test_mistakes_of_tokens_name_the_field(api: Api, fields: dict[str, Any], param: str) -> None:
     assert error(api.post("/inference/v1/generate", fields), 400)["param"] == param
+
+
+def decoded(text: str) -> list[int]:
+    return np.frombuffer(base64.b64decode(text), dtype="<i4").tolist()
+
+
+def test_the_set_that_was_sampled_from(api: Api) -> None:
+    """slime normalises its own logits over the same tokens, and reads them from a flat array."""
+    params = {"max_new_tokens": 2, "top_p": 0.9, "custom_params": {"return_top_p_token_ids": True}}
+    meta = sglang(api, sampling_params=params, return_logprob=True)["meta_info"]
+    ids, offsets = decoded(meta["top_p_token_ids"]), decoded(meta["top_p_token_offsets"])
+    assert offsets == [0, 2, 2 + VOCAB]
+    assert (ids[:2], ids[2:]) == ([72, 73], [*range(VOCAB)])
+    assert api.llm.seen[0].sampling.return_sampling_mask
+    answer = vllm(api, sampling_params={"max_tokens": 2, "logprobs": 0, "return_sampling_mask": True})
+    assert answer["choices"][0]["sampling_mask"] == [[72, 73], None]
+    fields = {"token_ids": IDS, "sampling_params": {"max_tokens": 2, "logprobs": 0, "return_sampling_mask": True}}
+    chunks = events(api.post("/inference/v1/generate", fields | {"stream": True}))
+    assert [chunk["choices"][0]["sampling_mask"] for chunk in chunks] == [[[72, 73]], [None]]
 
 
 def test_an_unknown_model_is_refused(api: Api) -> None:

@@ -76,11 +76,9 @@ class _Sampled(NamedTuple):
     @classmethod
     def of(cls, state: Serving, body: GenerateBody, given: Any, where: str) -> _Sampled:
         empty = isinstance(given, dict) and given.get("max_new_tokens") == 0
-        params = sglang_params(given | {"max_new_tokens": 1} if empty else given, where, state)
-        if body.return_logprob:
-            scores = {"logprobs": body.top_logprobs_num}
-            scores |= {"prompt_logprobs": body.top_logprobs_num} if body.logprob_start_len >= 0 else {}
-            params = params.replace(scores)
+        scores = {"logprobs": body.top_logprobs_num} if body.return_logprob else {}
+        scores |= {"prompt_logprobs": body.top_logprobs_num} if body.logprob_start_len >= 0 else {}
+        params = sglang_params(given | {"max_new_tokens": 1} if empty else given, where, state, scores)
         return cls(params, {**rollout_names(given, where, sglang=True), **_SCORES}, empty)
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from headrace.core.request import Request
 from headrace.outputs import OutputDelta
 from headrace.server.generation import Generation, Piece
-from headrace.server.logprobs import JSONArray, TokenTexts, chat_logprobs, prompt_logprobs, triples
+from headrace.server.logprobs import IDS, JSONArray, TokenTexts, chat_logprobs, prompt_logprobs, triples
 from headrace.server.schema import GenerateBody, InferenceBody
 from headrace.server.sse import DataAnswer
 from headrace.server.state import ServedModel, Serving
@@ -44,8 +46,9 @@ class GenerateAnswer(DataAnswer):
         """Place of each prompt's first sample."""
         for request in generation.requests:
             self._first.append(self._first[-1] + request.sampling.n)
+        shared = _Shared(self._texts, state.weight_version, state.llm.info.vocab_size)
         self._samples = [
-            _Sample(prompt, request, {"id": names[prompt], "weight_version": state.weight_version}, self._texts, empty[prompt])
+            _Sample(shared, prompt, request, names[prompt], empty[prompt])
             for prompt, request in enumerate(generation.requests)
             for _ in range(request.sampling.n)
         ]
@@ -88,23 +91,33 @@ class GenerateAnswer(DataAnswer):
         return result | {"index": place} if self._several and self._body.stream else result
 
 
+class _Shared(NamedTuple):
+    """Facts that the samples of one answer have in common."""
+
+    texts: TokenTexts | None
+    """Texts of the tokens in logprobs; None: they are not shown."""
+    version: str
+    """Version of the weights."""
+    vocab_size: int
+
+
 class _Sample:
     """One sample so far."""
 
-    def __init__(self, prompt: int, request: Request, meta: dict[str, Any], texts: TokenTexts | None, empty: bool) -> None:
+    def __init__(self, shared: _Shared, prompt: int, request: Request, name: str, empty: bool) -> None:
         """
         Args:
             prompt: index of its prompt.
-            meta: what its ``meta_info`` begins with.
-            texts: of the tokens in logprobs.
+            name: of the request, in the answer.
             empty: whether new tokens are left out.
         """
-        self.prompt, self._empty = prompt, empty
-        self._request, self._meta, self._texts = request, meta, texts
+        self.prompt = prompt
+        self._shared, self._request, self._name, self._empty = shared, request, name, empty
         self._scores = request.sampling.logprobs is not None
         self._text = ""
         self._ids: list[int] = []
         self._logprobs, self._best = JSONArray(), JSONArray()
+        self._masks: list[bytes] = []
         self._finish: OutputDelta | None = None
 
     def add(self, delta: OutputDelta) -> None:
@@ -115,15 +128,18 @@ class _Sample:
         self._text += delta.text
         self._ids += delta.token_ids
         if delta.logprobs is not None:
-            own, best = triples(self._texts, delta.logprobs)
+            own, best = triples(self._shared.texts, delta.logprobs)
             self._logprobs.extend(own)
             self._best.extend(best)
+            self._masks += [entry.sampled_from for entry in delta.logprobs if entry.sampled_from is not None]
 
     def result(self, cached_tokens: int, with_best: bool) -> dict[str, Any]:
         scores: dict[str, Any] = {}
         if self._scores:
             scores = {"output_token_logprobs": self._logprobs.json, "output_token_logprobs_length": len(self._ids)}
             scores |= {"output_top_logprobs": self._best.json} if with_best else {}
+        if self._request.sampling.return_sampling_mask and self._finish is not None:
+            scores |= _spans(self._masks, self._shared.vocab_size)
         times = None if self._finish is None else self._finish.times
         if times is not None and times.finished is not None:
             scores["e2e_latency"] = times.finished - times.arrived
@@ -132,9 +148,9 @@ class _Sample:
             "completion_tokens": len(self._ids),
             "cached_tokens": cached_tokens,
         }
-        meta = {**self._meta, "finish_reason": self._finish_reason(), **counts, **scores}
+        head = {"id": self._name, "weight_version": self._shared.version, "finish_reason": self._finish_reason()}
         text = {"text": self._text} if self._request.sampling.detokenize else {}
-        return {**text, "output_ids": self._ids, "meta_info": meta}
+        return {**text, "output_ids": self._ids, "meta_info": {**head, **counts, **scores}}
 
     def _finish_reason(self) -> dict[str, Any] | None:
         if self._finish is None:
@@ -151,6 +167,16 @@ class _Sample:
                 return {"type": "abort", "message": "the request was aborted"}
 
 
+def _spans(masks: Sequence[bytes], vocab_size: int) -> dict[str, str]:
+    """The ids that each token was sampled from, one behind the other, and where each token's begin, as slime reads them:
+    base64 of int32."""
+    everything = np.arange(vocab_size, dtype="<i4").tobytes() if b"" in masks else b""
+    parts = [mask or everything for mask in masks]
+    offsets = np.cumsum([0, *(len(part) // 4 for part in parts)]).astype("<i4")
+    ids, starts = (base64.b64encode(data).decode() for data in (b"".join(parts), offsets.tobytes()))
+    return {"top_p_token_ids": ids, "top_p_token_offsets": starts}
+
+
 class InferenceAnswer(DataAnswer):
     """Shapes deltas as vLLM's answers in tokens."""
 
@@ -159,12 +185,14 @@ class InferenceAnswer(DataAnswer):
         self._generation = generation
         self._model = model
         (request,) = generation.requests
-        self._top = request.sampling.logprobs
+        self._top, self._masks = request.sampling.logprobs, request.sampling.return_sampling_mask
         self._head = {"request_id": body.request_id or request_id}
         self._whole_head = {**self._head, "id": request_id, "created": int(time.time()), "model": model.called(body.model)}
         self._choices: list[dict[str, Any]] = [
             {"index": index, "finish_reason": None, "stop_reason": None, "token_ids": []} for index in range(request.sampling.n)
         ]
+        for choice in self._choices if self._masks else ():
+            choice["sampling_mask"] = []
         self._logprobs = [JSONArray() for _ in self._choices]
         self._prompt_logprobs: Any = None
         options = body.stream_options
@@ -181,16 +209,18 @@ class InferenceAnswer(DataAnswer):
         delta = piece.delta
         content = None
         if self._top is not None and delta.logprobs is not None:
-            content = chat_logprobs(_IDS, delta.logprobs, self._top)["content"]
+            content = chat_logprobs(IDS, delta.logprobs, self._top)["content"]
         finish = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+        masks = {"sampling_mask": [entry.sampling_mask for entry in delta.logprobs or ()]} if self._masks else {}
         if self._body.stream:
             if delta.token_ids or delta.finish_reason:
                 scores = None if content is None else {"content": content}
-                choice = {"index": delta.index, **finish, "token_ids": delta.token_ids, "logprobs": scores}
+                choice = {"index": delta.index, **finish, "token_ids": delta.token_ids, "logprobs": scores, **masks}
                 usage = {"usage": self._generation.usage} if self._continuous_usage else {}
                 yield {**self._head, "choices": [choice], **usage}
             return
-        self._choices[delta.index]["token_ids"] += delta.token_ids
+        for name, values in {"token_ids": delta.token_ids, **masks}.items():
+            self._choices[delta.index][name] += values
         self._choices[delta.index] |= finish
         if content is not None:
             self._logprobs[delta.index].extend(content)
@@ -203,7 +233,3 @@ class InferenceAnswer(DataAnswer):
         choices = [{**choice, "logprobs": each} for choice, each in zip(self._choices, scores, strict=True)]
         ending = {"usage": self._generation.usage, "prompt_logprobs": self._prompt_logprobs, "kv_transfer_params": None}
         return {**self._whole_head, "choices": choices, **ending}
-
-
-_IDS = TokenTexts(None)
-"""Shows tokens by their ids."""

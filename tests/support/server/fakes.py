@@ -7,6 +7,7 @@ import codecs
 import itertools
 import math
 import time
+from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from headrace.errors import EngineDeadError, EngineError, QueueFullError, Reques
 from headrace.frontend.inputs import InputProcessor
 from headrace.metrics.stats import EngineStats
 from headrace.outputs import OutputDelta, RequestTimes, TokenLogprobs
+from headrace.sampling_params import SamplingParams
 from support.byte_tokenizer import EOS, VOCAB, ByteTokenizer
 from support.engine.info import engine_info
 
@@ -259,6 +261,15 @@ class _Sample:
         self._count = 0
         self._times = RequestTimes(request.arrival_time, time.monotonic())
 
+    @staticmethod
+    def _logprobs(token: int, params: SamplingParams) -> TokenLogprobs:
+        """The first token was sampled from two tokens, and every other one from all."""
+        entry = token_logprobs(token, params.logprobs or 0)
+        if not params.return_sampling_mask:
+            return entry
+        mask = array("i", [token, token + 1]).tobytes() if token == ord("H") else b""
+        return msgspec.structs.replace(entry, sampled_from=mask)
+
     def step(self, extra: dict[str, Any]) -> OutputDelta:
         params, request_id = self._request.sampling, self._request.request_id
         token = next(self._tokens)
@@ -308,7 +319,7 @@ class _Sample:
             index=self.index,
             text=text,
             token_ids=[token],
-            logprobs=None if params.logprobs is None else [token_logprobs(token, params.logprobs)],
+            logprobs=None if params.logprobs is None else [self._logprobs(token, params)],
             finish_reason=reason,
             stop_reason=stop,
             **extra,

@@ -51,6 +51,10 @@ Quantization = Annotated[
     ),
 ]
 HeadQuantization = Literal["auto", "none", "int8", "fp8", "fp8_per_block"]
+HeadDType = Annotated[
+    Literal["auto", "float32"],
+    OptionSpec(hints=MappingProxyType(dict.fromkeys(("fp32", "float"), _FP32) | {"model": "write auto"})),
+]
 MatrixNames = Annotated[tuple[str, ...], OptionSpec(min=1, default="none", metavar="NAME")]
 LoadFormat = Annotated[
     Literal["auto", "safetensors", "gguf", "dummy"],

@@ -104,6 +104,10 @@ class EngineArgs(Checked):
     """A matrix that stays in floats: its name in the checkpoint, components of it, or a regular expression after re:."""
     quantize_head: choices.HeadQuantization = "auto"
     """Quantisation of the output head. auto: 8 bits with int8 and int4, as it is stored in a quantised checkpoint, or none."""
+    head_dtype: choices.HeadDType = "auto"
+    """Number format of logits as the head's product gives them. float32: sums that are not rounded to --dtype, with no float32
+    copy of the matrix, as trainers compute them. auto: the same on GPUs; on a CPU, an unquantised head of 16 bits rounds to
+    its own format, which is faster."""
     tensor_parallel_size: Annotated[
         int, OptionSpec(min=1, max=64, flags=("--tensor-parallel-size", "-tp", "--tp"), metavar="INTEGER")
     ] = 1

@@ -11,6 +11,7 @@ from headrace.cli.errors import EXIT_USAGE, print_error
 SAME: Mapping[str, str] = {
     "--tp-size": "--tensor-parallel-size",
     "--dp-size": "--data-parallel-size",
+    "--enable-fp32-lm-head": "--head-dtype=float32",
     "--context-length": "--max-model-len",
     "--ctx-size": "--max-model-len",
     "--max-running-requests": "--max-num-seqs",
@@ -119,7 +120,7 @@ def translated(args: list[str], known: set[str]) -> list[str]:
             raise typer.Exit(EXIT_USAGE)
         else:
             here = SAME.get(flag)
-            found.append(here + equals + value if here in known else word)
+            found.append(here + equals + value if here is not None and here.partition("=")[0] in known else word)
     return [*found, *end, *rest]
 
 

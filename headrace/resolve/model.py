@@ -137,7 +137,10 @@ def quantization(
 
 
 def check_head(args: EngineArgs, model: AnySpec, dtype: str, packed: str, device: DeviceFacts, log: DecisionLog) -> None:
-    """Checks ``quantize_head`` and notes where options of quantised matrices have no effect. ``packed``: the quantization.
+    """Checks ``quantize_head`` and ``head_dtype``, and notes where options of quantised matrices have no effect.
+
+    Args:
+        packed: the quantization.
 
     Raises:
         ConfigError: the head cannot be held so.
@@ -149,6 +152,9 @@ def check_head(args: EngineArgs, model: AnySpec, dtype: str, packed: str, device
         if why := registry.head_refusal(asked, engine_facts(args, model, dtype, device)):
             raise ConfigError(f"quantize_head {asked}: {why}", "quantize_head")
         log.note("quantize_head", asked, "asked for")
+    if args.head_dtype == "float32" and isinstance(model, ForeignSpec) and dtype != "float32":
+        message = f"head_dtype float32 is for native models: here another library multiplies by the head, in {dtype}"
+        raise ConfigError(message, "head_dtype")
     if args.quantization_ignore and packed == registry.head_quantization(asked, packed, device.device) == "none":
         log.note("quantization_ignore", "no effect", "nothing is quantised")
 

@@ -31,6 +31,7 @@ from headrace.options import (
     is_declared,
     options,
 )
+from headrace.outputs import ExpertLayers
 
 MAX_NUM_SEQS = 65_536
 _WHOLE_OUTPUTS_INTERVAL = 16
@@ -307,6 +308,9 @@ class EngineArgs(Checked):
     """Log-probabilities of sampled tokens, for requests that do not say. raw_logprobs: those of the model's logits.
     processed_logprobs: those of the distribution that the token was sampled from, over the tokens that masks and filters keep;
     with temperature 0 it has one token. Those of prompts are always the model's."""
+    enable_return_routed_experts: Annotated[bool, OptionSpec(flags=("--enable-return-routed-experts",))] = False
+    """Record the experts that the routers of a mixture choose, for requests with return_routed_experts; requests to
+    /inference/v1/generate have it unless they say false."""
     max_bad_words_num: Annotated[int, OptionSpec(min=0)] = from_environment("HEADRACE_MAX_BAD_WORDS_NUM", 16)
     """Maximum number of `bad_words` in a request. Also set by HEADRACE_MAX_BAD_WORDS_NUM."""
     bad_words_max_len: Annotated[int, OptionSpec(min=1)] = from_environment("HEADRACE_BAD_WORDS_MAX_LEN", 8)
@@ -514,6 +518,8 @@ class EngineConfig:
     """Batch sizes of decode steps for which a CUDA graph may be captured, rising; empty: none."""
     graph_prompt_tokens: tuple[int, ...] = ()
     """Tokens of prompts, beside decode rows or without, for which one may be captured, rising; empty: none."""
+    experts: ExpertLayers | None = None
+    """Layers whose routers' choices are recorded; None: none are."""
     decisions: tuple[Decision, ...]
 
     @property

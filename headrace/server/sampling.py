@@ -120,11 +120,11 @@ _WITHOUT_EFFECT: Mapping[str, Collection[Any]] = MappingProxyType(
 """Parameters that pass and change nothing, and their values."""
 
 
-def sglang_params(given: Any, where: str, serving: Serving, scores: Mapping[str, int]) -> SamplingParams:
+def sglang_params(given: Any, where: str, serving: Serving, scores: Mapping[str, Any]) -> SamplingParams:
     """Sampling parameters by SGLang's names; those that are left out are neutral.
 
     Args:
-        scores: parameters of logprobs, which SGLang has beside them.
+        scores: parameters of reports, which SGLang has beside them.
 
     Raises:
         RequestError, naming the field as one of ``where``.
@@ -150,15 +150,16 @@ def _wants_mask(custom_params: Any, where: str) -> bool:
     return wanted
 
 
-def inference_params(given: Any, where: str, serving: Serving) -> SamplingParams:
+def inference_params(given: Any, where: str, serving: Serving, *, return_routed_experts: bool) -> SamplingParams:
     """Sampling parameters by vLLM's names; those that are left out are neutral.
 
     Raises:
         RequestError, naming the field as one of ``where``.
     """
-    fields = _given(given, where, {*options(SamplingParams), *_WITHOUT_EFFECT})
+    fields = _given(given, where, {*options(SamplingParams), *_WITHOUT_EFFECT} - {"return_routed_experts"})
     # Text is made for stop strings alone.
-    return _rollout_params(fields | {"detokenize": bool(fields.get("stop"))}, where, rollout_names(given, where), serving)
+    fields |= {"detokenize": bool(fields.get("stop")), "return_routed_experts": return_routed_experts}
+    return _rollout_params(fields, where, rollout_names(given, where), serving)
 
 
 def rollout_names(given: Any, where: str, *, sglang: bool = False) -> dict[str, str]:

@@ -262,6 +262,11 @@ class GenerateBody(SampledBody, frozen=True, kw_only=True):
     """First prompt token to report in input_token_logprobs; needs return_logprob. -1: no token of the prompt."""
     return_text_in_logprobs: Annotated[bool, OptionSpec(apis=_GENERATE)] = False
     """Add the text of each token to its logprobs."""
+    return_routed_experts: Annotated[bool, OptionSpec(apis=_GENERATE)] = False
+    """Add routed_experts to meta_info: the experts of a mixture that were chosen for each token. Needs
+    --enable-return-routed-experts."""
+    routed_experts_start_len: Annotated[int, OptionSpec(min=0, max=INT32_MAX, apis=_GENERATE)] = 0
+    """First token of routed_experts; at most the tokens of the prompt."""
 
 
 class InferenceBody(SampledBody, frozen=True, kw_only=True):
@@ -275,6 +280,12 @@ class InferenceBody(SampledBody, frozen=True, kw_only=True):
     """Name of the request in the answer and for /abort_request."""
     stream_options: Annotated[StreamOptions | None, OptionSpec(apis=_INFERENCE)] = None
     """Object with include_usage and continuous_usage_stats."""
+    return_routed_experts: Annotated[
+        bool | None, OptionSpec(default="true with --enable-return-routed-experts", apis=api("headrace", "inference"))
+    ] = None
+    """Add routed_experts to choices: the experts of a mixture that were chosen for each token."""
+    routed_experts_format: Annotated[Literal["npy", "raw"], OptionSpec(apis=api("headrace", "inference"))] = "npy"
+    """npy: a NumPy file in base64, as in vLLM. raw: an object of data, shape, start and dtype, as in prime-rl."""
 
 
 class TokenizeBody(RequestBody, frozen=True, kw_only=True):

@@ -48,7 +48,7 @@ class Answer(abc.ABC):
     """Sent every 15 seconds between the events."""
 
     async def prepare(self, piece: Piece) -> None:  # noqa: B027
-        """Shapes the logprobs of a whole prompt beside the event loop, before ``add``."""
+        """Shapes what a large delta has of a whole sequence beside the event loop, before ``add``."""
 
     @abc.abstractmethod
     def add(self, piece: Piece) -> Iterable[dict[str, Any]]:
@@ -182,7 +182,7 @@ async def collected(generation: Generation, answer: Answer) -> Any:
         more = True
         while more:
             while (piece := generation.ready()) is not None:
-                if piece.delta.prompt_logprobs is not None:
+                if piece.delta.is_large:
                     await answer.prepare(piece)
                 for _ in answer.add(piece):
                     pass
@@ -208,7 +208,8 @@ class EventStream(Response):
         self._serving = serving
         self._generation = generation
         self._answer = answer
-        self._prepares = any(request.sampling.prompt_logprobs is not None for request in generation.requests)
+        sampled = [request.sampling for request in generation.requests]
+        self._prepares = any(each.prompt_logprobs is not None or each.return_routed_experts for each in sampled)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -249,7 +250,7 @@ class EventStream(Response):
         answer, body, failure = self._answer, bytearray(), None
         try:
             while len(body) < _MOST_AT_ONCE and (piece := self._generation.ready()) is not None:
-                if piece.delta.prompt_logprobs is not None:
+                if piece.delta.is_large:
                     await answer.prepare(piece)
                 body += answer.sent(piece)
         except Exception as error:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from headrace.core.request import Request as EngineRequest
 from headrace.errors import QueueFullError, RequestError, unsupported, wrong_type
 from headrace.sampling_params import SamplingParams
 from headrace.server.answers import Begun, answers
@@ -42,7 +43,7 @@ async def generate(state: Serving, body: GenerateBody, request_id: str, caller: 
     sampled = _sampled(state, body, len(prompts))
     names = _names(body.rid, request_id, len(prompts))
     limit("sampling_params.n", sum(each.params.n for each in sampled), state.settings.max_choices, "max_choices")
-    requests = []
+    requests: list[EngineRequest] = []
     for place, (prompt, own) in enumerate(zip(prompts, sampled, strict=True)):
         if isinstance(prompt, str):
             need_tokenizer(state, name)
@@ -57,6 +58,9 @@ async def generate(state: Serving, body: GenerateBody, request_id: str, caller: 
             )
         requests.append(request)
         await asyncio.sleep(0)  # others take their turns between many short prompts
+    if body.routed_experts_start_len > min(len(request.prompt_token_ids) for request in requests):
+        name = "routed_experts_start_len"
+        raise RequestError(f"{name} is {body.routed_experts_start_len}, which is beyond a prompt", name)
     check_prompt_logprobs(state, requests, copies=1)
     generation = Generation(state, requests, names=names, keeps_aborted=True)
     several = several or generation.num_choices > 1
@@ -76,13 +80,18 @@ class _Sampled(NamedTuple):
     @classmethod
     def of(cls, state: Serving, body: GenerateBody, given: Any, where: str) -> _Sampled:
         empty = isinstance(given, dict) and given.get("max_new_tokens") == 0
-        scores = {"logprobs": body.top_logprobs_num} if body.return_logprob else {}
+        scores: dict[str, Any] = {"return_routed_experts": True} if body.return_routed_experts else {}
+        scores |= {"logprobs": body.top_logprobs_num} if body.return_logprob else {}
         scores |= {"prompt_logprobs": body.top_logprobs_num} if body.logprob_start_len >= 0 else {}
         params = sglang_params(given | {"max_new_tokens": 1} if empty else given, where, state, scores)
         return cls(params, {**rollout_names(given, where, sglang=True), **_SCORES}, empty)
 
 
-_SCORES: Mapping[str, str] = {"logprobs": "top_logprobs_num", "prompt_logprobs": "top_logprobs_num"}
+_SCORES: Mapping[str, str] = {
+    "logprobs": "top_logprobs_num",
+    "prompt_logprobs": "top_logprobs_num",
+    "return_routed_experts": "return_routed_experts",
+}
 
 
 def _sampled(state: Serving, body: GenerateBody, count: int) -> list[_Sampled]:
@@ -114,11 +123,15 @@ async def inference(state: Serving, body: InferenceBody, request_id: str, caller
     state.model.check_name(body.model)
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream: true", "stream_options")
-    params = inference_params(body.sampling_params, "sampling_params", state)
+    wants_experts = state.llm.args.enable_return_routed_experts if body.return_routed_experts is None else None
+    params = inference_params(
+        body.sampling_params, "sampling_params", state, return_routed_experts=body.return_routed_experts or bool(wants_experts)
+    )
     if body.stream and params.prompt_logprobs is not None:
         name = "sampling_params.prompt_logprobs"
         raise unsupported(name, f"{name} is not supported with stream: true")
-    with named({**rollout_names(body.sampling_params, "sampling_params"), "prompt": "token_ids"}):
+    own = {"prompt": "token_ids", "return_routed_experts": "return_routed_experts"}
+    with named({**rollout_names(body.sampling_params, "sampling_params"), **own}):
         request = await state.llm.inputs.request_async(
             {"prompt_token_ids": body.token_ids},
             params,

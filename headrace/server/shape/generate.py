@@ -15,6 +15,7 @@ from headrace.outputs import OutputDelta
 from headrace.server.generation import Generation, Piece
 from headrace.server.logprobs import IDS, JSONArray, TokenTexts, chat_logprobs, prompt_logprobs, triples
 from headrace.server.schema import GenerateBody, InferenceBody
+from headrace.server.shape.routed import routed_int32, routed_npy, routed_raw
 from headrace.server.sse import DataAnswer
 from headrace.server.state import ServedModel, Serving
 
@@ -56,6 +57,10 @@ class GenerateAnswer(DataAnswer):
         """Logprobs of each prompt."""
 
     async def prepare(self, piece: Piece) -> None:
+        if (routed := piece.delta.routed_experts) is not None:
+            sample = self._samples[self._first[piece.prompt] + piece.delta.index]
+            start_len = self._body.routed_experts_start_len
+            sample.experts = await self._generation.in_thread(lambda: routed_int32(routed, start_len))
         entries, start = piece.delta.prompt_logprobs, self._body.logprob_start_len
         if entries is None:
             return
@@ -118,6 +123,8 @@ class _Sample:
         self._ids: list[int] = []
         self._logprobs, self._best = JSONArray(), JSONArray()
         self._masks: list[bytes] = []
+        self.experts: dict[str, Any] = {}
+        """Fields of ``meta_info`` about experts."""
         self._finish: OutputDelta | None = None
 
     def add(self, delta: OutputDelta) -> None:
@@ -150,7 +157,7 @@ class _Sample:
         }
         head = {"id": self._name, "weight_version": self._shared.version, "finish_reason": self._finish_reason()}
         text = {"text": self._text} if self._request.sampling.detokenize else {}
-        return {**text, "output_ids": self._ids, "meta_info": {**head, **counts, **scores}}
+        return {**text, "output_ids": self._ids, "meta_info": {**head, **counts, **scores, **self.experts}}
 
     def _finish_reason(self) -> dict[str, Any] | None:
         if self._finish is None:
@@ -195,12 +202,17 @@ class InferenceAnswer(DataAnswer):
             choice["sampling_mask"] = []
         self._logprobs = [JSONArray() for _ in self._choices]
         self._prompt_logprobs: Any = None
+        self._experts: dict[int, Any] = {}
+        """Index of a finished sample -> its experts, encoded."""
         options = body.stream_options
         self._include_usage = options is not None and options.include_usage
         self._continuous_usage = options is not None and options.continuous_usage_stats
 
     async def prepare(self, piece: Piece) -> None:
-        entries = piece.delta.prompt_logprobs
+        entries, routed = piece.delta.prompt_logprobs, piece.delta.routed_experts
+        if routed is not None:
+            encode = routed_npy if self._body.routed_experts_format == "npy" else routed_raw
+            self._experts[piece.delta.index] = await self._generation.in_thread(lambda: encode(routed))
         if entries is not None:
             shaped = await self._generation.in_thread(lambda: prompt_logprobs(self._model.texts, entries).json)
             self._prompt_logprobs = shaped
@@ -210,7 +222,9 @@ class InferenceAnswer(DataAnswer):
         content = None
         if self._top is not None and delta.logprobs is not None:
             content = chat_logprobs(IDS, delta.logprobs, self._top)["content"]
-        finish = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+        finish: dict[str, Any] = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+        if delta.index in self._experts:
+            finish["routed_experts"] = self._experts[delta.index]
         masks = {"sampling_mask": [entry.sampling_mask for entry in delta.logprobs or ()]} if self._masks else {}
         if self._body.stream:
             if delta.token_ids or delta.finish_reason:

@@ -20,7 +20,7 @@ from headrace.engine.info import LayerLine
 from headrace.errors import EngineDeadError, EngineError, QueueFullError, RequestError
 from headrace.frontend.inputs import InputProcessor
 from headrace.metrics.stats import EngineStats
-from headrace.outputs import OutputDelta, RequestTimes, TokenLogprobs
+from headrace.outputs import ExpertLayers, OutputDelta, RequestTimes, RoutedExperts, TokenLogprobs
 from headrace.sampling_params import SamplingParams
 from support.byte_tokenizer import EOS, VOCAB, ByteTokenizer
 from support.engine.info import engine_info
@@ -95,7 +95,9 @@ class FakeLLM:
 
     def _make_inputs(self) -> SeededInputs:
         config = {"eos_token_id": [EOS]}
-        return SeededInputs(LIMITS, vocab_size=VOCAB, max_model_len=512, tokenizer=self.tokenizer, generation_config=config)
+        return SeededInputs(
+            self.limits, vocab_size=VOCAB, max_model_len=512, tokenizer=self.tokenizer, generation_config=config
+        )
 
     async def start(self) -> None:
         await asyncio.sleep(self.load_seconds)
@@ -105,6 +107,8 @@ class FakeLLM:
 
     replicas = None
     args = EngineArgs()
+    limits = LIMITS
+    """Arguments of the gate."""
 
     def serving(self) -> None:
         self.served_at = time.monotonic()
@@ -261,6 +265,11 @@ class _Sample:
         self._count = 0
         self._times = RequestTimes(request.arrival_time, time.monotonic())
 
+    def _routed_experts(self) -> RoutedExperts:
+        """Of a model with two layers, one of them with experts."""
+        count = len(self._request.prompt_token_ids) + self._count - 1
+        return RoutedExperts(bytes(range(2)) * count, ExpertLayers([1], 2, 2, False))
+
     @staticmethod
     def _logprobs(token: int, params: SamplingParams) -> TokenLogprobs:
         """The first token was sampled from two tokens, and every other one from all."""
@@ -322,6 +331,7 @@ class _Sample:
             logprobs=None if params.logprobs is None else [self._logprobs(token, params)],
             finish_reason=reason,
             stop_reason=stop,
+            routed_experts=self._routed_experts() if reason is not None and params.return_routed_experts else None,
             **extra,
         )
 

@@ -36,11 +36,15 @@ async def generate(state: Serving, body: GenerateBody, request_id: str, caller: 
         raise RequestError("give either text or input_ids", "input_ids")
     name = "text" if body.input_ids is None else "input_ids"
     given = getattr(body, name)
-    prompts = await state.llm.inputs.in_thread(caller.turn, lambda: parse_prompts(given, state.settings.max_prompts, name))
-    if not isinstance(prompts[0], str if name == "text" else list):
-        raise wrong_type(name, "text" if name == "text" else "token ids")
+
+    def read() -> tuple[list[str | list[int]], list[_Sampled]]:
+        prompts = parse_prompts(given, state.settings.max_prompts, name)
+        if not isinstance(prompts[0], str if name == "text" else list):
+            raise wrong_type(name, "text" if name == "text" else "token ids")
+        return prompts, _sampled(state, body, len(prompts))
+
+    prompts, sampled = await state.llm.inputs.in_thread(caller.turn, read)
     several = isinstance(given, list) and not isinstance(given[0], int)
-    sampled = _sampled(state, body, len(prompts))
     names = _names(body.rid, request_id, len(prompts))
     limit("sampling_params.n", sum(each.params.n for each in sampled), state.settings.max_choices, "max_choices")
     requests: list[EngineRequest] = []
@@ -123,9 +127,12 @@ async def inference(state: Serving, body: InferenceBody, request_id: str, caller
     state.model.check_name(body.model)
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream: true", "stream_options")
-    wants_experts = state.llm.args.enable_return_routed_experts if body.return_routed_experts is None else None
-    params = inference_params(
-        body.sampling_params, "sampling_params", state, return_routed_experts=body.return_routed_experts or bool(wants_experts)
+    experts = body.return_routed_experts
+    if experts is None:
+        experts = state.llm.args.enable_return_routed_experts
+    params = await state.llm.inputs.in_thread(
+        caller.turn,
+        lambda: inference_params(body.sampling_params, "sampling_params", state, return_routed_experts=experts),
     )
     if body.stream and params.prompt_logprobs is not None:
         name = "sampling_params.prompt_logprobs"

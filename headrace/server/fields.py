@@ -171,7 +171,6 @@ FIELDS: tuple[FieldRule, ...] = (
         "vLLM",
         _CHAT,
         echo=("the answer does not repeat the last message", [False]),
-        chat_template="the template is the server's: --chat-template",
         documents="the server passes no documents to the template: put them into a message",
         media_io_kwargs="how media are read is the server's choice",
     ),

@@ -173,6 +173,10 @@ def render_messages(serving: Serving, body: ChatBody | TokenizeBody, tools: Sequ
     """
     if isinstance(body.messages, list):
         limit("messages", len(body.messages), serving.settings.max_messages, "max_messages")
+    template = getattr(body, "chat_template", None)
+    if template is not None and not serving.settings.trust_request_chat_template:
+        message = "chat_template is not supported: the template is the server's, without --trust-request-chat-template"
+        raise unsupported("chat_template", message)
     for name in ("messages", "chat_template_kwargs", "mm_processor_kwargs"):
         _check_values(name, getattr(body, name), serving.settings.max_chat_values)
     _check_values("tools", list(tools), serving.settings.max_chat_values)
@@ -195,6 +199,7 @@ def render_messages(serving: Serving, body: ChatBody | TokenizeBody, tools: Sequ
         strict=True,
         **({"tools": tools} if tools else {}),
         **({"media": media} if media is not None else {}),
+        **({"template": template} if template is not None else {}),
         **({"spell_tools": True} if answers is not None and answers.spells_tools else {}),
     )
     parts = text.split(mark) if mark else [text]

@@ -109,6 +109,8 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     """Newer name of max_tokens; if both are given, they must agree."""
     add_special_tokens: Annotated[bool, OptionSpec(apis=api("vLLM", "chat"))] = False
     """Add the tokenizer's special tokens. Default: false for chat, whose template has them; true for completions."""
+    chat_template: Annotated[str | None, OptionSpec(min=1, apis=api("vLLM", "chat"))] = None
+    """Jinja template in place of the model's; needs --trust-request-chat-template."""
     chat_template_kwargs: Annotated[dict[str, Any], OptionSpec(apis=api("vLLM", "chat"))] = {}
     """Further variables for the chat template."""
     mm_processor_kwargs: Annotated[dict[str, Any], OptionSpec(apis=api("vLLM", "chat"))] = {}

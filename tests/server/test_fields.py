@@ -67,7 +67,6 @@ NEVER = (
     "logits_processors",
     "kv_transfer_params",
     "vllm_xargs",
-    "chat_template",
     "documents",
     "media_io_kwargs",
     "prompt_embeds",

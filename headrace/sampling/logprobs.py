@@ -66,7 +66,8 @@ def _kept_ids(bits: npt.NDArray[np.uint8], vocab_size: int) -> bytes:
 def _packed(kept: torch.Tensor) -> torch.Tensor:
     """``Measured.kept`` of ``[P, vocab]`` bool."""
     whole = torch.nn.functional.pad(kept, (0, -kept.shape[1] % 8)).view(len(kept), -1, 8)
-    return (whole << torch.arange(8, device=kept.device)).sum(-1).to(torch.uint8)
+    places = torch.arange(8, dtype=torch.uint8, device=kept.device)
+    return (whole.to(torch.uint8) << places).sum(-1, dtype=torch.uint8)
 
 
 def measure(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> Measured:

@@ -142,7 +142,7 @@ def test_encodings() -> None:
         raw = routed_raw(routed)
         assert (raw["shape"], raw["start"], raw["dtype"]) == ([3, 3, 2], 0, dtype)
         assert base64.b64decode(raw["data"]) == whole.tobytes()
-        meta = routed_int32(routed, 1)
+        meta = routed_int32(routed, 1, 4)
         assert meta["routed_experts_start_len"] == 1
         assert np.array_equal(np.frombuffer(base64.b64decode(meta["routed_experts"]), "<i4").reshape(2, 3, 2), whole[1:])
 

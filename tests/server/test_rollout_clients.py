@@ -117,7 +117,8 @@ def test_slimes_teacher(api: Api) -> None:
     """A teacher scores a sequence and generates nothing."""
     sampling = {"temperature": 0, "max_new_tokens": 0, "skip_special_tokens": False}
     body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
-    meta = posted(api, "/generate", body)["meta_info"]
+    meta = posted(api, "/generate", body | {"return_routed_experts": True})["meta_info"]
+    assert len(int32(meta["routed_experts"])) == (len(PROMPT) - 1) * 4
     scores = [item[0] for item in meta["input_token_logprobs"]]
     assert scores[0] is None and scores[1:] == [-1.5, -1.5]
 

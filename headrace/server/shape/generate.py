@@ -60,7 +60,8 @@ class GenerateAnswer(DataAnswer):
         if (routed := piece.delta.routed_experts) is not None:
             sample = self._samples[self._first[piece.prompt] + piece.delta.index]
             start_len = self._body.routed_experts_start_len
-            sample.experts = await self._generation.in_thread(lambda: routed_int32(routed, start_len))
+            num_tokens = sample.num_tokens + (0 if sample.empty else len(piece.delta.token_ids))
+            sample.experts = await self._generation.in_thread(lambda: routed_int32(routed, start_len, num_tokens))
         entries, start = piece.delta.prompt_logprobs, self._body.logprob_start_len
         if entries is None:
             return
@@ -116,8 +117,8 @@ class _Sample:
             name: of the request, in the answer.
             empty: whether new tokens are left out.
         """
-        self.prompt = prompt
-        self._shared, self._request, self._name, self._empty = shared, request, name, empty
+        self.prompt, self.empty = prompt, empty
+        self._shared, self._request, self._name = shared, request, name
         self._scores = request.sampling.logprobs is not None
         self._text = ""
         self._ids: list[int] = []
@@ -127,10 +128,15 @@ class _Sample:
         """Fields of ``meta_info`` about experts."""
         self._finish: OutputDelta | None = None
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and answer so far."""
+        return len(self._request.prompt_token_ids) + len(self._ids)
+
     def add(self, delta: OutputDelta) -> None:
         if delta.finish_reason is not None:
-            self._finish = msgspec.structs.replace(delta, finish_reason="length") if self._empty else delta
-        if self._empty:
+            self._finish = msgspec.structs.replace(delta, finish_reason="length") if self.empty else delta
+        if self.empty:
             return
         self._text += delta.text
         self._ids += delta.token_ids

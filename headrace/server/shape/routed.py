@@ -28,9 +28,12 @@ def _base64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def routed_int32(routed: RoutedExperts, start: int) -> dict[str, Any]:
-    """SGLang's fields of ``meta_info``: int32 from token ``start`` on."""
-    return {"routed_experts": _base64(_array(routed)[start:].astype("<i4").tobytes()), "routed_experts_start_len": start}
+def routed_int32(routed: RoutedExperts, start: int, num_tokens: int) -> dict[str, Any]:
+    """SGLang's fields of ``meta_info``: int32 from token ``start`` on, of the first ``num_tokens`` tokens but the last."""
+    return {
+        "routed_experts": _base64(_array(routed)[start : num_tokens - 1].astype("<i4").tobytes()),
+        "routed_experts_start_len": start,
+    }
 
 
 def routed_npy(routed: RoutedExperts) -> str:

@@ -55,6 +55,10 @@ Quantization = Annotated[
     ),
 ]
 HeadQuantization = Literal["auto", "none", "int8", "fp8", "fp8_per_block"]
+HeadDType = Annotated[
+    Literal["auto", "float32"],
+    OptionSpec(hints=MappingProxyType(dict.fromkeys(("fp32", "float"), _FP32) | {"model": "write auto"})),
+]
 MatrixNames = Annotated[tuple[str, ...], OptionSpec(min=1, default="none", metavar="NAME")]
 LoadFormat = Annotated[
     Literal["auto", "safetensors", "gguf", "dummy"],
@@ -84,6 +88,17 @@ KVCacheDType = Annotated[
         hints=MappingProxyType(
             dict.fromkeys(("fp8", "fp8_e5m2"), "write fp8_e4m3")
             | dict.fromkeys(("bfloat16", "bf16", "float16", "fp16"), "write auto, which is the format of --dtype")
+        )
+    ),
+]
+LogprobsMode = Annotated[
+    Literal["raw_logprobs", "processed_logprobs"],
+    OptionSpec(
+        hints=MappingProxyType(
+            dict.fromkeys(
+                ("raw_logits", "processed_logits"), "answers have log-probabilities, whose differences are those of the logits"
+            )
+            | {"raw": "write raw_logprobs", "processed": "write processed_logprobs"}
         )
     ),
 ]

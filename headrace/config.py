@@ -31,6 +31,7 @@ from headrace.options import (
     is_declared,
     options,
 )
+from headrace.outputs import ExpertLayers
 
 MAX_NUM_SEQS = 65_536
 _WHOLE_OUTPUTS_INTERVAL = 16
@@ -104,6 +105,10 @@ class EngineArgs(Checked):
     """A matrix that stays in floats: its name in the checkpoint, components of it, or a regular expression after re:."""
     quantize_head: choices.HeadQuantization = "auto"
     """Quantisation of the output head. auto: 8 bits with int8 and int4, as it is stored in a quantised checkpoint, or none."""
+    head_dtype: choices.HeadDType = "auto"
+    """Number format of logits as the head's product gives them. float32: sums that are not rounded to --dtype, with no float32
+    copy of the matrix, as trainers compute them. auto: the same on GPUs; on a CPU, an unquantised head of 16 bits rounds to
+    its own format, which is faster."""
     tensor_parallel_size: Annotated[
         int, OptionSpec(min=1, max=64, flags=("--tensor-parallel-size", "-tp", "--tp"), metavar="INTEGER")
     ] = 1
@@ -305,6 +310,13 @@ class EngineArgs(Checked):
     """Processes that decode pictures and videos, and threads that resize and normalise them. They start with the first ones."""
     max_logprobs: Annotated[int, OptionSpec(min=-1)] = 20
     """Largest `logprobs` and `prompt_logprobs` of a request; -1: no limit. High values slow each step and enlarge responses."""
+    logprobs_mode: choices.LogprobsMode = "raw_logprobs"
+    """Log-probabilities of sampled tokens, for requests that do not say. raw_logprobs: those of the model's logits.
+    processed_logprobs: those of the distribution that the token was sampled from, over the tokens that masks and filters keep;
+    with temperature 0 it has one token. Those of prompts are always the model's."""
+    enable_return_routed_experts: Annotated[bool, OptionSpec(flags=("--enable-return-routed-experts",))] = False
+    """Record the experts that the routers of a mixture choose, for requests with return_routed_experts; requests to
+    /inference/v1/generate have it unless they say false."""
     max_bad_words_num: Annotated[int, OptionSpec(min=0)] = from_environment("HEADRACE_MAX_BAD_WORDS_NUM", 16)
     """Maximum number of `bad_words` in a request. Also set by HEADRACE_MAX_BAD_WORDS_NUM."""
     bad_words_max_len: Annotated[int, OptionSpec(min=1)] = from_environment("HEADRACE_BAD_WORDS_MAX_LEN", 8)
@@ -529,6 +541,8 @@ class EngineConfig:
     """Batch sizes of decode steps for which a CUDA graph may be captured, rising; empty: none."""
     graph_prompt_tokens: tuple[int, ...] = ()
     """Tokens of prompts, beside decode rows or without, for which one may be captured, rising; empty: none."""
+    experts: ExpertLayers | None = None
+    """Layers whose routers' choices are recorded; None: none are."""
     decisions: tuple[Decision, ...]
 
     @property

@@ -32,7 +32,7 @@ FLOAT32_TINY = 2.0**-126
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 
-Endpoint = Literal["chat", "completions", "messages", "count_tokens", "responses"]
+Endpoint = Literal["chat", "completions", "messages", "count_tokens", "responses", "generate", "inference"]
 Origin = Literal["OpenAI", "Codex", "Anthropic", "vLLM", "SGLang", "llama.cpp", "headrace"]
 """The API that a request field comes from."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
@@ -44,6 +45,17 @@ class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
     token_ids: list[int]
     logprobs: list[float]
     rank: int
+    sampled_from: bytes | None = None
+    """Ascending ids, little-endian int32, of the tokens that were left to sample from. Empty: all; None: not requested."""
+
+    @property
+    def sampling_mask(self) -> list[int] | None:
+        """``sampled_from`` as numbers; None: all tokens."""
+        if not self.sampled_from:
+            return None
+        ids = array("i")
+        ids.frombytes(self.sampled_from)
+        return ids.tolist()
 
 
 def position_logprobs(entry: TokenLogprobs, text: TokenText | None = None) -> PositionLogprobs:
@@ -97,6 +109,30 @@ class PrefixReport(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers of tokens after which snapshots of the states are taken while the prompt is computed."""
     why: str
     """Reason for which fewer tokens were reused than found; empty: none were."""
+
+
+class ExpertLayers(msgspec.Struct, array_like=True, frozen=True):
+    """Shape of recorded choices of experts."""
+
+    layers: list[int]
+    """Layers that have experts, ascending."""
+    num_layers: int
+    """Layers of the model, with those that have none."""
+    top_k: int
+    wide: bool
+    """A number has 16 bits, not 8."""
+
+    @property
+    def token_bytes(self) -> int:
+        return len(self.layers) * self.top_k * (2 if self.wide else 1)
+
+
+class RoutedExperts(msgspec.Struct, array_like=True, frozen=True):
+    """Experts that the routers chose for the first tokens of a sequence, prompt included."""
+
+    data: bytes
+    """``[tokens, layers with experts, top_k]``: ids in the router's order, uint8 or little-endian uint16."""
+    shape: ExpertLayers
 
 
 EventKind = Literal["reasoning", "content", "call_started", "arguments", "call_ended"]
@@ -187,6 +223,13 @@ class OutputDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     """Times of the request, with the delta that finishes the sequence."""
     attention: AttentionReport | None = None
     """Report of the prompt's attention, with the delta that finishes the sequence, if the prompt attended sparsely."""
+    routed_experts: RoutedExperts | None = None
+    """Choices for all tokens but the last, with the delta that finishes the sequence, if they were requested."""
+
+    @property
+    def is_large(self) -> bool:
+        """Whether shaping the delta takes longer than an event loop may."""
+        return self.prompt_logprobs is not None or self.routed_experts is not None
 
     def continues(self, earlier: OutputDelta) -> bool:
         """Whether this delta can be read as one with ``earlier``, the one before it: of the same sample, no error, and without
@@ -239,6 +282,10 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     token_ids: list[int] = []
     cumulative_logprob: float | None = None
     logprobs: list[PositionLogprobs] | None = None
+    sampling_mask: list[list[int] | None] = []
+    """With ``return_sampling_mask``, the ids of the tokens that each output token was sampled from; None: all of them."""
+    routed_experts: RoutedExperts | None = None
+    """With ``return_routed_experts``, the choices for all tokens but the last; None: the sample has not finished."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
@@ -279,6 +326,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
             sample.text = sample.message.content
         sample.token_ids.extend(delta.token_ids)
         if delta.logprobs is not None:
+            sample.sampling_mask += [entry.sampling_mask for entry in delta.logprobs if entry.sampled_from is not None]
             if sample.logprobs is None:
                 sample.logprobs, sample.cumulative_logprob = [], 0.0
             sample.logprobs.extend(position_logprobs(entry, text) for entry in delta.logprobs)
@@ -292,6 +340,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
             self.cache = delta.cache
         if delta.finish_reason is not None:
             sample.finish_reason, sample.stop_reason = delta.finish_reason, delta.stop_reason
+            sample.routed_experts = delta.routed_experts
             self.error = delta.error or self.error
             self.engine_died = delta.engine_died or self.engine_died
             self.times = delta.times or self.times

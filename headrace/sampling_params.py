@@ -187,8 +187,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: Annotated[int | None, OptionSpec(min=-1, max=INT32_MAX)] = None
     """Number of most likely tokens to report at each output position, with log-probabilities, beside the generated token.
     -1: the whole vocabulary."""
-    logprobs_mode: Annotated[LogprobsMode, OptionSpec(apis=api("headrace"))] = "raw"
+    logprobs_mode: Annotated[LogprobsMode | None, OptionSpec(default="as --logprobs-mode says", apis=api("headrace"))] = None
     """raw: log-probabilities of the model's logits. processed: of the distribution that tokens are sampled from."""
+    return_sampling_mask: bool = False
+    """Report the tokens that masks and filters left to sample from, beside the logprobs of each output token."""
+    return_routed_experts: bool = False
+    """Report the experts that a mixture's routers chose for each token. Needs --enable-return-routed-experts; the request takes
+    no prefix from the cache."""
     prompt_logprobs: Annotated[int | None, OptionSpec(min=-1, max=INT32_MAX, apis=api("vLLM"))] = None
     """Number of most likely tokens to report at each prompt position. -1: the whole vocabulary."""
     structured_outputs: Annotated[StructuredOutputsParams | None, OptionSpec(metavar="JSON", apis=api("vLLM"))] = None
@@ -209,6 +214,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         check(self, RequestError)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})", "min_tokens")
+        if self.return_sampling_mask and self.logprobs is None:
+            raise RequestError("return_sampling_mask needs logprobs", "return_sampling_mask")
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=true", "stop")
 

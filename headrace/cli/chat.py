@@ -52,13 +52,15 @@ HELP = (
 A line that ends with \\ goes on in the next one, as with Alt-Enter. Ctrl-C stops a reply."""
 )
 _WITH_PATH = frozenset({"/image", "/save"})
+_REPORTS = ("logprobs", "logprobs_mode", "return_sampling_mask", "return_routed_experts", "prompt_logprobs")
+"""Sampling parameters that add to results what a conversation does not show."""
 
 
 @command(
     args=ENGINE_FIELDS,
-    sampling=SAMPLING_OPTIONS.without(
-        "n", "logprobs", "logprobs_mode", "prompt_logprobs", "detokenize", "sparse_prefill"
-    ).changed("max_tokens", default=f"{MAX_TOKENS}, within the context; with --url the server's"),
+    sampling=SAMPLING_OPTIONS.without(*_REPORTS, "n", "detokenize", "sparse_prefill").changed(
+        "max_tokens", default=f"{MAX_TOKENS}, within the context; with --url the server's"
+    ),
     options=Group.of(ChatOptions),
 )
 def chat(args: EngineArgs, sampling: dict[str, Any], options: ChatOptions) -> None:

@@ -11,6 +11,7 @@ from headrace.cli.errors import EXIT_USAGE, print_error
 SAME: Mapping[str, str] = {
     "--tp-size": "--tensor-parallel-size",
     "--dp-size": "--data-parallel-size",
+    "--enable-fp32-lm-head": "--head-dtype=float32",
     "--context-length": "--max-model-len",
     "--ctx-size": "--max-model-len",
     "--max-running-requests": "--max-num-seqs",
@@ -91,6 +92,7 @@ REFUSED: Mapping[str, str] = {
     "--kv-transfer-config": "the KV cache stays with its engine",
     "--api-server-count": "one server process feeds all replicas",
     "--enable-sleep-mode": "an engine does not sleep; stop it, and start it again",
+    "--return-sampling-mask": "a request says return_sampling_mask in sampling_params of /inference/v1/generate",
     "--logits-processors": "the server runs no code of its users; in Python, sampling features are registered",
     "--disable-log-stats": "no statistics are logged; /metrics has them",
 }
@@ -118,7 +120,7 @@ def translated(args: list[str], known: set[str]) -> list[str]:
             raise typer.Exit(EXIT_USAGE)
         else:
             here = SAME.get(flag)
-            found.append(here + equals + value if here in known else word)
+            found.append(here + equals + value if here is not None and here.partition("=")[0] in known else word)
     return [*found, *end, *rest]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import dataclasses
 import functools
@@ -407,6 +408,11 @@ def _sample(sample: Any) -> dict[str, Any]:
     if sample.logprobs is not None:
         record["cumulative_logprob"] = sample.cumulative_logprob
         record["logprobs"] = [_position(position) for position in sample.logprobs]
+    if sample.sampling_mask:
+        record["sampling_mask"] = sample.sampling_mask
+    if sample.routed_experts is not None:
+        shape = msgspec.structs.asdict(sample.routed_experts.shape)
+        record["routed_experts"] = {"data": base64.b64encode(sample.routed_experts.data).decode(), **shape}
     return record
 
 

@@ -175,6 +175,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """Padding tokens computed to fill a CUDA graph."""
     sparse: dict[int, SparseOutcome] = {}
     """seq_id -> of rows that attend sparsely."""
+    routed_experts: dict[int, bytes] = {}
+    """seq_id -> ``RoutedExperts.data`` of the row's tokens, for sequences that request it."""
 
 
 class RunnerEvent(msgspec.Struct, frozen=True, array_like=True, tag="event"):

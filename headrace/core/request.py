@@ -11,7 +11,7 @@ from headrace.kv import CacheIdentity, Item
 from headrace.options import INT64_MAX, OptionSpec, api
 from headrace.sampling_params import SamplingParams
 
-_EXTRA = api("vLLM", "chat", "completions", "responses") | api("headrace", "messages")
+_EXTRA = api("vLLM", "chat", "completions", "responses", "inference") | api("headrace", "messages")
 
 
 class BadWordsTable(msgspec.Struct, frozen=True, array_like=True):
@@ -104,7 +104,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | None = None
     priority: Annotated[int, OptionSpec(min=-INT64_MAX - 1, max=INT64_MAX, apis=_EXTRA)] = 0
     """A lower value runs first under --policy priority."""
-    cache_salt: Annotated[str | None, OptionSpec(min=1, max=256, apis=_EXTRA)] = None
+    cache_salt: Annotated[str | None, OptionSpec(min=1, max=256, apis=_EXTRA | api("SGLang", "generate"))] = None
     """Cached prefixes are shared only among requests with the same salt."""
     session: str | None = None
     """Requests of one session go to the same replica under --dp-routing-policy session."""

@@ -205,7 +205,7 @@ class Scheduler:
         updates, self._failed = self._failed, []
         tokens = dict(zip(result.seq_ids, result.token_ids, strict=True))
         counters = self._counters
-        special = result.errors or result.logprobs or result.sparse
+        special = result.errors or result.logprobs or result.sparse or result.routed_experts
         continuing = {} if special else collected.continuing
         for row in plan.rows:
             seq_id = row.seq_id
@@ -401,7 +401,7 @@ class Scheduler:
         forked = seq.blocks.capacity > 0
         if seq.whole(0) and seq.prompt_logprobs is None:
             self._recall(seq)
-        hit = None if forked else self.kv.no_hit() if seq.prompt_logprobs is not None else self.kv.match(seq.blocks)
+        hit = None if forked else self.kv.no_hit() if seq.computes_all else self.kv.match(seq.blocks)
         start = seq.blocks.capacity if hit is None else hit.num_tokens
         if self._states is not None:
             self._states.plan(seq, start, hit)
@@ -447,7 +447,7 @@ class Scheduler:
             return
         counters = self._counters
         counters.prompt_tokens += seq.num_prompt
-        if self.kv.caching and seq.prompt_logprobs is None:
+        if self.kv.caching and not seq.computes_all:
             counters.prefix_query_tokens += seq.num_prompt
             counters.prefix_hit_tokens += num_cached
         seq.num_cached_tokens = num_cached
@@ -475,6 +475,8 @@ class Scheduler:
             self._counters.computed_prompt_tokens += min(end, seq.num_prompt) - start
         if seq.prompt_logprobs is not None:
             keep_prompt_logprobs(seq, start, result.prompt_logprobs.get(seq.seq_id, []))
+        if seq.routed_experts is not None:
+            seq.routed_experts.put(start, row.num_tokens, result.routed_experts.get(seq.seq_id, b""))
         update, stop = None, None
         if token_ids:
             if seq.first_token_at is None:
@@ -545,6 +547,8 @@ class Scheduler:
                 self.kv.identify(sibling.blocks, sibling.sparse.identity)
             if boundary and self.kv.can_fork(seq.blocks, boundary):
                 self.kv.fork(seq.blocks, sibling.blocks, boundary)
+                if seq.routed_experts is not None and sibling.routed_experts is not None:
+                    sibling.routed_experts.begin_with(seq.routed_experts, boundary)
             self._waiting.add(sibling)
         seq.blocks.keep_from = None
         if self.kv.states is not None:

@@ -11,6 +11,7 @@ from headrace.core.items import chunk_length, least_chunk
 from headrace.core.matcher import Matcher
 from headrace.core.points import ChunkGrid
 from headrace.core.request import Request
+from headrace.core.routed import TokenExperts
 from headrace.core.sparse import SparsePrompt
 from headrace.kv import Item, SequenceBlocks
 from headrace.outputs import Failure, FinishReason, PrefixReport, RequestTimes, TokenLogprobs
@@ -87,6 +88,8 @@ class Sequence:
     """State of the request's constraint after the known outputs; None: there is no constraint, or it is being compiled."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Logprobs of prompt tokens 1, 2, ..., filled in as they are computed; None: not requested, or delivered already."""
+    routed_experts: TokenExperts | None = None
+    """Choices for the tokens that are computed, filled in with their steps; None: not requested."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: Failure | None = None
@@ -106,6 +109,8 @@ class Sequence:
         self.items = self.blocks.identity.items
         if self.request.sampling.prompt_logprobs is not None and self.index == 0:
             self.prompt_logprobs = [None] * (self.num_prompt - 1)
+        if self.request.sampling.return_routed_experts:
+            self.routed_experts = TokenExperts()
 
     @property
     def num_tokens(self) -> int:
@@ -119,6 +124,11 @@ class Sequence:
     @property
     def finished(self) -> bool:
         return self.status is Status.FINISHED
+
+    @property
+    def computes_all(self) -> bool:
+        """Whether it takes no prefix from the cache: of each token it reports what computing it gives."""
+        return self.prompt_logprobs is not None or self.routed_experts is not None
 
     @property
     def ready(self) -> bool:

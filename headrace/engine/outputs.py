@@ -13,7 +13,17 @@ import msgspec
 
 from headrace.core.sequence import Sequence, SequenceUpdate
 from headrace.engine.parsed_text import ParsedText, Parsing
-from headrace.outputs import Event, Failure, FinishReason, OutputDelta, RequestTimes, TokenLogprobs, merged
+from headrace.outputs import (
+    Event,
+    ExpertLayers,
+    Failure,
+    FinishReason,
+    OutputDelta,
+    RequestTimes,
+    RoutedExperts,
+    TokenLogprobs,
+    merged,
+)
 from headrace.text.detokenizer import IncrementalDetokenizer
 from headrace.text.parse.engine import Parser
 from headrace.text.stops import StopAutomaton, StopStrings
@@ -38,9 +48,13 @@ class OutputProcessor:
     A failure in one sequence's text ends that sequence with an error and touches no other.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, interval: int = 1) -> None:
-        """``interval``: tokens of a sample that make a delta, unless it begins or ends with fewer."""
-        self._tokenizer, self._interval = tokenizer, interval
+    def __init__(self, tokenizer: Tokenizer | None, interval: int = 1, experts: ExpertLayers | None = None) -> None:
+        """
+        Args:
+            interval: tokens of a sample that make a delta, unless it begins or ends with fewer.
+            experts: layers whose routers' choices sequences may hold.
+        """
+        self._tokenizer, self._interval, self._experts = tokenizer, interval, experts
         self._texts: dict[int, SequenceText] = {}
         """seq_id -> text state, from admission to the last delta."""
         self._parsing: Parsing | None = None
@@ -51,7 +65,7 @@ class OutputProcessor:
         """``sequences``: the samples of one request."""
         first: SequenceText | None = None
         for sequence in sequences:
-            text = SequenceText(sequence, self._tokenizer, first, self._parser(sequence))
+            text = SequenceText(sequence, self._tokenizer, first, self._parser(sequence), self._experts)
             self._texts[sequence.seq_id] = text
             first = first or text
 
@@ -111,8 +125,10 @@ class SequenceText:
         tokenizer: Tokenizer | None,
         first: SequenceText | None = None,
         parser: Parser | None = None,
+        experts: ExpertLayers | None = None,
     ) -> None:
         """``first``: of another sample of the request, which has computed what depends on the request alone."""
+        self._experts, self._num_shown = experts, 0
         request = sequence.request
         params = request.sampling
         self.request_id = request.request_id
@@ -239,6 +255,7 @@ class SequenceText:
         events: list[Event] | None = None,
     ) -> OutputDelta:
         first, self._started = not self._started, True
+        self._num_shown += len(tokens)
         events = events or []
         stopped_in_text = finish == "stop" and isinstance(stop, str)
         if finish is not None and not stopped_in_text and error is None:
@@ -264,8 +281,16 @@ class SequenceText:
             error_code=error.code if error is not None else None,
             error_param=error.param if error is not None else None,
             times=self._times() if finish is not None else None,
+            routed_experts=self._routed_experts() if finish is not None else None,
             attention=self._sequence.sparse.report() if finish is not None and self._sequence.sparse is not None else None,
         )
+
+    def _routed_experts(self) -> RoutedExperts | None:
+        """Choices for the tokens that were shown: the last of them was not computed, or was for nothing."""
+        chosen = self._sequence.routed_experts
+        if chosen is None or self._experts is None:
+            return None
+        return RoutedExperts(chosen.first(self._sequence.num_prompt + self._num_shown - 1), self._experts)
 
     def _times(self) -> RequestTimes:
         times = self._sequence.times

@@ -313,6 +313,8 @@ class InputProcessor:
                 self._checked_tokens(media.token_ids),
                 media.items,
             )
+        if params.logprobs is not None and params.logprobs_mode is None and self._args.logprobs_mode == "processed_logprobs":
+            params = params.replace({"logprobs_mode": "processed"})
         rope = None if media is None else media.rope
         self._check_sampling(params)
         if constraint is None and self._is_constrained(params, plan):

@@ -29,6 +29,9 @@ def check_limits(params: SamplingParams, args: EngineArgs, vocab_size: int | Non
     for name in ("logprobs", "prompt_logprobs"):
         _check_logprobs(name, getattr(params, name), args.max_logprobs, vocab_size)
     check_stops(params.stop or (), args)
+    if params.return_routed_experts and not args.enable_return_routed_experts:
+        message = "return_routed_experts needs an engine with enable_return_routed_experts (--enable-return-routed-experts)"
+        raise RequestError(message, "return_routed_experts")
 
 
 def check_sizes(fields: Mapping[str, Any], args: EngineArgs) -> None:

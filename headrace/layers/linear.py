@@ -43,6 +43,8 @@ class Linear(nn.Module):
             self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False)
         self.out_dtype: torch.dtype | None = None
         """Dtype of the result; None: that of the input."""
+        self.exact = False
+        """A float32 result of factors of 16 bits is rounded to no other type."""
         self.batch_invariant = False
         """Each row's result is bitwise independent of the other rows."""
 
@@ -167,7 +169,8 @@ class UnquantizedMethod(LinearMethod):
         return 0.0
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, layer.weight, layer.bias, layer.out_dtype, batch_invariant=layer.batch_invariant)
+        options = {"batch_invariant": layer.batch_invariant, "exact": layer.exact}
+        return linear(x, layer.weight, layer.bias, layer.out_dtype, **options)
 
     def dequantize(self, layer: Linear) -> torch.Tensor:
         return layer.weight.detach().float()

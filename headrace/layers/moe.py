@@ -33,11 +33,16 @@ class ExpertRouter(nn.Module):
             self.e_score_correction_bias = _empty(spec.num_experts, dtype=torch.float32, device=device)
         self.batch_invariant = False
         """Each token's result is bitwise independent of the other tokens."""
+        self.record: torch.Tensor | None = None
+        """``[tokens of any step, top_k]`` of integers: takes the experts of each step's tokens. None: nobody asks for them."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``[T, hidden]`` -> experts ``[T, top_k]`` int32, weights ``[T, top_k]`` float32."""
         logits = router_logits(x, self.weight, self.bias, batch_invariant=self.batch_invariant)
-        return route(logits, self.spec, self.e_score_correction_bias)
+        experts, weights = route(logits, self.spec, self.e_score_correction_bias)
+        if self.record is not None:
+            self.record[: len(experts)].copy_(experts)
+        return experts, weights
 
 
 class SharedExpertGate(nn.Module):

@@ -71,7 +71,7 @@ def load_engine(source: ModelSource, timeline: Timeline | None = None, *, captur
             others = (line for line in config.decisions if line.name != failed.name)
             config = dataclasses.replace(config, decisions=(*others, failed))
     scheduler = Scheduler(config.scheduler, config.cache)
-    outputs = OutputProcessor(text.tokenizer, args.stream_interval)
+    outputs = OutputProcessor(text.tokenizer, args.stream_interval, config.experts)
     constraints = text.constraints(args, config.model.vocab_size, lockstep=source.ranks.size > 1)
     core = EngineCore(scheduler, executor, outputs, constraints, pipeline_depth=config.scheduler.pipeline_depth)
     with timeline.phase("warm-up"):

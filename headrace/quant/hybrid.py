@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import linear
 
 from headrace.config import MemoryLine
+from headrace.kernels.linear.reference import linear_float32_ref
 from headrace.layers.linear import Linear
 from headrace.layers.stored import StoredMatrix
 from headrace.quant.packed import PackedMethod
@@ -48,6 +49,8 @@ class HybridMethod(PackedMethod):
         if x.numel() <= self.crossover * layer.in_features:
             return self.packed.apply(layer, x)
         bias = None if layer.bias is None else layer.bias.to(self.dtype)
+        if layer.exact:
+            return linear_float32_ref(x, layer.get_buffer("copy"), bias)
         y = linear(x, layer.get_buffer("copy"), bias)
         return y if layer.out_dtype is None else y.to(layer.out_dtype)
 

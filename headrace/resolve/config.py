@@ -19,6 +19,7 @@ from headrace.resolve.model import (
     kv_dtype,
     note_stored_format,
     quantization,
+    recorded_experts,
     stored_format,
     with_rope_factors,
 )
@@ -110,6 +111,7 @@ def resolve(
         num_threads=num_threads,
         graph_rows=(rows := schedule.graph_rows(args, model, num_seqs, device, log)),
         graph_prompt_tokens=schedule.graph_prompt_tokens(model, num_batched) if rows else (),
+        experts=recorded_experts(args, model, prompts is not None),
         decisions=tuple(log.entries),
     )
 

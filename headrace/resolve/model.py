@@ -9,8 +9,9 @@ from headrace.cache.fp8 import check_alignment
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError
 from headrace.kernels import support
-from headrace.model_spec import AnySpec, ForeignSpec, ModelSpec, RopeSpec
+from headrace.model_spec import AnySpec, ForeignSpec, ModelSpec, MoeSpec, RopeSpec
 from headrace.model_spec.kv import FP8_KV
+from headrace.outputs import ExpertLayers
 from headrace.quant import registry
 from headrace.quant.candidates import EngineFacts
 from headrace.quant.formats.find import find_scheme
@@ -137,7 +138,10 @@ def quantization(
 
 
 def check_head(args: EngineArgs, model: AnySpec, dtype: str, packed: str, device: DeviceFacts, log: DecisionLog) -> None:
-    """Checks ``quantize_head`` and notes where options of quantised matrices have no effect. ``packed``: the quantization.
+    """Checks ``quantize_head`` and ``head_dtype``, and notes where options of quantised matrices have no effect.
+
+    Args:
+        packed: the quantization.
 
     Raises:
         ConfigError: the head cannot be held so.
@@ -149,8 +153,33 @@ def check_head(args: EngineArgs, model: AnySpec, dtype: str, packed: str, device
         if why := registry.head_refusal(asked, engine_facts(args, model, dtype, device)):
             raise ConfigError(f"quantize_head {asked}: {why}", "quantize_head")
         log.note("quantize_head", asked, "asked for")
+    if args.head_dtype == "float32" and isinstance(model, ForeignSpec) and dtype != "float32":
+        message = f"head_dtype float32 is for native models: here another library multiplies by the head, in {dtype}"
+        raise ConfigError(message, "head_dtype")
     if args.quantization_ignore and packed == registry.head_quantization(asked, packed, device.device) == "none":
         log.note("quantization_ignore", "no effect", "nothing is quantised")
+
+
+def recorded_experts(args: EngineArgs, model: AnySpec, sparse: bool) -> ExpertLayers | None:
+    """Returns the layers whose routers' choices are recorded. ``sparse``: prompts may attend sparsely.
+
+    Raises:
+        ConfigError: they cannot be recorded.
+    """
+    name = "enable_return_routed_experts"
+    if not args.enable_return_routed_experts:
+        return None
+    if not isinstance(model, ModelSpec):
+        raise ConfigError(f"{name} is for native models: another library chooses the experts of this one", name)
+    if sparse:
+        raise ConfigError(f"{name} is for dense attention: set sparse_prefill off", name)
+    mixtures = {index: mlp for index, mlp in enumerate(model.mlps) if isinstance(mlp, MoeSpec)}
+    if not mixtures:
+        raise ConfigError(f"{name} is for mixtures of experts, and this model has none", name)
+    if any(mixture.vision is not None for mixture in mixtures.values()):
+        raise ConfigError(f"{name}: this model has experts of its own for pictures, which is not supported", name)
+    top_k, most = (max(getattr(mixture, field) for mixture in mixtures.values()) for field in ("top_k", "num_experts"))
+    return ExpertLayers([*mixtures], len(model.mlps), top_k, most > 256)
 
 
 def kv_dtype(args: EngineArgs, model: AnySpec, dtype: str, device: DeviceFacts) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from headrace.attention.backend import AttentionBackend, LayerCache
 from headrace.attention.select import create_for, modes_of
@@ -13,6 +14,7 @@ from headrace.models.interface import Model
 from headrace.models.vision.interface import VisionEncoder
 from headrace.runner.inputs import ForwardPass, StepBuffers
 from headrace.runner.part import RunnerPart
+from headrace.runner.parts.experts import ExpertRecorder
 from headrace.runner.parts.media import MediaTables
 from headrace.runner.parts.pieces import NoPieces, Pieces
 from headrace.runner.parts.record import Recorder
@@ -39,15 +41,21 @@ def make_backends(config: EngineConfig) -> list[AttentionBackend]:
 
 
 def make_parts(
-    config: EngineConfig, model: Model, encoder: VisionEncoder | None, blocks: ArenaBlocks | None
+    config: EngineConfig, model: Model, encoder: VisionEncoder | None, blocks: ArenaBlocks | None, buffers: StepBuffers
 ) -> list[RunnerPart]:
-    """Returns the optional subsystems that the configuration needs. Raises ConfigError if the record cannot be written."""
+    """Returns the optional subsystems that the configuration needs.
+
+    Raises:
+        ConfigError: the record cannot be written.
+    """
     parts: list[RunnerPart] = []
     device = torch.device(config.device)
     if config.args.record_steps is not None:
         parts.append(Recorder(config.args.record_steps, config))
     if config.cache.states is not None and blocks is not None:
         parts.append(StateTables(config.cache, config.cache.states, blocks, config.scheduler.max_num_seqs, device))
+    if config.experts is not None and isinstance(model, nn.Module):
+        parts.append(ExpertRecorder(model, config.experts, config, buffers))
     if config.sparse is not None:
         parts.append(SparseTables(config, config.sparse, device, model.group))
     if config.model.vision is not None:

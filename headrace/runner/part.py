@@ -27,6 +27,12 @@ class Outcomes(Protocol):
     def outcomes(self) -> dict[int, SparseOutcome]: ...
 
 
+class ExpertRows(Protocol):
+    """Choices of experts that are on their way to the host with a step's own results."""
+
+    def lists(self) -> dict[int, bytes]: ...
+
+
 @dataclasses.dataclass
 class StepHandle:
     """A step in flight. What comes from the device is on the host once the stopwatch's last mark is past."""
@@ -48,6 +54,8 @@ class StepHandle:
     padding_tokens: int = 0
     sparse: list[Outcomes] = dataclasses.field(default_factory=list)
     """Results of the rows that attend sparsely, by forward pass."""
+    routed: list[ExpertRows] = dataclasses.field(default_factory=list)
+    """Experts of tokens whose sequences ask for them."""
     # Results of sampling:
     outcome: torch.Tensor | None = None
     """``LogitsInputs.outcome`` of the step. None: the step has not been sampled."""

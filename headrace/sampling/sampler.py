@@ -25,7 +25,7 @@ from headrace.sampling.allowed import AllowedTokens
 from headrace.sampling.bad_words import BadWords
 from headrace.sampling.bias import LogitBias
 from headrace.sampling.feature import Feature, Indices, LogitsRows
-from headrace.sampling.logprobs import Logprobs, Measured
+from headrace.sampling.logprobs import Logprobs, Measured, SampledRows
 from headrace.sampling.masks import Constrained, TokenMasks
 from headrace.sampling.min_tokens import MinTokens
 from headrace.sampling.penalties import Penalties
@@ -154,8 +154,9 @@ class Sampler:
         sampled = self._topk_topp.sample(logits, rows, None if changed else maxima)
         faults = _faults(model_best, sampled)
         tokens = sampled.tokens.masked_fill(faults > 0, 0)
-        logprobs = [] if raw is None else self._logprobs.raw(rows, wants_raw, raw, sampled)
-        logprobs += self._logprobs.processed(rows, logits, sampled, self._topk_topp.params[rows.slots_device, 0])
+        done = SampledRows(logits, sampled, self._topk_topp.temperatures[rows.slots_device])
+        logprobs = [] if raw is None else self._logprobs.raw(rows, wants_raw, raw, done)
+        logprobs += self._logprobs.processed(rows, done)
         kept = rows.kept(tokens)
         for feature, picked in users:
             feature.update(rows, picked, tokens, kept)

@@ -20,6 +20,8 @@ from headrace.server.state import Serving, serving
 
 B = TypeVar("B", bound=SampledBody)
 Begun = tuple[Generation, Answer]
+_SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")
+"""Headers that name the session of a request; the second is SGLang's router's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +41,8 @@ class AnswerRoute(Generic[B]):
         built = self.build(state, body, request_id, caller(request))
         generation, answer = await cancel_on_disconnect(state, request.receive, built)
         # Of Anthropic's bodies none names a user.
-        if session := request.headers.get("x-session-id") or getattr(body, "user", None):
+        named = (request.headers.get(name) for name in _SESSION_HEADERS)
+        if session := next(filter(None, named), None) or getattr(body, "user", None):
             generation.of_session(session)
         stream = body.stream
         del body  # its content is in the generation, which may take long

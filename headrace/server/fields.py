@@ -24,6 +24,8 @@ _COMPLETIONS: tuple[Endpoint, ...] = ("completions",)
 _MESSAGES: tuple[Endpoint, ...] = ("messages",)
 _RESPONSES: tuple[Endpoint, ...] = ("responses",)
 _COUNTED: tuple[Endpoint, ...] = ("messages", "count_tokens")
+_GENERATE: tuple[Endpoint, ...] = ("generate",)
+_INFERENCE: tuple[Endpoint, ...] = ("inference",)
 _METADATA = options(ResponsesBody)["metadata"]
 
 
@@ -146,10 +148,6 @@ FIELDS: tuple[FieldRule, ...] = (
         "vLLM",
         _BOTH,
         use_beam_search=("there is no beam search", [False]),
-        return_tokens_as_token_ids=(
-            "logprobs name tokens by their text; return_token_ids adds the ids",
-            [False],
-        ),
         guided_decoding_backend="the backend is the server's: --structured-outputs-config",
         truncate_prompt_tokens="the server cuts no prompt",
         request_id="the server names its requests; the header X-Request-Id names them in its logs",
@@ -173,11 +171,45 @@ FIELDS: tuple[FieldRule, ...] = (
         "vLLM",
         _CHAT,
         echo=("the answer does not repeat the last message", [False]),
-        chat_template="the template is the server's: --chat-template",
         documents="the server passes no documents to the template: put them into a message",
         media_io_kwargs="how media are read is the server's choice",
     ),
     *_rules("refused", "vLLM", _COMPLETIONS, prompt_embeds="a prompt is text or token ids"),
+    *_rules(
+        "accepted",
+        "SGLang",
+        _GENERATE,
+        log_metrics=("the server counts every request", bool, "true or false"),
+        no_logs=("the log never has prompts and outputs", bool, "true or false"),
+        custom_labels=("labels for the caller's own records", dict[str, str], "an object of strings"),
+        modalities=("the prompt says what it has", list[str], "a list of strings"),
+    ),
+    *_rules(
+        "refused",
+        "SGLang",
+        _GENERATE,
+        image_data="pictures are parts of conversations: /v1/chat/completions",
+        video_data="videos are parts of conversations: /v1/chat/completions",
+        audio_data="audio clips are parts of conversations: /v1/chat/completions",
+        input_embeds="a prompt is text or token ids",
+        token_ids_logprob=("logprobs are of the sampled token and of the most likely ones", [[]]),
+        return_hidden_states=("hidden states stay on the device", [False]),
+        custom_logit_processor="the server runs no code of its clients",
+        lora_path="there are no adapters",
+        session_params="the server keeps no sessions: prefixes are found by their tokens",
+        priority=("SGLang runs higher values first, and this server lower ones", [0]),
+        bootstrap_host="the server transfers no KV cache",
+        bootstrap_room="the server transfers no KV cache",
+        data_parallel_rank="the router chooses the replica: --dp-routing-policy",
+        routed_dp_rank="the router chooses the replica: --dp-routing-policy",
+    ),
+    *_rules(
+        "refused",
+        "vLLM",
+        _INFERENCE,
+        features="pictures are parts of conversations: /v1/chat/completions",
+        kv_transfer_params="the server transfers no KV cache",
+    ),
     *_rules(
         "refused",
         "OpenAI",

@@ -16,7 +16,7 @@ from headrace.errors import EngineDeadError, EngineError, RequestError
 from headrace.metrics.prometheus import GenerationObserver
 from headrace.outputs import AttentionReport, OutputDelta, RequestTimes, most_computed
 from headrace.server.errors import ApiError
-from headrace.server.state import Serving
+from headrace.server.state import RunningRequest, Serving
 
 T = TypeVar("T")
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -47,8 +47,16 @@ class Generation:
         ApiError: a sequence ended in an error, or was aborted from outside.
     """
 
-    def __init__(self, serving: Serving, requests: Sequence[Request]) -> None:
+    def __init__(
+        self, serving: Serving, requests: Sequence[Request], *, names: Sequence[str] = (), keeps_aborted: bool = False
+    ) -> None:
+        """
+        Args:
+            names: the client's names of the requests, by which it may abort them.
+            keeps_aborted: whether an aborted sequence is an answer, with the tokens that it has, and not an error.
+        """
         self.requests = requests
+        self._names, self._keeps_aborted = names or [""] * len(requests), keeps_aborted
         self.num_choices = sum(request.sampling.n for request in requests)
         self.completion_tokens = 0
         self.reasoning_tokens = 0
@@ -79,6 +87,8 @@ class Generation:
         """Wait for the first delta, so that an error before it still gets its HTTP status."""
         self._serving.enter(self.requests[0].tenant, self.num_choices)
         self._entered = True
+        for request, name in zip(self.requests, self._names, strict=True):
+            self._serving.running[request.request_id] = RunningRequest(request.tenant, name)
         self._stream = await self._serving.llm.add(*self.requests)
         if not await self._stream.more():
             raise EngineError("the engine ended the request without an answer")
@@ -116,6 +126,8 @@ class Generation:
         if self._entered:
             self._entered = False
             self._serving.leave(self.requests[0].tenant, self.num_choices)
+            for request in self.requests:
+                self._serving.running.pop(request.request_id, None)
         if self._stream is not None:
             await self._stream.aclose()
 
@@ -130,6 +142,10 @@ class Generation:
             "prompt_tokens_details": {"cached_tokens": sum(self._cached), **self._media_tokens},
             "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
+
+    def cached_tokens(self, prompt: int) -> int:
+        """Cached tokens of one of the prompts."""
+        return self._cached[prompt]
 
     @property
     def stored_tokens(self) -> int:
@@ -190,7 +206,7 @@ class Generation:
             if delta.client_error:
                 raise RequestError(message, delta.error_param, code=delta.error_code)
             raise EngineDeadError(message) if delta.engine_died else EngineError(message)
-        if delta.finish_reason == "abort":
+        if delta.finish_reason == "abort" and not self._keeps_aborted:
             raise ApiError(503, delta.error or "the request was aborted", code="aborted")
 
 

@@ -98,6 +98,10 @@ class TokenTexts:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
+IDS = TokenTexts(None)
+"""Shows tokens as ``token_id:872``."""
+
+
 def best(position: PositionLogprobs, count: int) -> list[tuple[int, Logprob]]:
     """The ``count`` most likely tokens of a position, best first; -1: all that the engine gave."""
     ranked = sorted(position.items(), key=lambda item: (item[1].rank, -item[1].logprob))
@@ -126,9 +130,15 @@ def chat_logprobs(texts: TokenTexts, entries: Sequence[TokenLogprobs], top: int)
 class CompletionLogprobs:
     """Legacy logprobs of one choice, made piece by piece: offsets count characters from the start of its text."""
 
-    def __init__(self, texts: TokenTexts, top: int, special: frozenset[int], special_text: bool) -> None:
-        """``special_text``: special tokens appear in the generated text."""
-        self._texts = texts
+    def __init__(
+        self, texts: TokenTexts, top: int, special: frozenset[int], special_text: bool, names: TokenTexts | None = None
+    ) -> None:
+        """
+        Args:
+            special_text: special tokens appear in the generated text.
+            names: by which tokens are shown; None: by their texts.
+        """
+        self._texts, self._names = texts, names or texts
         self._top = top
         self._special = special
         self._special_text = special_text
@@ -181,9 +191,9 @@ class CompletionLogprobs:
             (token, None if entry is None else position_logprobs(entry)) for token, entry in zip(tokens, entries, strict=True)
         ]
         return {
-            "tokens": [self._texts.exact(token) for token in tokens],
+            "tokens": [self._names.exact(token) for token in tokens],
             "token_logprobs": [None if position is None else _finite(position[token].logprob) for token, position in pairs],
-            "top_logprobs": [self._alternatives(*pair) for pair in pairs] if self._top else None,
+            "top_logprobs": [self._alternatives(*pair) for pair in pairs],
             "text_offset": offsets,
         }
 
@@ -192,7 +202,22 @@ class CompletionLogprobs:
         if position is None:
             return None
         chosen = dict(best(position, self._top)) | {token: position[token]}
-        return {self._texts.exact(other): _finite(logprob.logprob) for other, logprob in chosen.items()}
+        return {self._names.exact(other): _finite(logprob.logprob) for other, logprob in chosen.items()}
+
+
+def triples(texts: TokenTexts | None, entries: Sequence[TokenLogprobs]) -> tuple[list[Any], list[Any]]:
+    """SGLang's shapes: ``[logprob, token, text]`` of each token, and a list of these of the most likely tokens at its position.
+
+    Args:
+        texts: None: texts are null.
+    """
+
+    def triple(token: int, logprob: float) -> list[Any]:
+        return [_finite(logprob), token, None if texts is None else texts.text(token)]
+
+    own = [triple(entry.token_ids[0], entry.logprobs[0]) for entry in entries]
+    ranked = [zip(entry.token_ids[1:], entry.logprobs[1:], strict=True) for entry in entries]
+    return own, [[triple(*pair) for pair in pairs] for pairs in ranked]
 
 
 def prompt_logprobs(texts: TokenTexts, entries: Sequence[TokenLogprobs | None]) -> JSONArray:

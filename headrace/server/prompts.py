@@ -31,8 +31,11 @@ _TRUSTED = ("system", "developer", "assistant")
 """Roles whose messages may spell special tokens."""
 
 
-def parse_prompts(value: Any, most: int) -> list[str | list[int]]:
+def parse_prompts(value: Any, most: int, name: str = "prompt") -> list[str | list[int]]:
     """A string, a list of strings, token ids, or a list of lists of token ids -> a list of prompts.
+
+    Args:
+        name: of the field.
 
     Raises:
         RequestError: ``param`` names the entry that is of the wrong type.
@@ -40,18 +43,18 @@ def parse_prompts(value: Any, most: int) -> list[str | list[int]]:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
-        raise wrong_type("prompt", "a string, a list of strings, token ids, or a list of lists of token ids")
+        raise wrong_type(name, "a string, a list of strings, token ids, or a list of lists of token ids")
     if not value:
-        raise RequestError("prompt is an empty list", "prompt")
+        raise RequestError(f"{name} is an empty list", name)
     if isinstance(value[0], int):
-        return [_token_ids("prompt", value)]
-    limit("prompt", len(value), most, "max_prompts")
+        return [_token_ids(name, value)]
+    limit(name, len(value), most, "max_prompts")
     if isinstance(value[0], str):
         for index, text in enumerate(value):
             if not isinstance(text, str):
-                raise wrong_type(f"prompt[{index}]", "a string, like the first prompt")
+                raise wrong_type(f"{name}[{index}]", "a string, like the first prompt")
         return value
-    return [_token_ids(f"prompt[{index}]", ids) for index, ids in enumerate(value)]
+    return [_token_ids(f"{name}[{index}]", ids) for index, ids in enumerate(value)]
 
 
 def engine_prompt(serving: Serving, prompt: str | list[int], body: CompletionBody) -> Prompt:
@@ -170,6 +173,10 @@ def render_messages(serving: Serving, body: ChatBody | TokenizeBody, tools: Sequ
     """
     if isinstance(body.messages, list):
         limit("messages", len(body.messages), serving.settings.max_messages, "max_messages")
+    template = getattr(body, "chat_template", None)
+    if template is not None and not serving.settings.trust_request_chat_template:
+        message = "chat_template is not supported: the template is the server's, without --trust-request-chat-template"
+        raise unsupported("chat_template", message)
     for name in ("messages", "chat_template_kwargs", "mm_processor_kwargs"):
         _check_values(name, getattr(body, name), serving.settings.max_chat_values)
     _check_values("tools", list(tools), serving.settings.max_chat_values)
@@ -192,6 +199,7 @@ def render_messages(serving: Serving, body: ChatBody | TokenizeBody, tools: Sequ
         strict=True,
         **({"tools": tools} if tools else {}),
         **({"media": media} if media is not None else {}),
+        **({"template": template} if template is not None else {}),
         **({"spell_tools": True} if answers is not None and answers.spells_tools else {}),
     )
     parts = text.split(mark) if mark else [text]

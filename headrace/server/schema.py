@@ -21,8 +21,11 @@ _TEXT = api("OpenAI", "completions")
 _RESPONSES = api("OpenAI", "responses")
 _MESSAGES = api("Anthropic", "messages")
 _COUNTED = api("Anthropic", "messages", "count_tokens")
+_GENERATE = api("SGLang", "generate")
+_INFERENCE = api("vLLM", "inference")
 _OBJECTS: Mapping[str, Any] = {"type": "array", "items": {"type": "object"}}
 _OBJECT: Mapping[str, Any] = {"type": "object"}
+_TOKEN_IDS: Mapping[str, Any] = {"type": "array", "items": {"type": "integer"}}
 _PROMPTS: Mapping[str, Any] = {
     "anyOf": [
         {"type": "string"},
@@ -31,6 +34,10 @@ _PROMPTS: Mapping[str, Any] = {
         {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
     ]
 }
+
+
+def _one_or_several(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"anyOf": [schema, {"type": "array", "items": schema}]}
 
 
 def _choice(*names: str) -> Mapping[str, Any]:
@@ -65,9 +72,9 @@ class SampledBody(RequestBody, frozen=True, kw_only=True):
 
     sampling: dict[str, Any] = {}
     """The other fields that the endpoint takes: sampling parameters, unchecked."""
-    model: Annotated[str | None, OptionSpec(apis=_OPENAI | _RESPONSES | _COUNTED)] = None
+    model: Annotated[str | None, OptionSpec(apis=_OPENAI | _RESPONSES | _COUNTED | _INFERENCE)] = None
     """Name of the model, one of /v1/models. Default: the model that is served."""
-    stream: Annotated[bool, OptionSpec(apis=_OPENAI | _RESPONSES | _MESSAGES)] = False
+    stream: Annotated[bool, OptionSpec(apis=_OPENAI | _RESPONSES | _MESSAGES | _GENERATE | _INFERENCE)] = False
     """Answer with server-sent events."""
     # Declared by Request, and checked where it is made.
     cache_salt: Any = None
@@ -79,6 +86,8 @@ class GenerationBody(SampledBody, frozen=True, kw_only=True):
 
     return_token_ids: Annotated[bool, OptionSpec(apis=api("vLLM"))] = False
     """Add token_ids and prompt_token_ids to the answer."""
+    return_tokens_as_token_ids: Annotated[bool, OptionSpec(apis=api("vLLM"))] = False
+    """Name the tokens of logprobs by their ids, as token_id:872."""
     return_metrics: Annotated[bool, OptionSpec(apis=api("vLLM"))] = False
     """Add metrics, the times of this request, to the answer or to its last chunk; needs one choice."""
     return_attention_report: Annotated[bool, OptionSpec(apis=api("headrace"))] = False
@@ -100,6 +109,8 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     """Newer name of max_tokens; if both are given, they must agree."""
     add_special_tokens: Annotated[bool, OptionSpec(apis=api("vLLM", "chat"))] = False
     """Add the tokenizer's special tokens. Default: false for chat, whose template has them; true for completions."""
+    chat_template: Annotated[str | None, OptionSpec(min=1, apis=api("vLLM", "chat"))] = None
+    """Jinja template in place of the model's; needs --trust-request-chat-template."""
     chat_template_kwargs: Annotated[dict[str, Any], OptionSpec(apis=api("vLLM", "chat"))] = {}
     """Further variables for the chat template."""
     mm_processor_kwargs: Annotated[dict[str, Any], OptionSpec(apis=api("vLLM", "chat"))] = {}
@@ -234,6 +245,51 @@ class ResponsesBody(SampledBody, frozen=True, kw_only=True):
     """Repeated in the response; every equal prefix is found in the cache."""
 
 
+class GenerateBody(SampledBody, frozen=True, kw_only=True):
+    """A prompt, or a list of them, of SGLang's API."""
+
+    text: Annotated[Any, OptionSpec(apis=_GENERATE, schema=_one_or_several({"type": "string"}))] = None
+    """Prompt, or list of prompts. Either text or input_ids."""
+    input_ids: Annotated[Any, OptionSpec(apis=_GENERATE, schema=_one_or_several(_TOKEN_IDS))] = None
+    """Token ids of the prompt, or list of prompts."""
+    sampling_params: Annotated[Any, OptionSpec(apis=_GENERATE, schema=_one_or_several(_OBJECT))] = {}
+    """Object of sampling parameters by SGLang's names, or a list with one for each prompt."""
+    rid: Annotated[Any, OptionSpec(apis=_GENERATE, schema=_one_or_several({"type": "string"}))] = None
+    """Name of the request in meta_info and for /abort_request, or a list with one for each prompt."""
+    return_logprob: Annotated[bool, OptionSpec(apis=_GENERATE)] = False
+    """Add output_token_logprobs to meta_info."""
+    top_logprobs_num: Annotated[int, OptionSpec(min=0, max=INT32_MAX, apis=_GENERATE)] = 0
+    """Number of most likely tokens to report at each position; needs return_logprob."""
+    logprob_start_len: Annotated[int, OptionSpec(min=-1, max=INT32_MAX, apis=_GENERATE)] = -1
+    """First prompt token to report in input_token_logprobs; needs return_logprob. -1: no token of the prompt."""
+    return_text_in_logprobs: Annotated[bool, OptionSpec(apis=_GENERATE)] = False
+    """Add the text of each token to its logprobs."""
+    return_routed_experts: Annotated[bool, OptionSpec(apis=_GENERATE)] = False
+    """Add routed_experts to meta_info: the experts of a mixture that were chosen for each token. Needs
+    --enable-return-routed-experts."""
+    routed_experts_start_len: Annotated[int, OptionSpec(min=0, max=INT32_MAX, apis=_GENERATE)] = 0
+    """First token of routed_experts; at most the tokens of the prompt."""
+
+
+class InferenceBody(SampledBody, frozen=True, kw_only=True):
+    """A prompt of tokens of vLLM's API, which is answered in tokens."""
+
+    token_ids: Annotated[list[int], OptionSpec(min=0, max=INT32_MAX, empty=False, apis=_INFERENCE)]
+    """Token ids of the prompt."""
+    sampling_params: Annotated[dict[str, Any], OptionSpec(apis=_INFERENCE)] = {}
+    """Object of sampling parameters, with the names that they have in completions."""
+    request_id: Annotated[str | None, OptionSpec(min=1, max=256, apis=_INFERENCE)] = None
+    """Name of the request in the answer and for /abort_request."""
+    stream_options: Annotated[StreamOptions | None, OptionSpec(apis=_INFERENCE)] = None
+    """Object with include_usage and continuous_usage_stats."""
+    return_routed_experts: Annotated[
+        bool | None, OptionSpec(default="true with --enable-return-routed-experts", apis=api("headrace", "inference"))
+    ] = None
+    """Add routed_experts to choices: the experts of a mixture that were chosen for each token."""
+    routed_experts_format: Annotated[Literal["npy", "raw"], OptionSpec(apis=api("headrace", "inference"))] = "npy"
+    """npy: a NumPy file in base64, as in vLLM. raw: an object of data, shape, start and dtype, as in prime-rl."""
+
+
 class TokenizeBody(RequestBody, frozen=True, kw_only=True):
     """Either a prompt or messages."""
 
@@ -266,12 +322,23 @@ class DetokenizeBody(RequestBody, frozen=True, kw_only=True):
     """Leave special tokens out of the text."""
 
 
+class AbortBody(RequestBody, frozen=True, kw_only=True):
+    """Names of requests of /generate and /inference/v1/generate, or all of the caller's."""
+
+    rid: Annotated[list[str] | None, OptionSpec(min=1, max=256, single=True)] = None
+    """Name of the request, or a list of names."""
+    abort_all: bool = False
+    """Abort every request of the API key; where there are no keys, of all clients."""
+
+
 BODIES: Mapping[Endpoint, type[RequestBody]] = {
     "chat": ChatBody,
     "completions": CompletionBody,
     "messages": MessagesBody,
     "count_tokens": CountTokensBody,
     "responses": ResponsesBody,
+    "generate": GenerateBody,
+    "inference": InferenceBody,
 }
 
 

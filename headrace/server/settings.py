@@ -167,6 +167,10 @@ class ServerSettings(Checked):
     chat_template: Annotated[str | None, OptionSpec(default="the model's own", metavar="FILE|TEMPLATE")] = None
     """Jinja file, or the template itself, that replaces the model's chat template."""
 
+    trust_request_chat_template: Annotated[bool, OptionSpec(flags=("--trust-request-chat-template",))] = False
+    """Take chat_template of chat requests. Templates run in a sandbox, within the limits of --max-template-seconds and
+    --max-template-memory; tool calls and reasoning are looked for as in answers to the model's own."""
+
     def share(self, total: int) -> int:
         """An API key's part of what all of them share; all of it where there are no keys."""
         return max(1, total // max(1, len(set(self.api_keys))))

@@ -48,7 +48,7 @@ class Answer(abc.ABC):
     """Sent every 15 seconds between the events."""
 
     async def prepare(self, piece: Piece) -> None:  # noqa: B027
-        """Shapes the logprobs of a whole prompt beside the event loop, before ``add``."""
+        """Shapes what a large delta has of a whole sequence beside the event loop, before ``add``."""
 
     @abc.abstractmethod
     def add(self, piece: Piece) -> Iterable[dict[str, Any]]:
@@ -59,12 +59,8 @@ class Answer(abc.ABC):
         """The events after the last delta."""
 
     @abc.abstractmethod
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> Any:
         """The answer of a request without ``stream``, after every delta was added."""
-
-    def metrics(self) -> dict[str, Any]:
-        """The request's times, as the whole answer gives them."""
-        return {}
 
     def encode(self, event: dict[str, Any]) -> bytes:
         """An event as it is sent."""
@@ -84,10 +80,20 @@ def named_event(event: dict[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _encode(event))
 
 
-class ChunkAnswer(Answer):
-    """Shapes deltas as chunks: of OpenAI's chat and text completions."""
+class DataAnswer(Answer):
+    """Sends events as data alone, and ``[DONE]`` after the last."""
 
     done = b"data: [DONE]\n\n"
+
+    def encode(self, event: dict[str, Any]) -> bytes:
+        return b"data: %b\n\n" % _encode(event)
+
+    def failed(self, error: ApiError) -> bytes:
+        return b"data: %b\n\n" % _encode(error.body)
+
+
+class ChunkAnswer(DataAnswer):
+    """Shapes deltas as chunks: of OpenAI's chat and text completions."""
 
     def __init__(self, body: GenerationBody, model: ServedModel, generation: Generation, request_id: str, kind: str) -> None:
         """``kind``: the ``object`` of events and answers."""
@@ -130,9 +136,6 @@ class ChunkAnswer(Answer):
             frame = self._frames[key] = self.encode(self.chunk(choice(_MARK))).split(_encode(_MARK))
         return _encode(text).join(frame)
 
-    def failed(self, error: ApiError) -> bytes:
-        return b"data: %b\n\n" % _encode(error.body)
-
     def usage(self) -> dict[str, Any]:
         return self._generation.usage
 
@@ -172,19 +175,19 @@ async def respond(request: Request, serving: Serving, generation: Generation, an
     return JSON(await cancel_on_disconnect(serving, request.receive, collected(generation, answer)))
 
 
-async def collected(generation: Generation, answer: Answer) -> dict[str, Any]:
+async def collected(generation: Generation, answer: Answer) -> Any:
     """The whole answer of a generation."""
     async with contextlib.aclosing(generation):
         await generation.begin()
         more = True
         while more:
             while (piece := generation.ready()) is not None:
-                if piece.delta.prompt_logprobs is not None:
+                if piece.delta.is_large:
                     await answer.prepare(piece)
                 for _ in answer.add(piece):
                     pass
             more = await generation.more()
-        return answer.whole() | answer.metrics()
+        return answer.whole()
 
 
 _MOST_AT_ONCE = 2**16
@@ -205,7 +208,8 @@ class EventStream(Response):
         self._serving = serving
         self._generation = generation
         self._answer = answer
-        self._prepares = any(request.sampling.prompt_logprobs is not None for request in generation.requests)
+        sampled = [request.sampling for request in generation.requests]
+        self._prepares = any(each.prompt_logprobs is not None or each.return_routed_experts for each in sampled)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -246,7 +250,7 @@ class EventStream(Response):
         answer, body, failure = self._answer, bytearray(), None
         try:
             while len(body) < _MOST_AT_ONCE and (piece := self._generation.ready()) is not None:
-                if piece.delta.prompt_logprobs is not None:
+                if piece.delta.is_large:
                     await answer.prepare(piece)
                 body += answer.sent(piece)
         except Exception as error:

@@ -9,10 +9,10 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from fastapi import Request
@@ -46,6 +46,14 @@ _YOUNG_OBJECTS = 50_000
 by the next one."""
 
 
+class RunningRequest(NamedTuple):
+    """A request that was sent to the engine."""
+
+    tenant: str
+    name: str
+    """The client's name of it; empty: it has none."""
+
+
 class Serving:
     """The engine's client, the settings, the metrics, and whether the server takes requests."""
 
@@ -75,6 +83,8 @@ class Serving:
         self.features = FeatureStore(settings)
         self._sequences: Counter[str] = Counter()
         """Sequences that were sent to the engine, by tenant."""
+        self.running: dict[str, RunningRequest] = {}
+        """Requests in the engine, by their ids there."""
         self._reports: dict[str, BoundedCache[str, AttentionReport]] = {}
         """Attention reports of the last requests that attended sparsely, by tenant and id."""
         path = settings.codex_instructions
@@ -157,6 +167,18 @@ class Serving:
     def leave(self, tenant: str, count: int) -> None:
         """Counts ``count`` sequences of a tenant no longer."""
         self._sequences[tenant] -= count
+
+    async def abort(self, tenant: str, names: Collection[str] | None) -> int:
+        """Aborts a tenant's requests of these names, or all of them; returns how many."""
+        found = [id for id, (owner, name) in self.running.items() if owner == tenant and (names is None or name in names)]
+        for request_id in found:
+            await self.llm.abort(request_id)
+        return len(found)
+
+    @property
+    def weight_version(self) -> str:
+        """Version of the weights that serve; those of an engine in its own process do not change."""
+        return "0"
 
     def reports(self, tenant: str) -> BoundedCache[str, AttentionReport]:
         """Returns the attention reports of a tenant's last requests, by id."""

@@ -14,6 +14,7 @@ from headrace.engine.executor import LocalExecutor
 from headrace.engine.timeline import Timeline
 from headrace.errors import ConfigError
 from headrace.layers.linear import make_invariant
+from headrace.models.decoder import Decoder
 from headrace.parallel.agreement import Agreement
 from headrace.resolve import resolve
 from headrace.runner.runner import ModelRunner
@@ -46,6 +47,8 @@ def load_executor(source: ModelSource, text: ModelText, timeline: Timeline) -> L
     encoder, why_encoder = load_vision(files, config, timeline)
     if args.deterministic:
         make_invariant(model)
+    if args.head_dtype == "float32" and isinstance(model, Decoder):
+        model.lm_head.exact = True
     profile = None
     if device.cuda:
         with timeline.phase("profile") as phase:

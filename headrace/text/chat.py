@@ -120,10 +120,12 @@ def render(
     strict: bool,
     media: ConversationMedia | None = None,
     spell_tools: bool = False,
+    template: str | None = None,
 ) -> str:
-    """Render messages with the tokenizer's chat template, in Jinja's sandbox and within the renderer's limits.
+    """Render messages with a chat template, in Jinja's sandbox and within the renderer's limits.
 
     Args:
+        template: a client's; None: the tokenizer's.
         add_generation_prompt: None: unless the final message is continued.
         strict, media: as in ``normalize``.
         spell_tools: the template gets tools, calls and results as text of other messages.
@@ -132,7 +134,7 @@ def render(
         RequestError: there is no template, it refuses these messages, or they are malformed; the parameter is
             ``tools``, ``continue_final_message``, ``chat_template_kwargs.NAME`` or the field of the message at fault.
     """
-    templates = tokenizer.chat_template
+    templates = tokenizer.chat_template if template is None else _checked(template)
     if templates is None:
         raise RequestError("this model has no chat template: give the server one, or send a plain prompt", "messages")
     for name in template_kwargs:
@@ -174,6 +176,15 @@ def render(
         if 'concatenate str (not "dict")' not in error.message:
             raise
     return renderer.render(msgspec.structs.replace(job, messages=_with_text_arguments(job.messages)))
+
+
+def _checked(template: str) -> str:
+    """A client's template. Raises RequestError if it is not valid Jinja."""
+    try:
+        parsed_template(template)
+    except ConfigError as error:
+        raise RequestError(str(error), "chat_template") from None
+    return template
 
 
 def _spelled(renderer: TemplateRenderer, job: TemplateJob) -> str:

@@ -176,6 +176,7 @@ class Tokenizer:
         strict: bool = False,
         media: ConversationMedia | None = None,
         spell_tools: bool = False,
+        template: str | None = None,
     ) -> str:
         """Render ``messages`` as a prompt with the chat template; ``chat_template_kwargs`` are further variables for it.
 
@@ -193,6 +194,7 @@ class Tokenizer:
             strict=strict,
             media=media,
             spell_tools=spell_tools,
+            template=template,
         )
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:

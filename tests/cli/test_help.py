@@ -10,7 +10,7 @@ from typer import rich_utils
 from typer.testing import CliRunner
 
 from headrace.cli.main import app
-from headrace.cli.peer_options import ALWAYS, REFUSED, SAME
+from headrace.cli.peer_options import ALWAYS, REFUSED, SAME, translated
 
 COMMANDS = dict(commands(app, "headrace"))
 WITH_SHORT_HELP = [name for name in COMMANDS if name != "headrace config show"]
@@ -43,7 +43,7 @@ SERVE = flags(COMMANDS["headrace serve"])
 def test_no_name_of_other_engines_is_one_of_ours() -> None:
     for names in (SAME, ALWAYS, REFUSED):
         assert not SERVE & names.keys()
-    assert set(SAME.values()) <= SERVE
+    assert {flag.partition("=")[0] for flag in SAME.values()} <= SERVE
     assert not (SAME.keys() & ALWAYS.keys() or SAME.keys() & REFUSED.keys() or ALWAYS.keys() & REFUSED.keys())
     named = {word.strip("`,;.") for text in REFUSED.values() for word in text.split() if word.startswith("--")}
     assert {word for word in named if word.startswith("--")} <= SERVE
@@ -60,6 +60,7 @@ def test_options_of_other_engines() -> None:
     assert "tensor_parallel_size must be an integer in [1, 64], not 0" in error("--tp-size", "0")
     assert "tensor_parallel_size must be" in error("--enable-chunked-prefill", "--tp-size=0", "--cont-batching")
     assert "/metrics is always there" in error("--enable-metrics=1")
+    assert translated(["--enable-fp32-lm-head"], SERVE) == ["--head-dtype=float32"]
     assert "--nonsense" in error("--nonsense")
     # A value, and what follows --, is no option.
     assert "there is no file" in error("--served-model-name", "x", "--", "./--swap-space")

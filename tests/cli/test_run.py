@@ -20,7 +20,7 @@ from headrace.cli.options import checked_fields
 from headrace.cli.prompts import parse_lines
 from headrace.cli.results import ResultFile
 from headrace.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
-from headrace.outputs import CompletionOutput, Logprob, RequestOutput
+from headrace.outputs import CompletionOutput, ExpertLayers, Logprob, RequestOutput, RoutedExperts
 from headrace.processes.supervisor import Health
 from headrace.sampling_params import SamplingParams
 
@@ -99,6 +99,9 @@ class FakeLLM:
             raise RequestError("token id 666 is not in the vocabulary", "prompt")
         logprobs = [{5: Logprob(-0.5, 1, "x")}] if params.logprobs else None
         sample = CompletionOutput(index=0, text=f"{len(tokens)} tokens", token_ids=[5], finish_reason="stop", logprobs=logprobs)
+        if params.return_sampling_mask:
+            sample.sampling_mask = [[5, 6]]
+            sample.routed_experts = RoutedExperts(b"ab", ExpertLayers([1], 2, 1, False))
         output = RequestOutput(request_id=request_id, prompt=None, prompt_token_ids=tokens, outputs=[sample], finished=True)
         yield RequestOutput(request_id=request_id, prompt=None, prompt_token_ids=tokens, outputs=[CompletionOutput(index=0)])
         yield output
@@ -185,7 +188,7 @@ def test_media_without_room_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None
 LINES = [
     {"prompt": "abc", "id": "first", "top_k": 1},
     {"messages": [{"role": "user", "content": "hello"}], "temperature": 0},
-    {"prompt_token_ids": [1, 2], "logprobs": 1},
+    {"prompt_token_ids": [1, 2], "logprobs": 1, "return_sampling_mask": True, "return_routed_experts": True},
     {"prompt_token_ids": [666]},
     {"prompt": "abc", "top_k": "many", "id": 5},
     {"prompt": "abc", "topk": 1},
@@ -204,6 +207,9 @@ def test_a_file_with_bad_lines(tmp_path: Path) -> None:
     assert [("error" in record) for record in found] == [False] * 3 + [True] * 7
     assert found[0]["id"] == "first" and found[4]["id"] == 5
     assert found[2]["outputs"][0]["logprobs"] == [{"5": {"logprob": -0.5, "rank": 1, "decoded_token": "x"}}]
+    assert found[2]["outputs"][0]["sampling_mask"] == [[5, 6]]
+    experts = {"data": "YWI=", "layers": [1], "num_layers": 2, "top_k": 1, "wide": False}
+    assert found[2]["outputs"][0]["routed_experts"] == experts
     assert [record["error"]["param"] for record in found[3:6]] == ["prompt", "top_k", "topk"]
     assert "error: line 4: prompt: token id 666" in result.stderr and "error: line 10: not JSON" in result.stderr
     by_top_k = sorted((params.top_k, params.temperature) for params in FakeLLM.made[0].params)

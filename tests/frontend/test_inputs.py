@@ -24,6 +24,34 @@ def inputs(text: ModelText) -> InputProcessor:
     return input_processor(text, EngineArgs(max_logprobs=5), vocab_size=VOCAB, max_model_len=CONTEXT)
 
 
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_the_servers_mode_of_logprobs_is_for_requests_that_have_none(text: ModelText, mode: Any) -> None:
+    processor = input_processor(text, EngineArgs(logprobs_mode=mode), vocab_size=VOCAB, max_model_len=CONTEXT)
+
+    def resolved(**fields: Any) -> str | None:
+        return processor.request("a", SamplingParams(**fields), request_id="r").sampling.logprobs_mode
+
+    processed = mode == "processed_logprobs"
+    assert resolved(logprobs=0) == ("processed" if processed else None)
+    assert (resolved(logprobs=0, logprobs_mode="raw"), resolved(logprobs=0, logprobs_mode="processed")) == ("raw", "processed")
+    assert resolved() is None
+
+
+def test_requests_without_a_seed_have_seeds_of_their_own(text: ModelText) -> None:
+    """One processor makes the requests of all replicas, so that none repeats another's samples."""
+    processor = input_processor(text, EngineArgs(), vocab_size=VOCAB, max_model_len=CONTEXT)
+    seeds = [processor.request("a", SamplingParams(), request_id=name).seed for name in "abc"]
+    assert len({*seeds}) == 3
+    seed = 2**63 - 1
+    assert processor.request("a", SamplingParams(seed=seed), request_id="d").seed == seed
+
+
+@pytest.mark.parametrize("mode", ["raw_logits", "processed_logits"])
+def test_logits_are_not_reported(mode: Any) -> None:
+    with pytest.raises(ConfigError, match="whose differences are those of the logits"):
+        EngineArgs(logprobs_mode=mode)
+
+
 @pytest.fixture(scope="module")
 def bare() -> InputProcessor:
     """Without a tokenizer."""

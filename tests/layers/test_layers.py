@@ -35,6 +35,25 @@ def test_linear(bias: bool) -> None:
     assert layer(torch.empty(0, 6)).shape == (0, 10)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_an_exact_product_is_not_rounded(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of factors in 16 bits, slice by slice, and of the weight as it is now."""
+    monkeypatch.setattr("headrace.kernels.linear.reference._SLICE", 3 * 40)
+    layer = Linear(40, 10, bias=bias, dtype=torch.bfloat16, device="cpu")
+    layer.out_dtype, layer.exact = torch.float32, True
+    for _ in range(2):
+        fill(layer)
+        x = torch.randn(3, 40).bfloat16()
+        expected = functional.linear(x.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double())
+        assert layer(x).dtype == torch.float32
+        torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-5)
+        layer.exact = False
+        assert (layer(x) - expected).abs().max() > 1e-3
+        layer.exact = True
+    assert {parameter.dtype for parameter in layer.parameters()} == {torch.bfloat16}
+    assert not list(layer.buffers())
+
+
 def test_norm_and_residual() -> None:
     norm = RMSNorm(12, 1e-3, **PLACE)
     fill(norm)

@@ -7,11 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.outputs import TokenLogprobs
 from headrace.sampling.feature import LogitsRows
 from headrace.sampling.logprobs import ALL
 from headrace.sampling.topk_topp import cutoff_of, keep
 from headrace.sampling.vocabulary import block_maxima, candidates
-from headrace.sampling_params import SamplingParams
+from headrace.sampling_params import LogprobsMode, SamplingParams
 
 from .reference import Bench, probabilities, sequence
 
@@ -33,14 +34,20 @@ filters = st.tuples(
 
 def final_distribution(logits: torch.Tensor, params: SamplingParams) -> tuple[dict[int, float], int]:
     """Returns the sampler's distribution, token -> probability, and the token that it sampled."""
+    entry = sampled_entry(logits, params)
+    found = dict(zip(entry.token_ids[1:], torch.tensor(entry.logprobs[1:]).double().exp().tolist(), strict=True))
+    assert entry.token_ids[0] in found
+    return found, entry.token_ids[0]
+
+
+def sampled_entry(logits: torch.Tensor, params: SamplingParams) -> TokenLogprobs:
     bench = Bench(len(logits))
     bench.add(sequence(params))
     sampled = bench.step(logits.unsqueeze(0), [0])
     assert not sampled.errors()
     entry = sampled.lists()[0]
-    found = dict(zip(entry.token_ids[1:], torch.tensor(entry.logprobs[1:]).double().exp().tolist(), strict=True))
-    assert entry.token_ids[0] == sampled.tokens.item() and entry.token_ids[0] in found
-    return found, entry.token_ids[0]
+    assert entry.token_ids[0] == sampled.tokens.item()
+    return entry
 
 
 problems = given(filters, st.sampled_from([20, 129, 2000]), st.sampled_from([None, 4, 40]), st.integers(0, 5))
@@ -72,13 +79,47 @@ def keeps_what_the_definition_says(filters: tuple[float, int, float, float], siz
     logits = random_logits(size, levels, seed)
     expected = probabilities(logits.double(), params)
     found, _ = final_distribution(logits, params)
+    assert sum(found.values()) == pytest.approx(1.0, abs=1e-6)
     if top_k == 1:
-        assert set(found) == set(logits.eq(logits.max()).nonzero().flatten().tolist())
+        assert found == {int(logits.argmax()): 1.0}, "of equals, the first is always taken"
         return
     # Shares too small for a float32 logarithm may or may not show.
     assert {t for t, share in found.items() if share > 1e-30} == set((expected > 1e-30).nonzero().flatten().tolist())
     for token, share in found.items():
         assert share == pytest.approx(float(expected[token]), rel=1e-4, abs=1e-12)
+
+
+@settings(derandomize=True, max_examples=30, deadline=None)
+@given(filters, st.sampled_from([20, 129, 200]), st.sampled_from([None, 4]), st.sampled_from(["raw", "processed"]))
+def test_the_mask_is_the_set_that_was_sampled_from(
+    filters: tuple[float, int, float, float], size: int, levels: int | None, mode: LogprobsMode
+) -> None:
+    temperature, top_k, top_p, min_p = filters
+    fields = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    params = SamplingParams(**fields, logprobs=ALL, logprobs_mode=mode, return_sampling_mask=True)
+    logits = random_logits(size, levels, 0)
+    entry = sampled_entry(logits, params)
+    kept = probabilities(logits.double(), params).nonzero().flatten().tolist()
+    kept = [int(logits.argmax())] if top_k == 1 else kept
+    assert (entry.sampling_mask or list(range(size))) == kept
+    assert (entry.sampled_from == b"") == (len(kept) == size)
+    if mode == "processed" or len(kept) == size:
+        assert {token for token, logprob in zip(entry.token_ids, entry.logprobs, strict=True) if logprob > -60} <= {*kept}
+
+
+def test_greedy_rows_have_one_token() -> None:
+    """Of several rows each has its own mask, and a row without one is not affected."""
+    bench = Bench(40)
+    fields = [{"temperature": 0.0}, {"temperature": 2.0, "top_k": 3}, {"temperature": 0.0}]
+    for slot, own in enumerate(fields):
+        params = SamplingParams(**own, logprobs=2, logprobs_mode="processed", return_sampling_mask=slot < 2)
+        bench.add(sequence(params, slot=slot))
+    logits = torch.stack([random_logits(40, None, seed) for seed in range(3)])
+    entries = bench.step(logits, [0, 1, 2]).lists()
+    best = logits.argmax(-1).tolist()
+    assert (entries[0].token_ids, entries[0].logprobs, entries[0].sampling_mask) == ([best[0]] * 2, [0.0, 0.0], [best[0]])
+    assert entries[1].sampling_mask == sorted(logits[1].topk(3).indices.tolist())
+    assert (entries[2].logprobs, entries[2].sampled_from) == ([0.0, 0.0], None)
 
 
 def test_equal_logits_share_their_fate() -> None:

@@ -288,6 +288,16 @@ def test_template_arguments(api: Api) -> None:
         assert error(api.chat(chat_template_kwargs={name: 1}))["param"] == f"chat_template_kwargs.{name}"
 
 
+def test_a_template_of_the_request(api: Api) -> None:
+    """Trainers render conversations with the template that they train with."""
+    refused = error(api.chat(chat_template="{{ messages }}"), 400)
+    assert refused["param"] == "chat_template" and "--trust-request-chat-template" in refused["message"]
+    trusting = Api(api.llm, ServerSettings(trust_request_chat_template=True))
+    assert trusting.chat(chat_template="own:", max_tokens=1).status_code == 200
+    assert bytes(api.llm.seen[-1].prompt_token_ids).startswith(b"own:[user]Hi")
+    assert error(trusting.chat(chat_template=""), 400)["param"] == "chat_template"
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

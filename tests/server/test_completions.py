@@ -102,7 +102,20 @@ def test_echo_with_logprobs_and_offsets(stream: bool) -> None:
 
 def test_logprobs_zero_gives_no_alternatives(api: Api) -> None:
     logprobs = api.complete(logprobs=0, max_tokens=2).json()["choices"][0]["logprobs"]
-    assert logprobs == {"tokens": ["H", "e"], "token_logprobs": [-1.5, -1.5], "top_logprobs": None, "text_offset": [0, 1]}
+    own = {"top_logprobs": [{"H": -1.5}, {"e": -1.5}], "text_offset": [0, 1]}
+    assert logprobs == {"tokens": ["H", "e"], "token_logprobs": [-1.5, -1.5], **own}
+
+
+def test_tokens_of_logprobs_as_ids(api: Api) -> None:
+    """Trainers read the ids of alternatives from their names."""
+    fields = {"max_tokens": 1, "return_tokens_as_token_ids": True, "return_token_ids": True}
+    [choice] = api.complete(logprobs=0, **fields).json()["choices"]
+    assert choice["logprobs"]["tokens"] == ["token_id:72"]
+    assert choice["logprobs"]["top_logprobs"] == [{"token_id:72": -1.5}]
+    assert (choice["token_ids"], choice["prompt_token_ids"]) == ([72], [BOS, 72, 105])
+    [entry] = api.chat(logprobs=True, top_logprobs=1, **fields).json()["choices"][0]["logprobs"]["content"]
+    assert (entry["token"], entry["bytes"]) == ("token_id:72", None)
+    assert [other["token"].partition(":")[0] for other in entry["top_logprobs"]] == ["token_id"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -134,6 +134,34 @@ def test_clients_that_leave_free_their_blocks(shared: Running) -> None:
     run(work())
 
 
+def test_aborted_requests_keep_their_tokens(shared: Running) -> None:
+    """More sequences than run at once: some run, and some wait."""
+    params = {"max_new_tokens": 250, "ignore_eos": True}
+    body = {"input_ids": [72, 105], "sampling_params": params | {"n": 100}, "return_logprob": True, "rid": "mine"}
+    last = body | {"sampling_params": params, "stream": True}
+
+    async def work() -> None:
+        async with httpx.AsyncClient(base_url=shared.url, timeout=60) as http:
+            answer = asyncio.create_task(http.post("/generate", json=body))
+            async with http.stream("POST", "/generate", json=last | {"rid": "last"}) as response:
+                lines = response.aiter_lines()
+                while not (await anext(lines)).startswith("data: "):
+                    pass
+                assert (await http.post("/abort_request", json={"rid": ["mine", "last"]})).json() == {"aborted": 2}
+                *_, end = [line async for line in lines if line]
+            assert end == "data: [DONE]"
+            results = (await answer).json()
+        reasons = [result["meta_info"]["finish_reason"]["type"] for result in results]
+        assert "abort" in reasons
+        for result, reason in zip(results, reasons, strict=True):
+            assert len(result["output_ids"]) == len(result["meta_info"]["output_token_logprobs"])
+            assert (len(result["output_ids"]) == 250) == (reason == "length")
+        llm: Any = shared.llm
+        await until(lambda: llm.stats.kv_blocks_used == 0 and llm.stats.num_running == 0)
+
+    run(work())
+
+
 def test_full_queue_is_429_for_streams_too(folder: Path) -> None:
     async def work() -> None:
         async with serving(engine(folder, 0.02, max_queue_len=2)) as http:

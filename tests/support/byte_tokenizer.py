@@ -59,7 +59,9 @@ class ByteTokenizer:
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
         strict: bool = False,
+        template: str = "",
     ) -> str:
+        """A client's template comes first, as it is."""
         variables = chat_template_kwargs or {}
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
@@ -72,7 +74,7 @@ class ByteTokenizer:
         if messages[-1]["role"] == "tool" and "tool_call_id" not in messages[-1]:
             raise RequestError("the chat template cannot render these messages: tool_call_id is undefined", "messages")
         turns = [f"[{m['role']}{':' + m['name'] if 'name' in m else ''}]{m['content']}" for m in messages]
-        text = "".join(variables.get("prefix", "") + turn + "\n" for turn in turns)
+        text = template + "".join(variables.get("prefix", "") + turn + "\n" for turn in turns)
         if continue_final_message:
             return text[:-1]
         return text + ("[assistant]" if add_generation_prompt else "")

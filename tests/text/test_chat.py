@@ -57,6 +57,14 @@ def test_rendering(tokenizer: Tokenizer) -> None:
     assert "mood: grim" in tokenizer.render_chat(HELLO, chat_template_kwargs={"mood": "grim"})
 
 
+def test_a_template_in_place_of_the_models(tokenizer: Tokenizer) -> None:
+    assert tokenizer.render_chat(HELLO, template="{% for m in messages %}<{{ m.content }}>{% endfor %}").startswith("<")
+    for template, why in (("{% for %}", "not valid Jinja: line 1"), ("{{ messages[9].nothing.more }}", "cannot render")):
+        with pytest.raises(RequestError, match=why):
+            tokenizer.render_chat(HELLO, template=template)
+    assert "mood" not in tokenizer.render_chat(HELLO)
+
+
 def test_encoding_adds_no_special_tokens_of_its_own(tokenizer: Tokenizer) -> None:
     tokenizer.hf.add_special_tokens({"bos_token": "<|user|>"})
     tokenizer.hf.add_bos_token = True

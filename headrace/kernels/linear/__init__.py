@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.kernels import gpu
-from headrace.kernels.linear.reference import linear_by_head_ref, linear_ref
+from headrace.kernels.linear.reference import linear_by_head_ref, linear_float32_ref, linear_ref
 
 if TYPE_CHECKING:
     from headrace.kernels.linear import triton as kernels
@@ -32,6 +32,7 @@ def linear(
     out_dtype: torch.dtype | None = None,
     *,
     batch_invariant: bool = False,
+    exact: bool = False,
 ) -> torch.Tensor:
     """``x W^T + bias``.
 
@@ -41,11 +42,14 @@ def linear(
         bias: ``[out]``
         out_dtype: of the result; None: x's. The product is rounded once, to this, where the library supports it.
         batch_invariant: a row comes out bitwise the same in any batch; on a GPU, for a 2-dimensional x.
+        exact: a float32 result of a 2-dimensional x is rounded to no other type. On a GPU it never is.
     """
     if batch_invariant and x.ndim == 2 and gpu.takes(x) and weight.dtype == x.dtype:
         return matmul_kernels.matmul(x, weight, bias, out_dtype)
     if x.ndim == 2 and weight.dtype == x.dtype and few_rows(x, weight) and gpu.takes(x):
         return kernels.linear(x, weight, bias, out_dtype=out_dtype)
+    if exact and out_dtype == torch.float32 and not x.is_cuda and x.itemsize < 4:
+        return linear_float32_ref(x, weight, bias)
     return linear_ref(x, weight, bias, out_dtype)
 
 

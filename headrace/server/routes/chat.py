@@ -14,7 +14,7 @@ from headrace.outputs import Event, Message, OutputDelta
 from headrace.server.answers import Begun, answers
 from headrace.server.body import Caller
 from headrace.server.generation import Generation, Piece, named
-from headrace.server.logprobs import JSONArray, chat_logprobs, prompt_logprobs
+from headrace.server.logprobs import IDS, JSONArray, chat_logprobs, prompt_logprobs
 from headrace.server.prompts import RenderedChat, check_prompt_logprobs, render_messages
 from headrace.server.sampling import chat_names, chat_params, thinking_budget
 from headrace.server.schema import ChatBody
@@ -107,6 +107,7 @@ class ChatAnswer(ChunkAnswer):
         self._choices = [_ChatChoice(index, body) for index in range(generation.num_choices)]
         self._texts = ("content", "reasoning") if body.include_reasoning else ("content",)
         """Kinds of events that are nothing but a text."""
+        self._names = IDS if body.return_tokens_as_token_ids else state.model.texts
         self._prompt_logprobs: dict[str, Any] = {}
         self._prompt_token_ids: dict[str, Any] = {}
         if body.return_token_ids:
@@ -115,7 +116,7 @@ class ChatAnswer(ChunkAnswer):
     def _logprobs(self, delta: OutputDelta) -> dict[str, Any] | None:
         if not self._body.logprobs or delta.logprobs is None:
             return None
-        return chat_logprobs(self._model.texts, delta.logprobs, self._body.top_logprobs or 0)
+        return chat_logprobs(self._names, delta.logprobs, self._body.top_logprobs or 0)
 
     async def prepare(self, piece: Piece) -> None:
         entries = piece.delta.prompt_logprobs
@@ -180,7 +181,8 @@ class ChatAnswer(ChunkAnswer):
         body = self._body
         reasoning = self._reasoning if body.include_reasoning else ()
         choices = [choice.shape(body.logprobs, body.return_token_ids, reasoning) for choice in self._choices]
-        return {**self._head, **self._prompt_logprobs, "choices": choices, "usage": self.usage(), **self._prompt_token_ids}
+        shared = {**self._prompt_logprobs, **self._prompt_token_ids, **self.metrics()}
+        return {**self._head, "choices": choices, "usage": self.usage(), **shared}
 
     def _choice(self, index: int, delta: dict[str, Any] | None, **fields: Any) -> dict[str, Any]:
         return {"index": index, "logprobs": None, "finish_reason": None, "delta": delta, **fields}

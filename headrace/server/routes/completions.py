@@ -16,7 +16,7 @@ from headrace.outputs import OutputDelta, TokenLogprobs
 from headrace.server.answers import Begun, answers
 from headrace.server.body import Caller
 from headrace.server.generation import Generation, Piece, named
-from headrace.server.logprobs import CompletionLogprobs, JSONColumns, prompt_logprobs
+from headrace.server.logprobs import IDS, CompletionLogprobs, JSONColumns, prompt_logprobs
 from headrace.server.prompts import check_prompt_logprobs, engine_prompt, parse_prompts
 from headrace.server.sampling import completion_names, completion_params
 from headrace.server.schema import CompletionBody
@@ -130,7 +130,7 @@ class CompletionAnswer(ChunkAnswer):
     def whole(self) -> dict[str, Any]:
         """The answer at once."""
         choices = [shape | {"logprobs": logprobs.json} for shape, logprobs in zip(self._shapes, self._logprobs, strict=True)]
-        return {**self._head, "choices": choices, "usage": self.usage()}
+        return {**self._head, "choices": choices, "usage": self.usage(), **self.metrics()}
 
     def _of_prompt(self, prompt: int) -> list[_CompletionChoice]:
         return self._choices[prompt * self._n : (prompt + 1) * self._n]
@@ -165,7 +165,8 @@ class _CompletionChoice:
         self._logprobs: CompletionLogprobs | None = None
         if body.logprobs is not None:
             special_text = not request.sampling.skip_special_tokens
-            self._logprobs = CompletionLogprobs(model.texts, body.logprobs, model.special, special_text)
+            names = IDS if body.return_tokens_as_token_ids else None
+            self._logprobs = CompletionLogprobs(model.texts, body.logprobs, model.special, special_text, names)
         self._waits_for_prompt = request.sampling.prompt_logprobs is not None
         self._prompt: _PromptLogprobs | None = None
 

@@ -7,6 +7,7 @@ import codecs
 import itertools
 import math
 import time
+from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,8 @@ from headrace.errors import EngineDeadError, EngineError, QueueFullError, Reques
 from headrace.frontend.inputs import InputProcessor
 from headrace.metrics.stats import EngineStats
 from headrace.option_groups import StructuredOutputsConfig
-from headrace.outputs import OutputDelta, RequestTimes, TokenLogprobs
+from headrace.outputs import ExpertLayers, OutputDelta, RequestTimes, RoutedExperts, TokenLogprobs
+from headrace.sampling_params import SamplingParams
 from support.byte_tokenizer import EOS, VOCAB, ByteTokenizer
 from support.engine.info import engine_info
 
@@ -98,7 +100,7 @@ class FakeLLM:
     def _make_inputs(self) -> SeededInputs:
         config = {"eos_token_id": [EOS]}
         return SeededInputs(
-            LIMITS,
+            self.limits,
             vocab_size=VOCAB,
             max_model_len=512,
             tokenizer=self.tokenizer,
@@ -114,6 +116,8 @@ class FakeLLM:
 
     replicas = None
     args = EngineArgs()
+    limits = LIMITS
+    """Arguments of the gate."""
 
     def serving(self) -> None:
         self.served_at = time.monotonic()
@@ -270,6 +274,20 @@ class _Sample:
         self._count = 0
         self._times = RequestTimes(request.arrival_time, time.monotonic())
 
+    def _routed_experts(self) -> RoutedExperts:
+        """Of a model with two layers, one of them with experts."""
+        count = len(self._request.prompt_token_ids) + self._count - 1
+        return RoutedExperts(bytes(range(2)) * count, ExpertLayers([1], 2, 2, False))
+
+    @staticmethod
+    def _logprobs(token: int, params: SamplingParams) -> TokenLogprobs:
+        """The first token was sampled from two tokens, and every other one from all."""
+        entry = token_logprobs(token, params.logprobs or 0)
+        if not params.return_sampling_mask:
+            return entry
+        mask = array("i", [token, token + 1]).tobytes() if token == ord("H") else b""
+        return msgspec.structs.replace(entry, sampled_from=mask)
+
     def step(self, extra: dict[str, Any]) -> OutputDelta:
         params, request_id = self._request.sampling, self._request.request_id
         token = next(self._tokens)
@@ -319,9 +337,10 @@ class _Sample:
             index=self.index,
             text=text,
             token_ids=[token],
-            logprobs=None if params.logprobs is None else [token_logprobs(token, params.logprobs)],
+            logprobs=None if params.logprobs is None else [self._logprobs(token, params)],
             finish_reason=reason,
             stop_reason=stop,
+            routed_experts=self._routed_experts() if reason is not None and params.return_routed_experts else None,
             **extra,
         )
 

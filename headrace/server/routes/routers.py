@@ -1,0 +1,27 @@
+"""The routers of every route."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from headrace.server.routes import (
+    admin,
+    chat,
+    completions,
+    features,
+    generate,
+    inspect,
+    messages,
+    models,
+    page,
+    render,
+    responses,
+    status,
+    tokens,
+)
+
+_GENERATING = (chat, completions, messages, responses, generate)
+ROUTERS: tuple[APIRouter, ...] = tuple(
+    part.router for part in (*_GENERATING, render, features, models, inspect, tokens, status, admin, page)
+)
+"""In the order in which paths are looked up."""

@@ -1,0 +1,160 @@
+"""Choices of experts that a request gets back: of every token, however it was computed."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.models.tiny_llama import write_config
+
+from headrace import LLM, SamplingParams
+from headrace.config import EngineArgs
+from headrace.errors import ConfigError, RequestError
+from headrace.frontend.limits import check_limits
+from headrace.layers.moe import ExpertRouter
+from headrace.outputs import ExpertLayers, RoutedExperts
+from headrace.resolve.model import recorded_experts
+from headrace.server.shape.routed import routed_int32, routed_npy, routed_raw
+
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 3,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+}
+SHAPE = ExpertLayers([0, 2], 3, 2, False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(tmp_path_factory.mktemp("mixture"), **MIXTURE)
+
+
+def build(folder: Path, **args: Any) -> LLM:
+    options = {"load_format": "dummy", "dtype": "float32", "enable_return_routed_experts": True, "block_size": 4}
+    return LLM(str(folder), **options | {"max_num_seqs": 4, "num_kv_blocks": 200} | args)
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with build(folder) as one:
+        yield one
+
+
+def params(**fields: Any) -> SamplingParams:
+    fixed = {"max_tokens": 9, "temperature": 1.0, "seed": 3, "ignore_eos": True, "return_routed_experts": True}
+    return SamplingParams(**fixed | fields)
+
+
+PROMPTS = [
+    {"prompt_token_ids": [(7 * i + start) % 256 for i in range(length)]} for start, length in ((1, 30), (1, 41), (9, 22))
+]
+
+
+def rows(output: RoutedExperts | None) -> np.ndarray:
+    assert output is not None and output.shape == SHAPE
+    return np.frombuffer(output.data, np.uint8).reshape(-1, 2, 2)
+
+
+def samples(llm: LLM, **fields: Any) -> list[tuple[list[int], np.ndarray]]:
+    found = llm.generate(PROMPTS, params(**fields))
+    return [(sample.token_ids, rows(sample.routed_experts)) for result in found for sample in result.outputs]
+
+
+@pytest.fixture(scope="module")
+def alone(llm: LLM) -> list[tuple[list[int], np.ndarray]]:
+    """Each sample of each prompt computed by itself, in one chunk."""
+    found = []
+    for prompt in PROMPTS:
+        for sample in llm.generate(prompt, params(n=3))[0].outputs:
+            [again] = llm.generate({"prompt_token_ids": prompt["prompt_token_ids"] + sample.token_ids}, params(max_tokens=1))
+            found.append((sample.token_ids, rows(again.outputs[0].routed_experts)[:-1]))
+    return found
+
+
+def test_they_are_what_the_routers_chose(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.Tensor] = []
+    forward = ExpertRouter.forward
+
+    def watched(self: ExpertRouter, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        experts, weights = forward(self, x)
+        seen.append(experts.clone())
+        return experts, weights
+
+    monkeypatch.setattr(ExpertRouter, "forward", watched)
+    [result] = llm.generate(PROMPTS[0], params(max_tokens=1))
+    assert np.array_equal(rows(result.outputs[0].routed_experts), torch.stack(seen, dim=1).numpy())
+    assert len({*map(tuple, rows(result.outputs[0].routed_experts).reshape(-1, 2).tolist())}) > 5
+
+
+def same(found: list[tuple[list[int], np.ndarray]], expected: list[tuple[list[int], np.ndarray]]) -> None:
+    assert len(found) == len(expected) == 9
+    for (tokens, experts), (other_tokens, other) in zip(found, expected, strict=True):
+        assert tokens == other_tokens
+        assert np.array_equal(experts, other)
+
+
+def test_samples_and_cached_prefixes(llm: LLM, alone: list[tuple[list[int], np.ndarray]]) -> None:
+    """The first two prompts have a prefix in common, which is in the cache by now."""
+    for _ in range(2):
+        found = samples(llm, n=3)
+        same(found, alone)
+    lengths = [len(prompt["prompt_token_ids"]) + 9 - 1 for prompt in PROMPTS]
+    assert [len(experts) for _, experts in found] == [length for length in lengths for _ in range(3)]
+    [hit] = llm.generate(PROMPTS[0], params(return_routed_experts=False))
+    assert hit.num_cached_tokens > 0 and hit.outputs[0].routed_experts is None
+
+
+@pytest.mark.parametrize("args", [{"max_num_batched_tokens": 8}, {"num_kv_blocks": 26, "pipeline_depth": 2}], ids=str)
+def test_chunks_and_preemption(folder: Path, alone: list[tuple[list[int], np.ndarray]], args: dict[str, Any]) -> None:
+    with build(folder, **args) as llm:
+        same(samples(llm, n=3), alone)
+        assert (llm.stats.num_preemptions > 0) == ("num_kv_blocks" in args)
+
+
+def test_a_stop_string_ends_them_with_the_tokens(llm: LLM) -> None:
+    [result] = llm.generate(PROMPTS[2], params(ignore_eos=False))
+    text = result.outputs[0].text
+    [cut] = llm.generate(PROMPTS[2], params(stop=[text[2]], ignore_eos=False))
+    tokens = cut.outputs[0].token_ids
+    assert len(tokens) < 9
+    assert len(rows(cut.outputs[0].routed_experts)) == 22 + len(tokens) - 1
+
+
+def test_encodings() -> None:
+    for wide, dtype in ((False, "uint8"), (True, "uint16")):
+        chosen = np.arange(12, dtype=dtype).reshape(3, 2, 2)
+        routed = RoutedExperts(chosen.tobytes(), ExpertLayers([0, 2], 3, 2, wide))
+        whole = np.zeros((3, 3, 2), dtype)
+        whole[:, [0, 2]] = chosen
+        npy = np.load(io.BytesIO(base64.b64decode(routed_npy(routed))))
+        assert npy.dtype == dtype and np.array_equal(npy, whole)
+        raw = routed_raw(routed)
+        assert (raw["shape"], raw["start"], raw["dtype"]) == ([3, 3, 2], 0, dtype)
+        assert base64.b64decode(raw["data"]) == whole.tobytes()
+        meta = routed_int32(routed, 1, 4)
+        assert meta["routed_experts_start_len"] == 1
+        assert np.array_equal(np.frombuffer(base64.b64decode(meta["routed_experts"]), "<i4").reshape(2, 3, 2), whole[1:])
+
+
+def test_who_cannot_have_them(folder: Path, tiny_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="this model has none"):
+        build(tiny_folder)
+    with pytest.raises(ConfigError, match="set sparse_prefill off"):
+        build(folder, sparse_prefill="xattn", max_num_batched_tokens=256)
+    foreign: Any = object()
+    with pytest.raises(ConfigError, match="for native models"):
+        recorded_experts(EngineArgs(enable_return_routed_experts=True), foreign, sparse=False)
+    without = EngineArgs(model=str(folder), load_format="dummy")
+    with pytest.raises(RequestError, match="--enable-return-routed-experts"):
+        check_limits(params(), without)

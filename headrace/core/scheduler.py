@@ -21,7 +21,7 @@ from headrace.core.sequence import Sequence, SequenceUpdate, Status
 from headrace.core.slots import Slots
 from headrace.core.sparse import Decisions, SparsePrompt
 from headrace.core.step import ConstrainedRow, InFlightStep, StepBuilder
-from headrace.core.stops import collect_tokens, keep_prompt_logprobs
+from headrace.core.stops import collect_pooled, collect_tokens, keep_prompt_logprobs
 from headrace.errors import EngineError, RequestError
 from headrace.kv import KVCacheManager
 from headrace.kv.manager import NewBlocks
@@ -390,7 +390,7 @@ class Scheduler:
         forked = seq.blocks.capacity > 0
         if seq.whole(0) and seq.prompt_logprobs is None:
             self._recall(seq)
-        hit = None if forked else self.kv.no_hit() if seq.prompt_logprobs is not None else self.kv.match(seq.blocks)
+        hit = None if forked else self.kv.no_hit() if seq.sees_all_tokens else self.kv.match(seq.blocks)
         start = seq.blocks.capacity if hit is None else hit.num_tokens
         if not self.kv.fits(seq.blocks, hit, seq.num_tokens, seq.least_chunk(start)):
             return self._blocks_missing(seq)
@@ -421,7 +421,7 @@ class Scheduler:
     def _start(self, seq: Sequence, num_cached: int, *, first_time: bool, forked: bool) -> None:
         seq.slot = self._slots.take()
         seq.status = Status.RUNNING
-        seq.prefill_len = len(seq.token_ids)
+        seq.prefill_len = len(seq.token_ids) + seq.pooled
         seq.num_computed = seq.num_collected = num_cached
         if seq.siblings:
             seq.blocks.keep_from = self.kv.fork_boundary(seq.blocks, seq.num_prompt)
@@ -433,7 +433,7 @@ class Scheduler:
             return
         counters = self._counters
         counters.prompt_tokens += seq.num_prompt
-        if self.kv.caching and seq.prompt_logprobs is None:
+        if self.kv.caching and not seq.sees_all_tokens:
             counters.prefix_query_tokens += seq.num_prompt
             counters.prefix_hit_tokens += num_cached
         seq.num_cached_tokens = num_cached
@@ -467,6 +467,8 @@ class Scheduler:
                 seq.first_token_at = self._clock()
             update, stop = collect_tokens(seq, token_ids, result.logprobs.get(seq.seq_id) if result.logprobs else None)
             self._counters.generation_tokens += len(update.token_ids)
+        elif seq.pooled and end == seq.num_prompt:
+            update, stop = collect_pooled(seq, result.pooled.get(seq.seq_id))
         if seq.sparse is not None and seq.seq_id in result.sparse:
             self._keep_sparse(seq, seq.sparse, start, end, result.sparse[seq.seq_id])
         # A preempted sequence does not run again before all of its rows in flight are collected.

@@ -31,8 +31,8 @@ _TRUSTED = ("system", "developer", "assistant")
 """Roles whose messages may spell special tokens."""
 
 
-def parse_prompts(value: Any, most: int) -> list[str | list[int]]:
-    """A string, a list of strings, token ids, or a list of lists of token ids -> a list of prompts.
+def parse_prompts(value: Any, most: int, name: str = "prompt") -> list[str | list[int]]:
+    """A string, a list of strings, token ids, or a list of lists of token ids -> a list of prompts. ``name``: of the field.
 
     Raises:
         RequestError: ``param`` names the entry that is of the wrong type.
@@ -40,18 +40,18 @@ def parse_prompts(value: Any, most: int) -> list[str | list[int]]:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
-        raise wrong_type("prompt", "a string, a list of strings, token ids, or a list of lists of token ids")
+        raise wrong_type(name, "a string, a list of strings, token ids, or a list of lists of token ids")
     if not value:
-        raise RequestError("prompt is an empty list", "prompt")
+        raise RequestError(f"{name} is an empty list", name)
     if isinstance(value[0], int):
-        return [_token_ids("prompt", value)]
-    limit("prompt", len(value), most, "max_prompts")
+        return [_token_ids(name, value)]
+    limit(name, len(value), most, "max_prompts")
     if isinstance(value[0], str):
         for index, text in enumerate(value):
             if not isinstance(text, str):
-                raise wrong_type(f"prompt[{index}]", "a string, like the first prompt")
+                raise wrong_type(f"{name}[{index}]", f"a string, like the first {name}")
         return value
-    return [_token_ids(f"prompt[{index}]", ids) for index, ids in enumerate(value)]
+    return [_token_ids(f"{name}[{index}]", ids) for index, ids in enumerate(value)]
 
 
 def engine_prompt(serving: Serving, prompt: str | list[int], body: CompletionBody) -> Prompt:

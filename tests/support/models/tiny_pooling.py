@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, processors
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from support.models.tiny_llama import EOS, write_config
+from support.models.tiny_llama import BOS, EOS, write_config
 
 WIDTH = 64
 START, END, YES, NO = 258, 259, 260, 261
@@ -26,7 +26,7 @@ _KINDS = {
 
 def write_pooling_config(folder: Path, architecture: str = "Qwen3ForCausalLM", **changes: Any) -> Path:
     """Config and tokenizer, which ends texts and pairs with <eos> and knows the markers of chats and the words yes and no."""
-    qwen = {"architectures": [architecture], "model_type": "qwen3", "pad_token_id": 0}
+    qwen = {"architectures": [architecture], "model_type": "qwen3", "pad_token_id": BOS}
     write_config(folder, **qwen | changes)
     backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
     backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
@@ -35,6 +35,8 @@ def write_pooling_config(folder: Path, architecture: str = "Qwen3ForCausalLM", *
         single="$A <eos>", pair="$A <eos> $B:1 <eos>:1", special_tokens=[("<eos>", EOS)]
     )
     backend.save(str(folder / "tokenizer.json"))
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"pad_token": "<bos>"}))
     return folder
 
 

@@ -19,6 +19,7 @@ from headrace.option_groups import StructuredOutputsConfig
 from headrace.options import PANELS, options, without_none
 from headrace.sampling_params import SamplingParams, StructuredOutputsParams
 from headrace.server.fields import FIELDS, Treatment
+from headrace.server.pooling.bodies import EmbeddingsBody, RerankBody
 
 CLI_HEAD = """\
 # Command line
@@ -227,12 +228,13 @@ def _fields_table(cls: Any) -> str:
     """A row a declared field."""
     rows = ["| name | accepts | default | meaning |", "| --- | --- | --- | --- |"]
     for option in options(cls).values():
-        default = option.spec.default or f"`{option.default_value!r}`"
+        default = option.spec.default or ("required" if option.required else f"`{option.default_value!r}`")
         rows.append(f"| `{option.name}` | {_cell(option.accepts)} | {default} | {_cell(option.help)} |")
     return "\n".join(rows) + "\n"
 
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
+    "embeddings.md": {"embeddings": partial(_fields_table, EmbeddingsBody), "rerank": partial(_fields_table, RerankBody)},
     "api.md": {"request fields": request_fields},
     "python.md": {
         "engine arguments": partial(_fields_table, EngineArgs),

@@ -69,6 +69,16 @@ LoadFormat = Annotated[
         )
     ),
 ]
+Task = Annotated[
+    Literal["auto", "generate", "embed", "score"],
+    OptionSpec(
+        hints=MappingProxyType(
+            dict.fromkeys(("embedding", "encode", "pooling"), "write embed")
+            | dict.fromkeys(("classify", "reward", "rerank", "cross_encoder"), "write score")
+            | {"completion": "write generate"}
+        )
+    ),
+]
 ModelImpl = Annotated[
     Literal["auto", "native", "transformers", "megatron"],
     OptionSpec(

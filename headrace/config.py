@@ -72,6 +72,10 @@ class EngineArgs(Checked):
     """Values of sampling parameters that a request leaves out. auto takes those of the model's files (generation_config.json
     or GGUF metadata), and for the embedded model those of its model card. vllm takes the neutral ones of vLLM and OpenAI,
     temperature 1 and no filter, whatever the model says."""
+    task: choices.Task = "auto"
+    """Requests that the model answers. auto: all that its files and its heads allow; a decoder generates and embeds from one
+    engine. generate, embed and score: these alone, and the start fails where the model cannot. score makes a reranker like
+    Qwen3-Reranker of a model whose files do not say that it is one."""
     model_impl: choices.ModelImpl = "auto"
     """Model implementation. native: headrace's own. transformers: the library's model with its attention replaced by
     headrace's, so that paged KV, chunked prefill and prefix caching work. megatron: a distributed checkpoint of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -208,6 +208,8 @@ class OutputDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     """Cached tokens of the prompt, sent with the first delta of index 0 and with its last: a preemption may lose some."""
     cache: PrefixReport | None = None
     """Report of the prefix cache, sent with ``num_cached_tokens``; None: the model has no state layers."""
+    pooled: bytes | None = None
+    """Little-endian float32 numbers of a prompt that was pooled, with its only delta."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The token id or string that stopped the sequence; None for end of sequence and for length."""
@@ -315,6 +317,8 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     times: RequestTimes | None = None
     attention: AttentionReport | None = None
     """Report of the prompt's attention; None: it attended densely, or the request has not finished."""
+    pooled: bytes | None = None
+    """``OutputDelta.pooled`` of a prompt that was pooled."""
 
     def add(self, delta: OutputDelta, text: TokenText | None = None) -> None:
         """Fold one delta in; ``outputs[delta.index]`` must exist. ``text`` decodes the tokens of logprobs."""
@@ -343,6 +347,40 @@ class RequestOutput(msgspec.Struct, kw_only=True):
             sample.routed_experts = delta.routed_experts
             self.error = delta.error or self.error
             self.engine_died = delta.engine_died or self.engine_died
+            self.pooled = delta.pooled
             self.times = delta.times or self.times
             self.attention = most_computed(self.attention, delta.attention)
             self.finished = all(output.finish_reason is not None for output in self.outputs)
+
+
+class EmbeddingOutput(msgspec.Struct, frozen=True):
+    embedding: list[float]
+
+
+class ScoringOutput(msgspec.Struct, frozen=True):
+    score: float
+
+
+class ClassificationOutput(msgspec.Struct, frozen=True):
+    probs: list[float]
+    """Probability of each class."""
+
+
+class PoolingOutput(msgspec.Struct, frozen=True):
+    data: list[float]
+    """The pooled numbers as the engine computes them: not normalised, not cut, no function applied."""
+
+
+T = TypeVar("T", EmbeddingOutput, ScoringOutput, ClassificationOutput, PoolingOutput)
+
+
+class PoolingRequestOutput(msgspec.Struct, Generic[T], kw_only=True):
+    """The result of one prompt, or of one pair of texts."""
+
+    request_id: str
+    outputs: T | None
+    """None: it failed, as ``error`` says. Other prompts of the call are not affected."""
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    error: str | None = None
+    finished: bool = True

@@ -16,6 +16,7 @@ from headrace.core.media import ItemInputs, RopePositions
 from headrace.core.request import BadWordsTable
 from headrace.kv import Item, StateOp
 from headrace.outputs import Failure, TokenLogprobs
+from headrace.pooling_params import PoolingParams
 from headrace.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     empty: they are not, or there is no router."""
     state: int = 0
     """Its state block; 0: the model has no state layers."""
+    pooling: PoolingParams | None = None
+    """Its rows have no logits, and the one that ends the prompt returns ``StepResult.pooled``; None: it generates tokens."""
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -64,7 +67,8 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_tokens: int
     num_logits: int
     """Logits rows: the row's last ``num_logits`` tokens get logits, and the row returns 0 to ``num_logits`` tokens. The first
-    of them is the sequence's last known token, the others are drafts. 0: a prompt chunk, which samples nothing."""
+    of them is the sequence's last known token, the others are drafts. 0: a prompt chunk that is not the last one, or of a
+    prompt that is pooled, which samples nothing."""
     new_blocks: tuple[tuple[int, ...], ...]
     """Per cache group, the blocks to append to the slot's block table."""
     drafts: tuple[int, ...] = ()
@@ -177,6 +181,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """seq_id -> of rows that attend sparsely."""
     routed_experts: dict[int, bytes] = {}
     """seq_id -> ``RoutedExperts.data`` of the row's tokens, for sequences that request it."""
+    pooled: dict[int, bytes] = {}
+    """seq_id -> little-endian float32 numbers, for prompts that are pooled and whose last chunk was in the step."""
 
 
 class RunnerEvent(msgspec.Struct, frozen=True, array_like=True, tag="event"):

@@ -9,6 +9,7 @@ import msgspec
 from headrace.core.media import ItemInputs, RopePositions
 from headrace.kv import CacheIdentity, Item
 from headrace.options import INT64_MAX, OptionSpec, api
+from headrace.pooling_params import PoolingParams
 from headrace.sampling_params import SamplingParams
 
 _EXTRA = api("vLLM", "chat", "completions", "responses", "inference") | api("headrace", "messages")
@@ -112,6 +113,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Tenant of the request; empty where the server does not tell its clients apart."""
     parse: ParseOptions | None = None
     """None: the answer is text."""
+    pooling: PoolingParams | None = None
+    """The prompt is pooled, and nothing is generated; None: tokens are generated."""
     items: tuple[Item, ...] = ()
     """Items of the prompt: ascending, disjoint."""
     media: tuple[ItemInputs, ...] = ()

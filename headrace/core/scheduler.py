@@ -22,7 +22,7 @@ from headrace.core.slots import Slots
 from headrace.core.sparse import Decisions, SparsePrompt
 from headrace.core.states import StateSchedule
 from headrace.core.step import ConstrainedRow, InFlightStep, StepBuilder
-from headrace.core.stops import collect_tokens, keep_prompt_logprobs
+from headrace.core.stops import collect_pooled, collect_tokens, keep_prompt_logprobs
 from headrace.errors import EngineError, RequestError
 from headrace.kv import KVCacheManager, NewBlocks
 from headrace.metrics.stats import EngineStats
@@ -435,7 +435,7 @@ class Scheduler:
     def _start(self, seq: Sequence, num_cached: int, *, first_time: bool, forked: bool) -> None:
         seq.slot = self._slots.take()
         seq.status = Status.RUNNING
-        seq.prefill_len = len(seq.token_ids)
+        seq.prefill_len = len(seq.token_ids) + seq.pooled
         seq.num_computed = seq.num_collected = num_cached
         if seq.siblings:
             seq.blocks.keep_from = self.kv.fork_boundary(seq.blocks, seq.num_prompt)
@@ -483,6 +483,8 @@ class Scheduler:
                 seq.first_token_at = self._clock()
             update, stop = collect_tokens(seq, token_ids, result.logprobs.get(seq.seq_id) if result.logprobs else None)
             self._counters.generation_tokens += len(update.token_ids)
+        elif seq.pooled and end == seq.num_prompt:
+            update, stop = collect_pooled(seq, result.pooled.get(seq.seq_id))
         if seq.sparse is not None and seq.seq_id in result.sparse:
             self._keep_sparse(seq, seq.sparse, start, end, result.sparse[seq.seq_id])
         # A preempted sequence does not run again before all of its rows in flight are collected.

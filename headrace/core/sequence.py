@@ -64,7 +64,8 @@ class Sequence:
     slot: int = -1
     """Valid while the sequence runs."""
     prefill_len: int = 0
-    """Length when the sequence took its slot: up to here its rows are prefill, afterwards decode."""
+    """Length when the sequence took its slot: up to here its rows are prefill, afterwards decode. One more if its prompt is
+    pooled, so that it never decodes."""
     num_computed: int = 0
     num_collected: int = 0
     chunks: ChunkGrid | None = None
@@ -105,6 +106,8 @@ class Sequence:
         self.token_ids = self.blocks.token_ids
         self.num_prompt = len(self.request.prompt_token_ids)
         self.max_len = min(self.num_prompt + self.request.max_tokens, max_model_len)
+        if self.request.pooling is not None:
+            self.max_len = self.num_prompt + 1  # Never reached: it ends with its prompt.
         self.continues_until = self.max_len - 1 if self.request.constraint is None else 0
         self.items = self.blocks.identity.items
         if self.request.sampling.prompt_logprobs is not None and self.index == 0:
@@ -116,6 +119,17 @@ class Sequence:
     def num_tokens(self) -> int:
         """Length, placeholders included."""
         return len(self.token_ids) + self.num_placeholders
+
+    @property
+    def pooled(self) -> bool:
+        """Whether the prompt is pooled, so that no token follows it."""
+        return self.request.pooling is not None
+
+    @property
+    def sees_all_tokens(self) -> bool:
+        """Whether its result is made of all tokens of the prompt, so that no cached prefix can stand in for some of them."""
+        pooling = self.request.pooling
+        return self.prompt_logprobs is not None or (pooling is not None and pooling.method == "mean")
 
     @property
     def num_outputs(self) -> int:
@@ -183,6 +197,8 @@ class SequenceUpdate(msgspec.Struct, gc=False):
     """An entry for each of ``token_ids``; None if not requested."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Logprobs of prompt tokens 1, 2, ... (token 0 has none): once, with the request's first sample, when all are known."""
+    pooled: bytes | None = None
+    """``StepResult.pooled`` of a prompt that is pooled, with ``finish_reason`` "stop"."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     hides_last: bool = False

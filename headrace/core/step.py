@@ -100,6 +100,7 @@ class StepBuilder:
                 rope=request.rope,
                 sparse=None if seq.sparse is None else seq.sparse.decision or b"",
                 state=seq.blocks.states.live,
+                pooling=request.pooling,
             )
         )
 
@@ -157,7 +158,7 @@ class StepBuilder:
             self.layers, cost = layers, layers.share(num_tokens)
             seq.num_layers = 0 if layers.last else layers.end
             end = end if layers.last else start
-        num_logits = max(0, end - seq.num_tokens + 1)
+        num_logits = 0 if seq.pooled else max(0, end - seq.num_tokens + 1)
         seq.drafts = seq.drafts[: max(0, num_logits - 1)]
         row = Row(seq.seq_id, seq.slot, start, num_tokens, num_logits, new_blocks, seq.drafts)
         if layers is not None:

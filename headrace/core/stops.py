@@ -87,6 +87,13 @@ def collect_tokens(
     return update, stop
 
 
+def collect_pooled(seq: Sequence, pooled: bytes | None) -> tuple[SequenceUpdate, Stop]:
+    """Ends a sequence whose prompt is computed, with its pooled result."""
+    if pooled is None:
+        return SequenceUpdate(seq), Stop("error", None, error=Failure("the step returned no result for this sequence"))
+    return SequenceUpdate(seq, pooled=pooled), Stop("stop", None)
+
+
 def keep_prompt_logprobs(seq: Sequence, start: int, entries: list[TokenLogprobs]) -> None:
     """Stores the entries for prompt tokens ``start + 1, start + 2, ...``; a recomputed chunk overwrites them."""
     kept = seq.prompt_logprobs

@@ -179,7 +179,8 @@ class SequenceText:
         logprobs = None
         if self._params.logprobs is not None:
             logprobs = (update.logprobs or [])[: len(tokens)]
-        return self._delta(text, tokens, logprobs, finish, stop, update.error, events)
+        delta = self._delta(text, tokens, logprobs, finish, stop, update.error, events)
+        return delta if update.pooled is None else msgspec.structs.replace(delta, pooled=update.pooled)
 
     def spaced(self, delta: OutputDelta, interval: int = 1) -> list[OutputDelta]:
         """Returns the deltas to send after a new one: the first at once, later ones when they have ``interval`` tokens."""

@@ -14,10 +14,13 @@ from headrace.core.request import Request
 from headrace.engine.info import EngineInfo, Progress
 from headrace.errors import ConfigError, EngineDeadError, EngineError, HeadraceError, QueueFullError, RequestError
 from headrace.frontend.inputs import InputProcessor, Prompt
+from headrace.frontend.pooled_calls import AsyncPooledCalls, Make
+from headrace.frontend.pooling import PoolingInputs
 from headrace.frontend.prepare import described, input_processor
 from headrace.frontend.streams import Inbox, OutputStream, new_output
 from headrace.metrics.stats import EngineStats
-from headrace.outputs import OutputDelta, RequestOutput
+from headrace.outputs import OutputDelta, PoolingRequestOutput, RequestOutput
+from headrace.outputs import T as Result
 from headrace.processes.messages import (
     Abort,
     Accepted,
@@ -47,7 +50,7 @@ logger = logging.getLogger("headrace.engine")
 T = TypeVar("T")
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncPooledCalls):
     """Client of one engine process, or of ``data_parallel_size`` replicas, which it starts, watches and restarts. Belongs to
     the event loop that started it.
 
@@ -87,6 +90,7 @@ class AsyncLLM:
         self._info: EngineInfo | None = None
         self._text: ModelText | None = None
         self._inputs: InputProcessor | None = None
+        self._pooling: PoolingInputs | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = os.getpid()
 
@@ -108,6 +112,7 @@ class AsyncLLM:
             self._inputs = input_processor(
                 text, self.args, vocab_size=info.vocab_size, max_model_len=info.max_model_len, media=info.media
             )
+            self._pooling = PoolingInputs(self._inputs, text.pooling)
             await asyncio.to_thread(self._inputs.prepare)
             self._text = text
             if self._inputs.answers is not None:
@@ -163,6 +168,10 @@ class AsyncLLM:
     @property
     def inputs(self) -> InputProcessor:
         return _started(self._inputs)
+
+    @property
+    def pooling(self) -> PoolingInputs:
+        return _started(self._pooling)
 
     @property
     def text(self) -> ModelText:
@@ -259,6 +268,17 @@ class AsyncLLM:
             async for delta in stream:
                 output.add(delta, text)
                 yield output
+
+    async def _pool(self, make: Make[Result]) -> list[PoolingRequestOutput[Result]]:
+        self._check_owner()
+        names = f"pool-{uuid.uuid4().hex}"
+        batch = await self.inputs.in_thread("", lambda: make(self.pooling, names))
+        outputs = {request.request_id: new_output(request) for request in batch.requests}
+        if batch.requests:
+            async with await self.add(*batch.requests) as stream:
+                async for delta in stream:
+                    outputs[delta.request_id].add(delta)
+        return batch.finish(list(outputs.values()))
 
     async def abort(self, request_id: str) -> None:
         """End a request within a step; its stream gets deltas with finish_reason "abort". Unknown ids are ignored."""

@@ -90,10 +90,11 @@ class InputProcessor:
         media: MediaLoader | None = None,
         text_alone: str = "the model has no vision part",
         media_tokens: Mapping[int, str] | None = None,
+        no_text: str | None = None,
     ) -> None:
         """``generation_config``: as in ``ModelFiles``. ``answers``: None: answers are not parsed. ``media``: loads what
         conversations refer to, for ``multimodal``. ``text_alone``: why ``multimodal`` is None. ``media_tokens``: token id ->
-        modality of those that stand for media, beside the processor's own.
+        modality of those that stand for media, beside the processor's own. ``no_text``: why the model generates no text.
 
         Raises:
             ConfigError: the model's generation config holds a value that no request may have.
@@ -108,6 +109,8 @@ class InputProcessor:
         own = {} if multimodal is None else multimodal.media_tokens
         self._media_tokens: Mapping[int, str] = {**(media_tokens or {}), **own}
         self.media = media
+        self.no_text = no_text
+        """Reason for which the model generates no text; None: it does."""
         self.default_sampling = _sampling_defaults(generation_config)
         """Parameters of a request that has none."""
         tokenizer_eos = tokenizer.eos_token_ids if tokenizer is not None else []
@@ -302,6 +305,8 @@ class InputProcessor:
             TypeError: ``params`` is something else.
         """
         check_params(params)
+        if self.no_text is not None:
+            raise RequestError(f"this model generates no text: {self.no_text}", "model", code="unsupported_task")
         if media is None:
             media = self._media(prompt, add_special_tokens, tenant)
         if media is None:
@@ -319,9 +324,7 @@ class InputProcessor:
         self._check_sampling(params)
         if constraint is None and self._is_constrained(params, plan):
             constraint = self._grammars.constraint(params.structured_outputs, plan)
-        declared = options(Request)
-        for name, value in (("request_id", request_id), ("priority", priority), ("cache_salt", cache_salt)):
-            check_value(declared[name], value, RequestError)
+        check_fields(request_id, priority, cache_salt)
         return Request(
             request_id=request_id,
             prompt_token_ids=tokens,
@@ -343,6 +346,18 @@ class InputProcessor:
             parse=parse,
             arrival_time=time.monotonic(),
         )
+
+    def pooled_tokens(self, text: str | list[int], param: str, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of a prompt that no token follows, which may fill the context. Raises: RequestError: as ``request``."""
+        tokens = text
+        if isinstance(tokens, str):
+            tokenizer = self._need_tokenizer(param)
+            self.check_length(tokens, param)
+            tokens = tokenizer.encode(tokens, add_special_tokens, param=param, max_tokens=self.max_model_len)
+        if not isinstance(tokens, list) or not set(map(type, tokens)) <= {int}:
+            raise RequestError(f"{param} must be text or a list of token ids", param, code="invalid_type")
+        self._refuse_media_tokens(tokens)
+        return self._checked_tokens(tokens, param, 0)
 
     # The prompt
 
@@ -400,19 +415,20 @@ class InputProcessor:
             "prompt",
         )
 
-    def _checked_tokens(self, tokens: list[int]) -> list[int]:
+    def _checked_tokens(self, tokens: list[int], param: str = "prompt", followed_by: int = 1) -> list[int]:
+        """``followed_by``: tokens for which there must be room behind the prompt, 0 or 1."""
         if not tokens:
-            raise RequestError("the prompt is empty", "prompt")
-        if len(tokens) >= self.max_model_len:
+            raise RequestError("the prompt is empty", param)
+        if len(tokens) + followed_by > self.max_model_len:
             raise _too_long(
                 f"the prompt has {len(tokens)} tokens; with a context of {self.max_model_len} it may have at most "
-                f"{self.max_model_len - 1}, so that one more can follow",
-                "prompt",
+                f"{self.max_model_len - followed_by}" + (", so that one more can follow" if followed_by else ""),
+                param,
             )
         low, high = min(tokens), max(tokens)
         if low < 0 or high >= self.vocab_size:
             wrong = low if low < 0 else high
-            raise RequestError(f"token id {wrong} is not in the vocabulary, which has {self.vocab_size} tokens", "prompt")
+            raise RequestError(f"token id {wrong} is not in the vocabulary, which has {self.vocab_size} tokens", param)
         return tokens
 
     def _max_tokens(self, num_prompt: int, params: SamplingParams, ahead: int, default: int | None) -> int:
@@ -500,6 +516,13 @@ class InputProcessor:
             return None
         token_bytes = self._need_tokenizer("bad_words").token_bytes
         return self._bad_words.table(params.bad_words, token_bytes, not params.skip_special_tokens, tenant)
+
+
+def check_fields(request_id: str, priority: int, cache_salt: str | None) -> None:
+    """Checks fields that every request has."""
+    declared = options(Request)
+    for name, value in (("request_id", request_id), ("priority", priority), ("cache_salt", cache_salt)):
+        check_value(declared[name], value, RequestError)
 
 
 def _prompt_parts(prompt: Any) -> tuple[str | None, list[int] | None]:

@@ -10,7 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from headrace.config import EngineArgs
 from headrace.constrain.choice import read_choice, rules_of
@@ -22,13 +22,14 @@ from headrace.engine.info import EngineInfo, Progress
 from headrace.errors import ConfigError, EngineError, QueueFullError, RequestError
 from headrace.frontend.inputs import InputProcessor, Prompt, check_params, has_media
 from headrace.frontend.local import LocalEngine, open_local
-from headrace.frontend.pending import PendingRequests
-from headrace.frontend.progress import ProgressBar
+from headrace.frontend.pending import PendingRequests, prompt_list
+from headrace.frontend.pooled_calls import Make, PooledCalls
+from headrace.frontend.progress import ProgressBar, bar_shown
 from headrace.frontend.replicated import ReplicatedCore, ReplicatedEngine, start_replicas
 from headrace.frontend.streams import new_output
 from headrace.metrics.stats import EngineStats
 from headrace.options import shown
-from headrace.outputs import OutputDelta, RequestOutput
+from headrace.outputs import OutputDelta, PoolingRequestOutput, RequestOutput, T
 from headrace.sampling_params import SamplingParams
 from headrace.startup.source import FileSource
 from headrace.text.answers import AnswerFormats
@@ -50,7 +51,7 @@ _Shaped = Callable[[Any, SamplingParams], _Shape]
 """Prompt and parameters -> shape"""
 
 
-class LLM:
+class LLM(PooledCalls):
     """A model and its engine. Keywords are the fields of ``EngineArgs``.
 
     ::
@@ -154,8 +155,8 @@ class LLM:
             TypeError: ``prompts`` or ``sampling_params`` is something else.
             EngineError: the engine failed, and cannot be used any more.
         """
-        bar = _shown(progress, use_tqdm)
-        several = _prompt_list(prompts)
+        bar = bar_shown(progress, use_tqdm)
+        several = prompt_list(prompts)
         return self._generate(several, sampling_params, bar)
 
     def _generate(
@@ -178,6 +179,12 @@ class LLM:
         if self._external is not None or not any(map(has_media, prompts)):
             requests.make_all()
         return self._run(requests, bar)
+
+    def _pool(self, make: Make[T], progress: bool) -> list[PoolingRequestOutput[T]]:
+        batch = make(self._engine.pooling, f"llm-{next(self._ids)}")
+        prompts: list[Prompt] = [{"prompt_token_ids": request.prompt_token_ids} for request in batch.requests]
+        requests = PendingRequests(prompts, self.inputs, lambda index, media: batch.requests[index], len(prompts))
+        return batch.finish(self._run(requests, progress))
 
     def chat(
         self,
@@ -251,7 +258,7 @@ class LLM:
             parsed = offered or (plan is not None and not plan.plain)
             return answers.options(text, offered, calls=bool(offered), parallel=parallel_tool_calls) if parsed else None, plan
 
-        return self._generate(prompts, sampling_params, _shown(progress, use_tqdm), shaped)
+        return self._generate(prompts, sampling_params, bar_shown(progress, use_tqdm), shaped)
 
     def _answers(self, tokenizer: Tokenizer) -> AnswerFormats | None:
         """The formats of answers to prompts that this tokenizer's template renders."""
@@ -514,33 +521,10 @@ class LLM:
             yield from core.step()
 
 
-def _prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
-    """Raises: TypeError: names the prompt that is none."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, dict):
-        return [cast(Prompt, prompts)]
-    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
-        raise TypeError(f"prompts must be a string, a dict or a list of them, not {shown(prompts)}")
-    several = list(prompts)
-    for index, prompt in enumerate(several):
-        if not isinstance(prompt, (str, dict)):
-            raise TypeError(f"prompts[{index}] must be a string or a dict, not {shown(prompt)}")
-    return several
-
-
 def _check_names(engine_args: Mapping[str, Any]) -> None:
     unknown = sorted(engine_args.keys() - {field.name for field in dataclasses.fields(EngineArgs)})
     if unknown:
         raise TypeError(f"LLM got arguments that are not engine arguments: {', '.join(unknown)}")
-
-
-def _shown(progress: bool, use_tqdm: bool | None) -> bool:
-    if use_tqdm is None:
-        return progress
-    if not isinstance(use_tqdm, bool):
-        raise RequestError("use_tqdm must be true or false: the bar is headrace's own, and takes no class", "use_tqdm")
-    return use_tqdm
 
 
 @contextlib.contextmanager

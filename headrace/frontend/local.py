@@ -8,6 +8,7 @@ from collections.abc import Callable
 from headrace.engine.info import Progress
 from headrace.engine.timeline import Timeline
 from headrace.frontend.inputs import InputProcessor
+from headrace.frontend.pooling import PoolingInputs
 from headrace.frontend.prepare import described, input_processor
 from headrace.processes.kv_events import publish_events
 from headrace.processes.load import LoadedEngine, load_engine
@@ -19,6 +20,7 @@ class LocalEngine(LoadedEngine):
     """The parts of an engine that its caller drives."""
 
     inputs: InputProcessor
+    pooling: PoolingInputs
 
 
 def open_local(source: ModelSource, on_progress: Callable[[Progress], None] | None = None) -> LocalEngine:
@@ -28,5 +30,6 @@ def open_local(source: ModelSource, on_progress: Callable[[Progress], None] | No
     inputs = input_processor(
         loaded.text, source.args, vocab_size=info.vocab_size, max_model_len=info.max_model_len, media=info.media
     )
+    pooling = PoolingInputs(inputs, loaded.text.pooling)
     publish_events(loaded.core, source.args)
-    return LocalEngine(loaded.core, described(info, inputs), loaded.config, loaded.text, loaded.executor, inputs)
+    return LocalEngine(loaded.core, described(info, inputs), loaded.config, loaded.text, loaded.executor, inputs, pooling)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from headrace.core.request import Request
 from headrace.frontend.inputs import InputProcessor, Prompt
+from headrace.options import shown
 
 if TYPE_CHECKING:
     from headrace.multimodal.processor import PreparedPrompt
@@ -81,3 +82,18 @@ class PendingRequests:
         self._num_made += 1
         self._prompts.popleft()
         self._media.popleft()
+
+
+def prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """Raises: TypeError: names the prompt that is none."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, dict):
+        return [cast(Prompt, prompts)]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts must be a string, a dict or a list of them, not {shown(prompts)}")
+    several = list(prompts)
+    for index, prompt in enumerate(several):
+        if not isinstance(prompt, (str, dict)):
+            raise TypeError(f"prompts[{index}] must be a string or a dict, not {shown(prompt)}")
+    return several

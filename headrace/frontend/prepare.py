@@ -60,6 +60,7 @@ def input_processor(
         media=loader,
         text_alone=text_alone,
         media_tokens=configured_media_tokens(text.files.config),
+        no_text=text.pooling.generation,
     )
 
 

@@ -16,6 +16,7 @@ from headrace.engine.info import EngineInfo, Progress
 from headrace.errors import EngineError, RequestError
 from headrace.frontend.async_llm import AsyncLLM
 from headrace.frontend.inputs import InputProcessor
+from headrace.frontend.pooling import PoolingInputs
 from headrace.metrics.stats import EngineStats
 from headrace.options import INT32_MAX
 from headrace.outputs import OutputDelta
@@ -148,6 +149,7 @@ class ReplicatedEngine:
     inputs: InputProcessor
     info: EngineInfo
     text: ModelText
+    pooling: PoolingInputs
 
 
 def start_replicas(args: EngineArgs, on_progress: Callable[[Progress], None] | None) -> ReplicatedEngine:
@@ -166,4 +168,4 @@ def start_replicas(args: EngineArgs, on_progress: Callable[[Progress], None] | N
     except BaseException:
         core.close()
         raise
-    return ReplicatedEngine(core, llm.inputs, llm.info, llm.text)
+    return ReplicatedEngine(core, llm.inputs, llm.info, llm.text, llm.pooling)

@@ -132,6 +132,8 @@ class ModelSpec(ModelFacts):
     """o_proj has a bias."""
     qk_norm: bool = False
     """q and k are RMS-normed before they are rotated: a head, or as the family says."""
+    num_classes: int = 0
+    """Outputs of the classification head; 0: the model has none."""
     logit_soft_cap: float | None = None
     """logits = logit_soft_cap * tanh(logits / logit_soft_cap), of the head."""
     shard: Shard | None = None

@@ -8,7 +8,7 @@ names of Hugging Face's checkpoints, except for fused ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -16,10 +16,10 @@ from torch import nn
 from headrace.attention.context import ForwardContext
 from headrace.attention.layer import Attention
 from headrace.attention.sparse_rows import SparseRows
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, EngineError
 from headrace.kernels.linear.fp8_reference import Activations
 from headrace.layers.embedding import Embedding
-from headrace.layers.linear import FusedLinear, Linear, RowParallelLinear
+from headrace.layers.linear import FusedLinear, Linear, RowParallelLinear, UnquantizedMethod
 from headrace.layers.mlp import GatedMLP
 from headrace.layers.moe import MoeMLP
 from headrace.layers.norm import RMSNorm, UnitRMSNorm
@@ -176,6 +176,11 @@ class Decoder(nn.Module):
         self.lm_head.out_dtype = torch.float32
         if spec.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
+        self.score: nn.Linear | None = None
+        """The classification head, which every rank holds whole."""
+        if spec.num_classes:
+            self.score = nn.Linear(spec.hidden_size, spec.num_classes, bias=False, dtype=dtype, device=device)
+            self.score.requires_grad_(False)
         self.fused: LayersCall | None = None
         """Runs all layers in one call with the same result, in the steps that it supports."""
         self.rotary = RopeAngles(spec, device)
@@ -215,7 +220,26 @@ class Decoder(nn.Module):
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[N, hidden] -> [N, vocab]`` float32."""
-        logits = gather_columns(self.group, self.lm_head(hidden).float(), self.spec.vocab_size)
+        return self._capped(gather_columns(self.group, self.lm_head(hidden).float(), self.spec.vocab_size))
+
+    @torch.inference_mode()
+    def token_logits(self, hidden: torch.Tensor, token_ids: Sequence[int]) -> torch.Tensor:
+        """Computes these columns of ``logits``: ``[N, hidden] -> [N, len(token_ids)]`` float32. Other rows of the head are left
+        out where this rank holds all of them in floats."""
+        head, ids = self.lm_head, list(token_ids)
+        if self.group.size > 1 or head.batch_invariant or not isinstance(head.method, UnquantizedMethod):
+            return self.logits(hidden)[:, ids]
+        bias = None if head.bias is None else head.bias[ids].float()
+        return self._capped(nn.functional.linear(hidden.float(), head.weight[ids].float(), bias))
+
+    @torch.inference_mode()
+    def classes(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Computes the logits of the classification head: ``[N, hidden] -> [N, num_classes]`` float32."""
+        if self.score is None:
+            raise EngineError("the model has no classification head")
+        return nn.functional.linear(hidden.float(), self.score.weight.float())
+
+    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
         cap = self.spec.logit_soft_cap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 

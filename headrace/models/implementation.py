@@ -19,6 +19,7 @@ from headrace.models.interface import Model
 from headrace.parallel.group import ALONE, Group
 from headrace.parallel.layout import ParallelSizes, describe, shard_model
 from headrace.sources.files import ModelFiles
+from headrace.sources.heads import Heads, find_heads
 from headrace.sources.plain_config import in_transformers
 from headrace.weights.load import Progress, load_weights
 from headrace.weights.report import LoadReport
@@ -128,12 +129,19 @@ def _native_spec(files: ModelFiles) -> ModelSpec | ConfigError:
 def _read_spec(files: ModelFiles) -> ModelSpec:
     """The spec of the native implementation. Raises ConfigError that names the configuration's file."""
     try:
-        return registry.model_spec(files.config)
+        return _with_heads(registry.model_spec(files.config), find_heads(files))
     except ConfigError as error:
         raise type(error)(f"{files.config_file}: {error.message.removeprefix('config: ')}", error.param) from error
     except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
         # A field that nothing declares may have any type.
         raise ConfigError(f"{files.config_file} cannot be used: {one_line(error)}", "model") from error
+
+
+def _with_heads(spec: ModelSpec, heads: Heads) -> ModelSpec:
+    """The spec with the classification head of the checkpoint. The token embedding takes the place of an output head that is
+    not there: nothing reads its logits."""
+    tied = spec.tie_word_embeddings or not heads.tokens
+    return dataclasses.replace(spec, num_classes=heads.classes, tie_word_embeddings=tied)
 
 
 _GEOMETRY = ("num_heads", "num_kv_heads", "head_dim", "v_head_dim", "window", "soft_cap", "sinks")

@@ -100,6 +100,19 @@ class Model(Protocol):
 
 
 @runtime_checkable
+class ScoringModel(Model, Protocol):
+    """A model whose hidden states can be scored without the logits of its whole vocabulary."""
+
+    def token_logits(self, hidden: torch.Tensor, token_ids: Sequence[int]) -> torch.Tensor:
+        """``[N, hidden] -> [N, len(token_ids)]`` float32: these columns of ``logits``."""
+        ...
+
+    def classes(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[N, hidden] -> [N, classes]`` float32: logits of the classification head. Raises EngineError if there is none."""
+        ...
+
+
+@runtime_checkable
 class LayeredModel(Model, Protocol):
     """A model that can pause between two layers of a forward pass. All calls of one pass together compute what ``Model``'s
     call does, bit for bit."""

@@ -15,6 +15,10 @@ from headrace.weights.names import IGNORABLE, NameTable, StoredLayout
 
 _MOVED = {".attention.sinks": ".sinks"}
 """Suffixes of the model's names -> of a checkpoint's."""
+_HEADS = ("lm_head", "score")
+"""Parts that a checkpoint has beside the layers, and not within ``model``."""
+_BARE = {f"model.{part}": part for part in ("embed_tokens.", "layers.", "norm.")}
+"""Prefixes of names -> those of a checkpoint of the layers without a head."""
 
 
 def decoder_names(
@@ -35,6 +39,7 @@ def decoder_names(
         ignorable: regular expressions of further names to skip.
     """
     table = NameTable((*IGNORABLE, *ignorable))
+    table.elsewhere(_BARE)
     first: dict[int, str] = {}
     for path, module in model.named_modules():
         if isinstance(module, DecoderAttention) and not module.qkv_proj.stored_rows:
@@ -99,7 +104,7 @@ def checkpoint_name(name: str, moved: Mapping[str, str] = _MOVED) -> str:
     for ours, theirs in moved.items():
         if name.endswith(ours):
             name = name.removesuffix(ours) + theirs
-    return name if name.startswith("lm_head") else f"model.{name}"
+    return name if name.startswith(_HEADS) else f"model.{name}"
 
 
 def _add_grouped(table: NameTable, theirs: str, ours: str, module: DecoderAttention) -> None:

@@ -42,6 +42,7 @@ from headrace.models.hf_config import HFConfig, text_part
 from headrace.models.vision import interface as vision
 from headrace.parallel.group import ALONE, Group
 from headrace.quant.formats.find import find_scheme
+from headrace.sources.heads import causal_name
 from headrace.weights.names import NameTable
 
 _FAMILIES: tuple[Family, ...] = (
@@ -95,7 +96,7 @@ def find(hf_config: HFConfig) -> Family | None:
     architectures = getattr(hf_config, "architectures", None)
     if not architectures:
         return _BY_TYPE.get(hf_config.model_type)
-    return next((_BY_ARCHITECTURE[name] for name in architectures if name in _BY_ARCHITECTURE), None)
+    return next((_BY_ARCHITECTURE[name] for name in map(causal_name, architectures) if name in _BY_ARCHITECTURE), None)
 
 
 def model_spec(hf_config: HFConfig) -> ModelSpec:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from headrace.core.plan import Recorded, SparseOutcome, StepPlan
@@ -49,6 +50,8 @@ class StepHandle:
     refused: dict[int, Failure] = dataclasses.field(default_factory=dict)
     """seq_id -> why it was not taken in at all."""
     prompt_logprobs: dict[int, list[Measured]] = dataclasses.field(default_factory=dict)
+    pooled: list[tuple[list[int], torch.Tensor]] = dataclasses.field(default_factory=list)
+    """Sequences whose pooled prompts the step ends, and their results ``[len(sequences), numbers]`` float32 on the host."""
     replayed: bool | None = None
     """``StepResult.replayed`` of the step."""
     padding_tokens: int = 0
@@ -67,6 +70,11 @@ class StepHandle:
     @classmethod
     def begin(cls, step: int, device: torch.device) -> StepHandle:
         return cls(step, Stopwatch(device))
+
+    def pooled_results(self) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
+        """Gives each sequence that the step ends with its pooled result, once the stopwatch's last mark is past."""
+        for seq_ids, results in self.pooled:
+            yield from zip(seq_ids, results.numpy(), strict=True)
 
     def fetch(self, sampled: Sampled) -> None:
         """Launches the copies to the host of what ``outcome`` does not hold."""

@@ -31,7 +31,7 @@ from headrace.runner.build import add_pieces, make_backends, make_caches, make_p
 from headrace.runner.graphs import EagerSteps, GraphCount, StepGraphs
 from headrace.runner.inputs import Bounds, ForwardPass, StepBuffers
 from headrace.runner.part import StepExtras, StepHandle
-from headrace.runner.prompts import PromptLogprobs
+from headrace.runner.prompts import POOLED_NOT_FINITE, PromptResults
 from headrace.runner.slots import RowArrays, SlotTables
 from headrace.sampling.feature import Indices, LogitsRows
 from headrace.sampling.masks import HostMasks
@@ -85,7 +85,7 @@ class ModelRunner:
         self._pieces = add_pieces(config, model, self._forward, self._buffers, self.parts)
         self._unsampled: StepHandle | None = None
         """Executed, and not sampled yet."""
-        self._prompts = PromptLogprobs(model)
+        self._prompts = PromptResults(model)
         self._refused: dict[int, Failure] = {}
         """slot -> why its sequence cannot be served."""
         self._tainted = config.cache.mixed
@@ -187,7 +187,7 @@ class ModelRunner:
             step.replayed, step.num_places = False, len(rows)
             step.places = self._buffers.send(rows, rows.num_decode_rows, len(rows))
             hidden = self._forward(Bounds.of(rows), extras)
-            step.prompt_logprobs = self._prompts.measure(plan.rows, hidden)
+            self._prompts.add_to(step, plan.rows, hidden)
 
     def _run_piece(self, plan: StepPlan, layers: LayerRange, step: StepHandle, logits_row: int) -> None:
         """Runs layers of the last row, behind the others. ``logits_row``: of its last token, if it has one."""
@@ -197,7 +197,7 @@ class ModelRunner:
         step.num_places = place + 1
         hidden = self._pieces.run(own[0], rows, layers, step, place, logits_row)
         if hidden is not None:
-            step.prompt_logprobs |= self._prompts.measure(own, hidden)
+            self._prompts.add_to(step, own, hidden)
 
     @torch.inference_mode()
     def sample(self, step: StepHandle, plan: SamplePlan) -> None:
@@ -280,6 +280,7 @@ class ModelRunner:
             step.padding_tokens,
             {seq_id: outcome for part in step.sparse for seq_id, outcome in part.outcomes().items()},
             {seq_id: experts for part in step.routed for seq_id, experts in part.lists().items()},
+            {seq: result.astype("<f4").tobytes() for seq, result in step.pooled_results() if seq not in errors},
         )
 
     def _errors(self, step: StepHandle, rows: RowArrays, outcome: npt.NDArray[np.int32], kept: Indices) -> dict[int, Failure]:
@@ -297,6 +298,7 @@ class ModelRunner:
         for seq_id, parts in step.prompt_logprobs.items():
             if any(bool(part.logprobs.isnan().any()) for part in parts):
                 errors[seq_id] = NOT_FINITE
+        errors |= {seq_id: POOLED_NOT_FINITE for seq_id, result in step.pooled_results() if not np.isfinite(result).all()}
         if broken.any():
             self._tainted = True
             errors |= dict.fromkeys(step.seq_ids[broken > 0].tolist(), BROKEN)
@@ -312,7 +314,7 @@ class ModelRunner:
         held = {
             "KV cache": sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()),
             "attention workspaces": workspace_bytes(self._forward.to_plan),
-            "slots": self.slots.nbytes + self._buffers.nbytes,
+            "slots": self.slots.nbytes + self._buffers.nbytes + self._prompts.nbytes,
             "penalty histograms": self.sampler.nbytes,
         }
         for part in self.parts:

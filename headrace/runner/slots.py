@@ -119,6 +119,8 @@ class SlotTables:
         self.prompt_len: Ints = np.zeros(slots, dtype=np.int64)
         self.prefill_len: Ints = np.zeros(slots, dtype=np.int64)
         """Tokens known when the sequence took the slot: to compute those is prefill."""
+        self.pooled: npt.NDArray[np.bool_] = np.zeros(slots, dtype=np.bool_)
+        """Slots of prompts that are pooled, whose rows have no logits."""
         self.host_num_tokens: Ints = np.zeros(slots, dtype=np.int64)
         self.host_num_computed: Ints = np.full(slots, UNKNOWN, dtype=np.int64)
         """Unknown until a new sequence's first row, which gives the end of its cached prefix."""
@@ -163,6 +165,7 @@ class SlotTables:
         self.seq_id[slot] = seq.seq_id
         self.prompt_len[slot] = seq.prompt_len
         self.prefill_len[slot] = self.host_num_tokens[slot] = length
+        self.pooled[slot] = seq.pooling is not None
         self.host_num_computed[slot] = UNKNOWN
         self._corrected[slot] = 0
         self._block_counts[:, slot] = 0
@@ -260,7 +263,7 @@ class SlotTables:
         drafts = np.maximum(rows.num_logits - 1, 0)
         inside = (rows.starts >= 0) & (rows.counts > drafts) & (rows.ends - drafts <= known)
         _check(rows, inside, "is not of its tokens, of which there are", known)
-        ends = (rows.num_logits > 0) == ((rows.ends - drafts == known) & ~rows.unfinished)
+        ends = (rows.num_logits > 0) == ((rows.ends - drafts == known) & ~rows.unfinished & ~self.pooled[rows.slots])
         _check(rows, ends, "must sample if and only if it ends at token", known)
         prefill = self.prefill_len[rows.slots]
         past = rows.starts >= prefill

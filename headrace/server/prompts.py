@@ -52,7 +52,7 @@ def parse_prompts(value: Any, most: int, name: str = "prompt") -> list[str | lis
     if isinstance(value[0], str):
         for index, text in enumerate(value):
             if not isinstance(text, str):
-                raise wrong_type(f"{name}[{index}]", "a string, like the first prompt")
+                raise wrong_type(f"{name}[{index}]", f"a string, like the first {name}")
         return value
     return [_token_ids(f"{name}[{index}]", ids) for index, ids in enumerate(value)]
 

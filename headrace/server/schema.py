@@ -26,7 +26,7 @@ _INFERENCE = api("vLLM", "inference")
 _OBJECTS: Mapping[str, Any] = {"type": "array", "items": {"type": "object"}}
 _OBJECT: Mapping[str, Any] = {"type": "object"}
 _TOKEN_IDS: Mapping[str, Any] = {"type": "array", "items": {"type": "integer"}}
-_PROMPTS: Mapping[str, Any] = {
+PROMPTS: Mapping[str, Any] = {
     "anyOf": [
         {"type": "string"},
         {"type": "array", "items": {"type": "string"}},
@@ -143,7 +143,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
 
 
 class CompletionBody(GenerationBody, frozen=True, kw_only=True):
-    prompt: Annotated[Any, OptionSpec(apis=_TEXT, schema=_PROMPTS)]
+    prompt: Annotated[Any, OptionSpec(apis=_TEXT, schema=PROMPTS)]
     """String, list of strings, token ids, or list of lists of token ids."""
     suffix: Annotated[str | None, OptionSpec(apis=_TEXT)] = None
     """Text that follows the generated one: the model fills in the middle. Needs a vocabulary with tokens for it."""

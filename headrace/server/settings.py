@@ -116,7 +116,7 @@ class ServerSettings(Checked):
     """Maximum number of log-probabilities of prompt tokens in one answer: prompt tokens times (`prompt_logprobs` + 1), for
     completions times `n`. An entry takes about 70 bytes."""
     max_prompts: Annotated[int, OptionSpec(min=1)] = 256
-    """Maximum number of prompts in a completions request."""
+    """Maximum number of prompts in a completions request, of texts to embed in a request, and of documents to score."""
     max_n: Annotated[int, OptionSpec(min=1)] = MAX_SAMPLES
     """Maximum `n` of a request."""
     max_choices: Annotated[int, OptionSpec(min=1)] = 512

@@ -22,6 +22,8 @@ _WEIGHTS = re.compile(r"[ -.0-~]{1,200}\.safetensors")
 _DESCRIPTION = ["*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
 _SECOND_COPIES = ["*/*", "consolidated*"]
 """Not ours to download: subfolders hold other formats of the same weights, ``consolidated`` is their second copy."""
+_MODULES = ["[0-9]_*/config.json"]
+"""Configurations of the modules that a sentence-transformers model has behind its layers."""
 _QUANTIZATION = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 """Files in which some writers describe a quantised checkpoint -> whose they are."""
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -52,6 +54,8 @@ def download(repo_id: str, revision: str | None, *, weights: bool, code: bool = 
     what = repo_id if revision is None else f"{repo_id} (revision {revision})"
     try:
         path = snapshot_download(repo_id, revision=revision, allow_patterns=patterns, ignore_patterns=_SECOND_COPIES)
+        if (Path(path) / "modules.json").exists():
+            snapshot_download(repo_id, revision=revision, allow_patterns=_MODULES)
     except GatedRepoError as error:
         raise ConfigError(f"the hub wants you to accept the terms of {what}, and to log in: hf auth login", "model") from error
     except RevisionNotFoundError as error:

@@ -11,6 +11,7 @@ from headrace.constrain.constraints import Constraints
 from headrace.constrain.vocabulary import GrammarVocabulary
 from headrace.host.jobs import ProcessLimits
 from headrace.sources.files import ModelFiles, find_model
+from headrace.sources.pooling import PoolingConfig, find_pooling
 from headrace.text.answers import AnswerFormats
 from headrace.text.templates import TemplateRenderer
 from headrace.text.tokenizer import Tokenizer, load_tokenizer
@@ -23,6 +24,8 @@ class ModelText:
     files: ModelFiles
     tokenizer: Tokenizer | None
     """None with ``skip_tokenizer_init``."""
+    pooling: PoolingConfig = dataclasses.field(default_factory=PoolingConfig)
+    """The kinds of requests that the model serves."""
 
     @functools.cached_property
     def _vocabularies(self) -> dict[int, GrammarVocabulary]:
@@ -57,6 +60,8 @@ def load_text(args: EngineArgs, chat_template: str | None = None, *, prepared: b
         ConfigError: there is no such model or tokenizer, or they cannot be read.
     """
     files = find_model(args)
+    pooling = find_pooling(args, files)
+    files = dataclasses.replace(files, decisions=(*files.decisions, *pooling.decisions))
     renderer = TemplateRenderer(ProcessLimits(args.max_template_seconds, args.max_template_memory))
     tokenizer = None if args.skip_tokenizer_init else load_tokenizer(files, args.tokenizer, chat_template, renderer)
     if prepared and tokenizer is not None:
@@ -65,4 +70,4 @@ def load_text(args: EngineArgs, chat_template: str | None = None, *, prepared: b
         from headrace.sources.gguf import forget
 
         forget()
-    return ModelText(files, tokenizer)
+    return ModelText(files, tokenizer, pooling)

@@ -98,6 +98,13 @@ class Tokenizer:
             RequestError: the text holds lone surrogates, which no UTF-8 has, has more than ``max_tokens`` tokens, or is one at
                 which the library fails; the error names ``param``.
         """
+        return self._encoded(text, add_special_tokens, param, max_tokens)
+
+    def encode_pair(self, first: str, second: str, *, param: str) -> list[int]:
+        """Token ids of two texts as the tokenizer joins them, special tokens included. Raises: as ``encode``."""
+        return self._encoded((first, second), True, param, None)
+
+    def _encoded(self, text: str | tuple[str, str], add_special_tokens: bool, param: str, max_tokens: int | None) -> list[int]:
         try:
             (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:

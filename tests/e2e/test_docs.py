@@ -14,7 +14,7 @@ import httpx
 import pytest
 import torch
 import typer
-from support.models import tiny_llama, tiny_vision
+from support.models import tiny_llama, tiny_pooling, tiny_vision
 from support.pages import ROOT, blocks, command_lines, pages, run_blocks
 from support.server.running import Server
 from transformers import AutoModelForCausalLM
@@ -98,6 +98,26 @@ def pictures(checkpoint: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]
 
 
 @contextlib.contextmanager
+def embedder(checkpoint: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+    folder, reranker = checkpoint.parent / "embedder", checkpoint.parent / "Qwen3-Reranker-tiny"
+    wide = {"hidden_size": 256, "max_position_embeddings": 1024}
+    tiny_pooling.write_pooling_model(folder, "Qwen3Model", **wide)
+    tiny_pooling.write_modules(folder)
+    tiny_pooling.write_pooling_model(reranker, **wide)
+    names: dict[str, Any] = {}
+    small = "num_kv_blocks=100"
+    yield (
+        names,
+        {
+            '"Qwen/Qwen3-Embedding-0.6B"': f"{str(folder)!r}, {small}",
+            '"Qwen/Qwen3-Reranker-0.6B"': f"{str(reranker)!r}, {small}",
+        },
+    )
+    assert len(names["documents"][0].outputs.embedding) == 256
+    assert all(0 < output.outputs.score < 1 for output in names["outputs"])
+
+
+@contextlib.contextmanager
 def two_ranks(checkpoint: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
     yield {}, {'LLM("Qwen/Qwen3-8B"': f'LLM({str(checkpoint)!r}, device="cpu", num_kv_blocks=16, num_threads=2'}
 
@@ -113,6 +133,7 @@ def free_ports(checkpoint: Path) -> Iterator[tuple[dict[str, Any], dict[str, str
 
 CONTEXTS: dict[str, Context] = {
     "architecture.md": one_step,
+    "embeddings.md": embedder,
     "foreign-models.md": foreign_layer,
     "megatron.md": trainer,
     "multimodal.md": pictures,

@@ -11,7 +11,7 @@ PACKAGES: list[set[str]] = [
     {"host"},
     {"options"},
     {"choices"},
-    {"sampling_params", "outputs"},
+    {"sampling_params", "pooling_params", "outputs"},
     {"model_spec"},
     {"option_groups"},
     {"config"},

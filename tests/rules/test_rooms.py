@@ -17,6 +17,7 @@ IMPORTS = 18
 
 BUSY = {
     "headrace.models.registry": "lists every family",
+    "headrace.frontend.async_llm": "the whole asynchronous API",
     "headrace.frontend.llm": "the whole offline API",
 }
 """Modules with more imports, each with its reason."""

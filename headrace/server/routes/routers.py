@@ -14,6 +14,7 @@ from headrace.server.routes import (
     messages,
     models,
     page,
+    pooling,
     render,
     responses,
     status,
@@ -22,6 +23,6 @@ from headrace.server.routes import (
 
 _GENERATING = (chat, completions, messages, responses, generate)
 ROUTERS: tuple[APIRouter, ...] = tuple(
-    part.router for part in (*_GENERATING, render, features, models, inspect, tokens, status, admin, page)
+    part.router for part in (*_GENERATING, pooling, render, features, models, inspect, tokens, status, admin, page)
 )
 """In the order in which paths are looked up."""

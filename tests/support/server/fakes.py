@@ -20,10 +20,12 @@ from headrace.core.request import Request
 from headrace.engine.info import LayerLine
 from headrace.errors import EngineDeadError, EngineError, QueueFullError, RequestError
 from headrace.frontend.inputs import InputProcessor
+from headrace.frontend.pooling import PoolingInputs
 from headrace.metrics.stats import EngineStats
 from headrace.option_groups import StructuredOutputsConfig
 from headrace.outputs import ExpertLayers, OutputDelta, RequestTimes, RoutedExperts, TokenLogprobs
 from headrace.sampling_params import SamplingParams
+from headrace.sources.pooling import PoolingConfig
 from support.byte_tokenizer import EOS, VOCAB, ByteTokenizer
 from support.engine.info import engine_info
 
@@ -67,6 +69,9 @@ class FakeLLM:
         self.load_seconds = load_seconds
         self._tokenizer: Any = ByteTokenizer()
         self.inputs = self._make_inputs()
+        self.pooling = PoolingInputs(self.inputs, PoolingConfig())
+        self.pool: Callable[[Request], Sequence[float]] = lambda request: [float(len(request.prompt_token_ids)), 1.0, 2.0, 3.0]
+        """Numbers of a prompt that is pooled; an exception in place of them is the prompt's error."""
         self.caching = True
         self.running: dict[str, Request] = {}
         self.seen: list[Request] = []
@@ -178,6 +183,9 @@ class FakeLLM:
         return FakeStream(self, {request.request_id: self._stream(request) for request in requests})
 
     async def _stream(self, request: Request) -> AsyncGenerator[OutputDelta]:
+        if request.pooling is not None:
+            yield await self._pooled(request)
+            return
         samples = [_Sample(self, request, index) for index in range(request.sampling.n)]
         prompt_len = len(request.prompt_token_ids)
         cached = (prompt_len - 1) // 16 * 16 if request.sampling.prompt_logprobs is None else 0
@@ -202,6 +210,21 @@ class FakeLLM:
                 first = False
                 yield sample.step(extra)
         self.running.pop(request.request_id, None)
+
+    async def _pooled(self, request: Request) -> OutputDelta:
+        await asyncio.sleep(self.step_seconds)
+        self._steps += 1
+        if self.running.pop(request.request_id, None) is None:
+            return OutputDelta(request_id=request.request_id, finish_reason="error", error="died", engine_died=True)
+        now = time.monotonic()
+        times = RequestTimes(request.arrival_time, now, None, now)
+        try:
+            numbers = array("f", self.pool(request)).tobytes()
+        except EngineError as error:
+            return OutputDelta(request_id=request.request_id, finish_reason="error", error=str(error), times=times)
+        return OutputDelta(
+            request_id=request.request_id, pooled=numbers, num_cached_tokens=0, finish_reason="stop", times=times
+        )
 
     def _prompt_logprobs(self, request: Request) -> list[TokenLogprobs | None]:
         tokens, top = request.prompt_token_ids, request.sampling.prompt_logprobs or 0

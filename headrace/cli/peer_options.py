@@ -40,7 +40,6 @@ ALWAYS: Mapping[str, str] = {
 }
 """Flags without a value that say what is always so."""
 
-_LORA = "there are no adapters: merge the adapter into the checkpoint"
 _SPECULATION = "there is no draft model"
 _LAYERS = "the whole model runs on one device: choose it with --device"
 
@@ -55,10 +54,6 @@ REFUSED: Mapping[str, str] = {
     "--ssl-ca-certs": "clients are known by --api-key; a proxy in front can ask for their certificates",
     "--root-path": "the proxy that adds a path removes it before it passes a request on",
     "--middleware": "the server runs no code of its users; a proxy in front can",
-    "--enable-lora": _LORA,
-    "--lora-modules": _LORA,
-    "--max-loras": _LORA,
-    "--max-lora-rank": _LORA,
     "--speculative-config": _SPECULATION,
     "--speculative-algorithm": _SPECULATION,
     "--n-gpu-layers": _LAYERS,

@@ -49,6 +49,8 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     sparse: bytes | None = None
     """None: its prompt attends densely. Else the classes that the model's router gave to its heads, where they are known;
     empty: they are not, or there is no router."""
+    adapter: str | None = None
+    """``AdapterFiles.digest``; None: the base model."""
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -91,6 +91,7 @@ class StepBuilder:
                 media=tuple(request.media[index] for index in needed),
                 rope=request.rope,
                 sparse=None if seq.sparse is None else seq.sparse.decision or b"",
+                adapter=None if request.adapter is None else request.adapter.digest,
             )
         )
 

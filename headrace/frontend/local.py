@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from headrace.engine.info import Progress
 from headrace.engine.timeline import Timeline
+from headrace.frontend.adapters import AdapterNames, LocalAdapters
 from headrace.frontend.inputs import InputProcessor
 from headrace.frontend.prepare import described, input_processor
 from headrace.processes.kv_events import publish_events
@@ -19,6 +20,7 @@ class LocalEngine(LoadedEngine):
     """The parts of an engine that its caller drives."""
 
     inputs: InputProcessor
+    adapters: LocalAdapters
 
 
 def open_local(source: ModelSource, on_progress: Callable[[Progress], None] | None = None) -> LocalEngine:
@@ -29,4 +31,5 @@ def open_local(source: ModelSource, on_progress: Callable[[Progress], None] | No
         loaded.text, source.args, vocab_size=info.vocab_size, max_model_len=info.max_model_len, media=info.media
     )
     publish_events(loaded.core, source.args)
-    return LocalEngine(loaded.core, described(info, inputs), loaded.config, loaded.text, loaded.executor, inputs)
+    adapters = LocalAdapters(AdapterNames(source.args), loaded.core)
+    return LocalEngine(loaded.core, described(info, inputs), loaded.config, loaded.text, loaded.executor, inputs, adapters)

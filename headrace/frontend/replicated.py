@@ -14,6 +14,7 @@ from headrace.core.request import Request
 from headrace.engine.endings import failed
 from headrace.engine.info import EngineInfo, Progress
 from headrace.errors import EngineError, RequestError
+from headrace.frontend.adapters import LoRARequest, NamedAdapter
 from headrace.frontend.async_llm import AsyncLLM
 from headrace.frontend.inputs import InputProcessor
 from headrace.metrics.stats import EngineStats
@@ -140,6 +141,22 @@ async def _start_all(llm: AsyncLLM) -> None:
         await asyncio.sleep(_STEP_SECONDS)
 
 
+class ReplicatedAdapters:
+    """Adapters of all replicas: ``LocalAdapters`` of an engine elsewhere."""
+
+    def __init__(self, core: ReplicatedCore, llm: AsyncLLM) -> None:
+        self.names = llm.adapters.names
+        self._core, self._llm = core, llm
+
+    def load(self, request: LoRARequest) -> NamedAdapter:
+        """Loads an adapter, with the errors of ``AsyncLLM.load_lora``."""
+        return self._core.call(self._llm.load_lora(request))
+
+    def unload(self, name: str, number: int | None = None) -> None:
+        """Forgets an adapter's name, with the errors of ``AsyncLLM.unload_lora``."""
+        self._core.call(self._llm.unload_lora(name, number))
+
+
 @dataclasses.dataclass(frozen=True)
 class ReplicatedEngine:
     """The parts that ``LLM`` needs of its engine, of several replicas."""
@@ -148,6 +165,7 @@ class ReplicatedEngine:
     inputs: InputProcessor
     info: EngineInfo
     text: ModelText
+    adapters: ReplicatedAdapters
 
 
 def start_replicas(args: EngineArgs, on_progress: Callable[[Progress], None] | None) -> ReplicatedEngine:
@@ -166,4 +184,4 @@ def start_replicas(args: EngineArgs, on_progress: Callable[[Progress], None] | N
     except BaseException:
         core.close()
         raise
-    return ReplicatedEngine(core, llm.inputs, llm.info, llm.text)
+    return ReplicatedEngine(core, llm.inputs, llm.info, llm.text, ReplicatedAdapters(core, llm))

@@ -16,6 +16,7 @@ from headrace.errors import ConfigError
 from headrace.kernels.linear import linear
 from headrace.kernels.linear.fp8_reference import Activations, Fp8Rows
 from headrace.layers.embedding import Embedding
+from headrace.layers.lora import LoraTables
 from headrace.layers.stored import Codes, StoredMatrix
 from headrace.parallel.group import Group
 
@@ -45,12 +46,17 @@ class Linear(nn.Module):
         """Dtype of the result; None: that of the input."""
         self.batch_invariant = False
         """Each row's result is bitwise independent of the other rows."""
+        self.lora: LoraTables | None = None
+        """Additions of adapters to the result, whatever format the weights have. They are no part of the weights."""
 
     def forward(self, x: Activations) -> torch.Tensor:
         """``[..., in_features] -> [..., out_features]``. ``Fp8Rows`` are for a layer that has ``rounds``."""
         if isinstance(x, Fp8Rows):
             return self.method.apply_rounded(self, x)
-        return self.method.apply(self, x)
+        y = self.method.apply(self, x)
+        if self.lora is not None:
+            self.lora.add(x, y)
+        return y
 
     def memory(self) -> list[MemoryLine]:
         return self.method.memory(self)
@@ -58,8 +64,8 @@ class Linear(nn.Module):
     @property
     def rounds(self) -> int | None:
         """Channels that share a scale in the FP8 rows that the layer multiplies. Whatever makes its input may round it so, and
-        the result is the same. None: it multiplies floats."""
-        return self.method.group(self)
+        the result is the same. None: it multiplies floats, or adapters do."""
+        return self.method.group(self) if self.lora is None else None
 
     def readers(self) -> tuple[Linear, ...]:
         """The layers that multiply the input, which nothing else reads."""

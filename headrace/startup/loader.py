@@ -14,6 +14,7 @@ from headrace.engine.executor import LocalExecutor
 from headrace.engine.timeline import Timeline
 from headrace.errors import ConfigError
 from headrace.layers.linear import make_invariant
+from headrace.models.adapters import adapter_targets
 from headrace.parallel.agreement import Agreement
 from headrace.resolve import resolve
 from headrace.runner.runner import ModelRunner
@@ -64,6 +65,9 @@ def load_executor(source: ModelSource, text: ModelText, timeline: Timeline) -> L
             # Ranks capture the same graphs at the same time, so none may find a kernel ready before the others do.
             phase.detail = _await_kernels(kernels, args.wait_for_kernels or source.group.size > 1)
     weights = list(report.memory)
+    if (targets := adapter_targets(model)) is not None:
+        detail = f"{args.max_loras} of rank {args.max_lora_rank} at once (max_loras, max_lora_rank)"
+        weights.append(MemoryLine("LoRA adapters", targets.nbytes, detail))
     if encoder is not None:
         weights.append(MemoryLine("vision encoder", encoder.nbytes))
     decisions = (*config.decisions, *report.decisions)

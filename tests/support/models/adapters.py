@@ -39,10 +39,8 @@ def merged(base: Path, adapter: Path | None) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     if adapter is None:
         return model
-    config, tensors = (
-        json.loads((adapter / "adapter_config.json").read_text()),
-        load_file(adapter / "adapter_model.safetensors"),
-    )
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    tensors = load_file(adapter / "adapter_model.safetensors")
     for name, a in tensors.items():
         if name.endswith(".lora_A.weight"):
             module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,6 +18,7 @@ from headrace.config import EngineArgs
 from headrace.core.request import Request
 from headrace.engine.info import LayerLine
 from headrace.errors import EngineDeadError, EngineError, QueueFullError, RequestError
+from headrace.frontend.adapters import AdapterNames
 from headrace.frontend.inputs import InputProcessor
 from headrace.metrics.stats import EngineStats
 from headrace.outputs import OutputDelta, RequestTimes, TokenLogprobs
@@ -61,6 +63,7 @@ class FakeLLM:
         self.load_seconds = load_seconds
         self._tokenizer: Any = ByteTokenizer()
         self.inputs = self._make_inputs()
+        self.adapters = SimpleNamespace(names=AdapterNames(LIMITS))
         self.caching = True
         self.running: dict[str, Request] = {}
         self.seen: list[Request] = []

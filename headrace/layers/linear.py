@@ -55,7 +55,7 @@ class Linear(nn.Module):
             return self.method.apply_rounded(self, x)
         y = self.method.apply(self, x)
         if self.lora is not None:
-            self.lora.add(x, y)
+            self.lora.add(x, y, batch_invariant=self.batch_invariant)
         return y
 
     def memory(self) -> list[MemoryLine]:

@@ -11,7 +11,7 @@ import torch
 from headrace.kernels.lora import Segment, add_lora
 
 NO_ADAPTER = -1
-"""Adapter slot of tokens that the base model serves."""
+"""Place of tokens that the base model serves."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -23,6 +23,12 @@ class LoraRows:
 
     segments: Sequence[Segment] = ()
     """Runs of tokens with one adapter; empty: every token is the base model's."""
+    places: torch.Tensor | None = None
+    """``[T]`` int32 on a GPU: token -> place of its adapter, or ``NO_ADAPTER``; None on a CPU."""
+
+    def clear(self) -> None:
+        """Gives every token to the base model."""
+        self.segments, self.places = (), None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +60,7 @@ class LoraTables:
         rows: LoraRows,
         in_features: int,
         parts: Sequence[int],
-        num_slots: int,
+        num_places: int,
         max_rank: int,
         dtype: torch.dtype,
         device: str | torch.device,
@@ -64,25 +70,26 @@ class LoraTables:
         self.rank = max_rank
         self.ends = tuple(itertools.accumulate(parts))
         """End of the outputs of each fused matrix."""
-        self.a = torch.zeros(num_slots, len(parts) * max_rank, in_features, dtype=dtype, device=device)
-        """``[slots, parts * rank, in_features]``"""
-        self.b = torch.zeros(num_slots, self.ends[-1], max_rank, dtype=dtype, device=device)
-        """``[slots, out_features, rank]``"""
+        self.a = torch.zeros(num_places, len(parts) * max_rank, in_features, dtype=dtype, device=device)
+        """``[places, parts * rank, in_features]``"""
+        self.b = torch.zeros(num_places, self.ends[-1], max_rank, dtype=dtype, device=device)
+        """``[places, out_features, rank]``"""
 
     @property
     def nbytes(self) -> int:
         return self.a.nbytes + self.b.nbytes
 
-    def put(self, slot: int, parts: Sequence[LoraPart]) -> None:
-        """Fills a slot, in place of what it held. Lower ranks are padded with zeros."""
-        self.a[slot].zero_()
-        self.b[slot].zero_()
+    def put(self, place: int, parts: Sequence[LoraPart]) -> None:
+        """Fills a place, instead of what it held. Lower ranks are padded with zeros."""
+        self.a[place].zero_()
+        self.b[place].zero_()
         for part in parts:
             first, rank = part.part * self.rank, len(part.a)
-            self.a[slot, first : first + rank].copy_(part.a, non_blocking=True)
-            self.b[slot, part.row : part.row + len(part.b), :rank].copy_(part.b, non_blocking=True)
+            self.a[place, first : first + rank].copy_(part.a, non_blocking=True)
+            self.b[place, part.row : part.row + len(part.b), :rank].copy_(part.b, non_blocking=True)
 
-    def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
+    def add(self, x: torch.Tensor, y: torch.Tensor, *, batch_invariant: bool = False) -> None:
         """Adds to the layer's product ``y [T, out_features]`` of ``x [T, in_features]``, in place, for tokens with adapters."""
         if self._rows.segments:
-            add_lora(y, x, self.a, self.b, self.ends, self._rows.segments)
+            rows = self._rows
+            add_lora(y, x, self.a, self.b, self.ends, rows.segments, rows.places, batch_invariant=batch_invariant)

@@ -105,7 +105,7 @@ def add_tables(
     model: nn.Module,
     names: NameTable,
     modules: Sequence[str],
-    num_slots: int,
+    num_places: int,
     max_rank: int,
     dtype: torch.dtype,
     device: str | torch.device,
@@ -122,7 +122,7 @@ def add_tables(
         own = {name.removesuffix(".weight").rpartition(".")[2] for name in names.names(f"{path}.weight")}
         known |= own
         if not modules or own & set(modules):
-            layer.lora = LoraTables(rows, layer.in_features, _sizes(layer), num_slots, max_rank, dtype, device)
+            layer.lora = LoraTables(rows, layer.in_features, _sizes(layer), num_places, max_rank, dtype, device)
             layers[path] = layer
     if unknown := sorted(set(modules) - known):
         raise ConfigError(

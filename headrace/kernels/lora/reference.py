@@ -9,11 +9,11 @@ import torch
 
 
 class Segment(NamedTuple):
-    """Tokens ``[start, end)`` of a step, which have the adapter in one slot."""
+    """Tokens ``[start, end)`` of a step, which have the adapter in one place."""
 
     start: int
     end: int
-    slot: int
+    place: int
 
 
 def add_lora(
@@ -21,10 +21,10 @@ def add_lora(
 ) -> None:
     """Adds the products in place: see ``kernels.lora.add_lora``."""
     rank = b.shape[2]
-    for start, end, slot in segments:
-        low = x[start:end].float() @ a[slot].float().mT
+    for start, end, place in segments:
+        low = x[start:end].float() @ a[place].float().mT
         first = 0
         for part, last in enumerate(ends):
-            added = low[:, part * rank : (part + 1) * rank] @ b[slot, first:last].float().mT
+            added = low[:, part * rank : (part + 1) * rank] @ b[place, first:last].float().mT
             y[start:end, first:last] += added
             first = last

@@ -11,6 +11,7 @@ import torch
 
 from headrace.core.plan import StepPlan
 from headrace.errors import EngineError
+from headrace.kernels.gpu import takes
 from headrace.kernels.inputs import RowTensors
 from headrace.kernels.lora import Segment
 from headrace.layers.lora import NO_ADAPTER
@@ -116,15 +117,24 @@ class AdapterTables(RunnerPart):
             last = extras.segments[-1] if extras.segments else None
             if place == NO_ADAPTER:
                 continue
-            if last is not None and last.slot == place and last.end == start:
+            if last is not None and last.place == place and last.end == start:
                 start = extras.segments.pop().start
             extras.segments.append(Segment(start, end, place))
 
     def adapt(self, inputs: ModelInputs, rows: RowTensors, extras: StepExtras) -> ModelInputs:
         """Tells the model's matrices the adapters of the tokens."""
+        self._targets.rows.clear()
+        if not extras.segments:
+            return inputs
         self._targets.rows.segments = extras.segments
-        return dataclasses.replace(inputs, adapters=True) if extras.segments else inputs
+        if takes(rows.slots):
+            tokens = torch.arange(len(inputs.positions), dtype=torch.int32, device=self._device)
+            row = torch.searchsorted(rows.query_start[1:], tokens, right=True)
+            # Tokens behind the last row are padding, as rows of slot -1 are.
+            slots = torch.nn.functional.pad(rows.slots, (0, 1), value=-1)
+            self._targets.rows.places = self._table[slots[row].long()]
+        return dataclasses.replace(inputs, adapters=True)
 
     def end(self, rows: RowArrays, step: StepHandle) -> None:
         """Whoever calls the model beside the steps has no adapters."""
-        self._targets.rows.segments = ()
+        self._targets.rows.clear()

@@ -19,6 +19,7 @@ from headrace.parallel.agreement import Agreement
 from headrace.resolve import resolve
 from headrace.runner.runner import ModelRunner
 from headrace.startup import environment
+from headrace.startup.ledger import LORA_LINE, lora_detail
 from headrace.startup.loaded import Loaded
 from headrace.startup.profile import measure
 from headrace.startup.source import ModelSource
@@ -66,8 +67,7 @@ def load_executor(source: ModelSource, text: ModelText, timeline: Timeline) -> L
             phase.detail = _await_kernels(kernels, args.wait_for_kernels or source.group.size > 1)
     weights = list(report.memory)
     if (targets := adapter_targets(model)) is not None:
-        detail = f"{args.max_loras} of rank {args.max_lora_rank} at once (max_loras, max_lora_rank)"
-        weights.append(MemoryLine("LoRA adapters", targets.nbytes, detail))
+        weights.append(MemoryLine(LORA_LINE, targets.nbytes, lora_detail(args)))
     if encoder is not None:
         weights.append(MemoryLine("vision encoder", encoder.nbytes))
     decisions = (*config.decisions, *report.decisions)

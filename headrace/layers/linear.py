@@ -51,9 +51,7 @@ class Linear(nn.Module):
 
     def forward(self, x: Activations) -> torch.Tensor:
         """``[..., in_features] -> [..., out_features]``. ``Fp8Rows`` are for a layer that has ``rounds``."""
-        if isinstance(x, Fp8Rows):
-            return self.method.apply_rounded(self, x)
-        y = self.method.apply(self, x)
+        y = self.method.apply_rounded(self, x) if isinstance(x, Fp8Rows) else self.method.apply(self, x)
         if self.lora is not None:
             self.lora.add(x, y, batch_invariant=self.batch_invariant)
         return y
@@ -64,8 +62,8 @@ class Linear(nn.Module):
     @property
     def rounds(self) -> int | None:
         """Channels that share a scale in the FP8 rows that the layer multiplies. Whatever makes its input may round it so, and
-        the result is the same. None: it multiplies floats, or adapters do."""
-        return self.method.group(self) if self.lora is None else None
+        the result is the same. None: it multiplies floats."""
+        return self.method.group(self)
 
     def readers(self) -> tuple[Linear, ...]:
         """The layers that multiply the input, which nothing else reads."""

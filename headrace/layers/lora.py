@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from headrace.kernels.linear.fp8_reference import Activations, Fp8Rows
 from headrace.kernels.lora import Segment, add_lora
 
 NO_ADAPTER = -1
@@ -88,8 +89,10 @@ class LoraTables:
             self.a[place, first : first + rank].copy_(part.a, non_blocking=True)
             self.b[place, part.row : part.row + len(part.b), :rank].copy_(part.b, non_blocking=True)
 
-    def add(self, x: torch.Tensor, y: torch.Tensor, *, batch_invariant: bool = False) -> None:
+    def add(self, x: Activations, y: torch.Tensor, *, batch_invariant: bool = False) -> None:
         """Adds to the layer's product ``y [T, out_features]`` of ``x [T, in_features]``, in place, for tokens with adapters."""
         if self._rows.segments:
             rows = self._rows
+            # Merged weights would multiply the rounded rows too.
+            x = x.floats() if isinstance(x, Fp8Rows) else x
             add_lora(y, x, self.a, self.b, self.ends, rows.segments, rows.places, batch_invariant=batch_invariant)

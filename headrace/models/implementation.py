@@ -212,6 +212,6 @@ class _Native:
             dtype = getattr(torch, config.dtype)
             slots, rank, modules = args.max_loras, args.max_lora_rank, args.lora_target_modules
             model.adapter_targets = add_tables(model, table, modules, slots, rank, dtype, config.device)
-        round_norms(model)  # Once the tables are there: adapters multiply rows that are not rounded.
+        round_norms(model)
         layers = fuse(model)
         return model, dataclasses.replace(report, decisions=(*report.decisions, *([] if layers is None else [layers])))

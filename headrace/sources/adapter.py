@@ -30,7 +30,7 @@ _TAKEN = frozenset(
     {
         *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights"),
         # The names of the tensors say what these do.
-        *("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern"),
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     }
 )
 """Fields of the configuration that are read, or that the tensors repeat."""

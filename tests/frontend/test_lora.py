@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.models.adapters import logprobs, merged, write_adapter
 from support.models.architectures import quiet
 from support.models.tiny_llama import write_model
@@ -16,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from headrace import LLM, LoRARequest, SamplingParams
 from headrace.core.request import AdapterRef
 from headrace.errors import ConfigError, ConflictError, UnknownModelError
+from headrace.layers.linear import FusedLinear, Linear
 from headrace.outputs import RequestOutput
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -212,6 +215,44 @@ def test_engines_and_adapters_that_do_not_fit_are_refused(base: Path, adapters: 
         LoRARequest("four", 0, str(adapters["four"]))
     with pytest.raises(TypeError, match="lora_request"):
         llm.generate("x", params(1), lora_request="four")  # type: ignore[arg-type]
+
+
+def test_adapters_are_added_to_packed_weights(
+    base: Path, adapters: dict[str, Path], models: dict[str | None, PreTrainedModel]
+) -> None:
+    """Steps with adapters run layer by layer, those of the base in one native call: both multiply the rounded weights."""
+    with build(base, quantization="int8", quantize_head="none") as llm:
+        rounded = {}
+        for path, layer in llm._engine.executor.model.named_modules():  # type: ignore[union-attr]
+            if isinstance(layer, Linear) and path.startswith("layers."):
+                parts = layer.parts if isinstance(layer, FusedLinear) else {path.rpartition(".")[2]: layer.out_features}
+                own = layer.method.dequantize(layer).split(list(parts.values()))
+                rounded |= {f"model.{path.rpartition('.')[0]}.{name}": rows for name, rows in zip(parts, own, strict=True)}
+        outputs = llm.generate([prompt(30)] * 2, params(), lora_request=[request(adapters, "eight"), None])
+    for name, output in zip(("eight", None), outputs, strict=True):
+        model = copy.deepcopy(models[name])
+        for path, rows in rounded.items():
+            model.get_submodule(path).weight.data += rows - models[None].get_submodule(path).weight.data
+        expected = logprobs(model, [*output.prompt_token_ids, *output.outputs[0].token_ids])[29:-1]
+        for row, token, entry in zip(expected, output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True):
+            # The kernels round activations to 8 bits too.
+            assert abs(row[token].item() - entry[token].logprob) < 0.2
+
+
+def test_adapters_outlast_an_update_of_the_base(base: Path, adapters: dict[str, Path]) -> None:
+    with build(base) as llm:
+        (before,) = llm.generate(prompt(30), params(), lora_request=request(adapters, "eight"))
+        weights = load_file(base / "model.safetensors")
+        llm.update_weights({name: 1.25 * weight for name, weight in weights.items() if "self_attn" in name})
+        (after,) = llm.generate(prompt(30), params(), lora_request=request(adapters, "eight"))
+        assert after.num_cached_tokens == 0
+    model = merged(base, adapters["eight"])
+    plain = merged(base, None)
+    for name, parameter in model.named_parameters():
+        if "self_attn" in name:
+            parameter.data += 0.25 * plain.get_parameter(name).data
+    check(model, after)
+    assert before.outputs[0].logprobs != after.outputs[0].logprobs
 
 
 def test_tables_are_in_the_ledger(llm: LLM) -> None:

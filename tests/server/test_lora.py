@@ -14,6 +14,7 @@ from support.models.adapters import write_adapter
 from support.models.tiny_llama import write_model
 from support.server.harness import Running, error, running
 
+from headrace import LoRARequest, SamplingParams
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError
 from headrace.frontend.async_llm import AsyncLLM
@@ -87,6 +88,22 @@ def test_a_request_names_the_base_or_an_adapter(api: Running) -> None:
         assert "frist" in refused["message"] and refused["code"] == "model_not_found"
     assert "first" in error(ask(api, "frist"), 404)["message"], "the message says what there is"
     assert error(ask(api, "base", lora_name="frist"), 404)["param"] == "lora_name"
+
+
+def test_python_names_an_adapter_of_an_engine_elsewhere(api: Running, root: Path) -> None:
+    async def generated(lora: LoRARequest) -> str:
+        params, output = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True), None
+        async for output in api.llm.generate("The mill", params, lora_request=lora):
+            pass
+        assert output is not None
+        return output.outputs[0].text
+
+    def run(lora: LoRARequest) -> str:
+        return asyncio.run_coroutine_threadsafe(generated(lora), api.loop).result(60)
+
+    assert run(LoRARequest("first")) == text(api, "first")
+    assert run(LoRARequest("python", lora_path=str(root / "adapters" / "second"))) == text(api, "python")
+    assert unload(api, "python").status_code == 200
 
 
 def test_adapters_are_listed_with_their_parent(api: Running, root: Path) -> None:

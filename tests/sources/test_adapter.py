@@ -77,6 +77,7 @@ def test_a_safetensors_file_with_its_configuration_is_an_adapter(tmp_path: Path)
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"layer_replication": [[0, 1]]}, "layer_replication"),
         ({"use_qalora": True}, "use_qalora"),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
         ({"a_field_of_tomorrow": 1}, "a_field_of_tomorrow"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),

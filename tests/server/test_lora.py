@@ -92,11 +92,9 @@ def test_a_request_names_the_base_or_an_adapter(api: Running) -> None:
 
 def test_python_names_an_adapter_of_an_engine_elsewhere(api: Running, root: Path) -> None:
     async def generated(lora: LoRARequest) -> str:
-        params, output = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True), None
-        async for output in api.llm.generate("The mill", params, lora_request=lora):
-            pass
-        assert output is not None
-        return output.outputs[0].text
+        params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+        outputs = [output async for output in api.llm.generate("The mill", params, lora_request=lora)]
+        return outputs[-1].outputs[0].text
 
     def run(lora: LoRARequest) -> str:
         return asyncio.run_coroutine_threadsafe(generated(lora), api.loop).result(60)

@@ -1,9 +1,10 @@
 """Low-rank products of any tokens with their adapters: A in one kernel, B in another. Reference:
 ``headrace.kernels.lora.reference``.
 
-A program has a tile of tokens and goes through the adapters that are among them, one after the other; one whose tokens have
-none leaves at once. So neither the order of the tokens nor the number of adapters has a part in what is launched, and a CUDA
-graph serves every step of its size. Tokens without an adapter are not written.
+A program has a tile of tokens. Where tokens are few, it has one place for adapters too, and leaves at once if no token of its
+tile has the adapter there; where they are many, it goes through the places of its tokens' adapters, one after the other. So
+neither the order of the tokens nor the number of adapters has a part in what is launched, and a CUDA graph serves every step of
+its size. Tokens without an adapter are not written.
 """
 
 # A kernel's arguments have no types of Python's.
@@ -26,11 +27,13 @@ _FEW_TOKENS = 256
 """Most tokens of a step that has few."""
 _CHANNELS = 128
 """Channels at a time."""
-_SHARE, _SHARES = 512, 16
+_SHARE, _SHARES = 256, 32
 """Least channels of x that one program sums where tokens are few, and most programs that share a token: the few tiles of such a
 step alone would leave most of a GPU idle."""
 _COLUMNS = 64
-"""Columns of A's product of a tile, and as many of them at a time in B's."""
+"""Most columns of A's product of a tile, and as many of them at a time in B's."""
+_ABREAST = 8192
+"""Numbers of A's product that a program adds up at once."""
 _OUTPUTS = 128
 """Outputs of a tile."""
 _PARTS = 3
@@ -40,19 +43,23 @@ _PARTS = 3
 @launched(do_not_specialize=["tokens"])
 def _shrink(
     x, a, places, low, tokens, x_row: tl.int64, a_place: tl.int64, IN: tl.constexpr, WIDTH: tl.constexpr, SHARE: tl.constexpr,
-    NUM_PLACES: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr
+    NUM_PLACES: tl.constexpr, APART: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """``low[share, token] = A x`` over a share of the channels."""
+    """``low[share, token] = A x`` over a share of the channels. ``APART``: a program has one place."""
     begin(PDL)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     share = tl.program_id(1)
-    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    across_places: tl.constexpr = NUM_PLACES if APART else 1
+    column = tl.program_id(2) // across_places * COLUMNS + tl.arange(0, COLUMNS)
+    first = tl.program_id(2) % across_places
+    last = first + 1 if APART else NUM_PLACES
     place = tl.load(places + token, mask=token < tokens, other=-1)
-    if tl.max(place, 0) >= 0:
+    held = (place >= first) & (place < last)
+    if tl.max(held.to(tl.int32), 0) > 0:
         across = column < WIDTH
         sums = tl.zeros([TOKENS, COLUMNS], tl.float32)
-        for index in range(NUM_PLACES):
+        for index in range(first, last):
             own = place == index
             if tl.max(own.to(tl.int32), 0) > 0:
                 matrix = a + index * a_place
@@ -68,20 +75,24 @@ def _shrink(
                 # Others' tokens are not multiplied by zeros: an adapter that is not finite would spoil them.
                 sums = tl.where(own[:, None], product, sums)
         target = low + (share.to(tl.int64) * tokens + token)[:, None] * WIDTH + column[None, :]
-        tl.store(target, sums, mask=(place >= 0)[:, None] & across[None, :])
+        tl.store(target, sums, mask=held[:, None] & across[None, :])
 
 
 @launched(do_not_specialize=["tokens"])
 def _expand(
     low, b, places, y, tokens, y_row: tl.int64, b_place: tl.int64, END_0: tl.constexpr, END_1: tl.constexpr,
     END_2: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, SHARES: tl.constexpr, NUM_PLACES: tl.constexpr,
-    TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr
+    ABREAST: tl.constexpr, APART: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Adds B to a tile of outputs of one part. The parts end at ``END_0`` to ``END_2``; those behind the last are empty."""
     begin(PDL)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    start_place = tl.program_id(2)
+    end_place = start_place + 1 if APART else NUM_PLACES
     place = tl.load(places + token, mask=token < tokens, other=-1)
-    if tl.max(place, 0) >= 0:
+    held = (place >= start_place) & (place < end_place)
+    if tl.max(held.to(tl.int32), 0) > 0:
         tile = tl.program_id(1)
         in_0: tl.constexpr = (END_0 + OUTPUTS - 1) // OUTPUTS
         in_1: tl.constexpr = in_0 + (END_1 - END_0 + OUTPUTS - 1) // OUTPUTS
@@ -92,7 +103,7 @@ def _expand(
         output = first + (tile - before) * OUTPUTS + tl.arange(0, OUTPUTS)
         within = output < last
         sums = tl.zeros([TOKENS, OUTPUTS], tl.float32)
-        for index in range(NUM_PLACES):
+        for index in range(start_place, end_place):
             own = place == index
             if tl.max(own.to(tl.int32), 0) > 0:
                 matrix = b + index * b_place
@@ -101,17 +112,20 @@ def _expand(
                     column = start + tl.arange(0, COLUMNS)
                     inner = column < RANK
                     left = tl.zeros([TOKENS, COLUMNS], tl.float32)
-                    for share in range(SHARES):
-                        row = low + (share * tokens + token).to(tl.int64)[:, None] * WIDTH + part * RANK
-                        left += tl.load(row + column[None, :], mask=own[:, None] & inner[None, :], other=0.0)
+                    present = own[None, :, None] & inner[None, None, :]
+                    for some in range(0, SHARES, ABREAST):
+                        share = some + tl.arange(0, ABREAST)
+                        rows = low + (share[:, None] * tokens + token[None, :]).to(tl.int64)[:, :, None] * WIDTH + part * RANK
+                        mask = present & (share < SHARES)[:, None, None]
+                        left += tl.sum(tl.load(rows + column[None, None, :], mask=mask, other=0.0), 0)
                     columns = matrix + output.to(tl.int64)[None, :] * RANK + column[:, None]
                     right = tl.load(columns, mask=within[None, :] & inner[:, None], other=0.0)
                     product = tl.dot(left.to(right.dtype), right, product, input_precision=PRECISION)
                 sums = tl.where(own[:, None], product, sums)
         target = y + token.to(tl.int64)[:, None] * y_row + output[None, :]
-        present = (place >= 0)[:, None] & within[None, :]
-        total = tl.load(target, mask=present, other=0.0).to(tl.float32) + sums
-        tl.store(target, total.to(y.dtype.element_ty), mask=present)
+        mine = held[:, None] & within[None, :]
+        total = tl.load(target, mask=mine, other=0.0).to(tl.float32) + sums
+        tl.store(target, total.to(y.dtype.element_ty), mask=mine)
 
 
 def add_lora(
@@ -146,17 +160,27 @@ def add_lora(
     tile = _FEW if few else _MANY
     share = max(_SHARE, cdiv(cdiv(in_features, _SHARES), _CHANNELS) * _CHANNELS) if few else in_features
     shares, tiles = cdiv(in_features, share), cdiv(tokens, tile)
+    apart = num_places if few else 1
     low = torch.empty(shares, tokens, low_width, dtype=torch.float32, device=x.device)
     precision, launch = "ieee" if x.dtype == torch.float32 else "tf32", options(x.device)
-    _shrink[(tiles, shares, cdiv(low_width, _COLUMNS))](
+    columns = _at_most(_COLUMNS, low_width)
+    _shrink[(tiles, shares, cdiv(low_width, columns) * apart)](
         x, a, places, low, tokens, x.stride(0), a.stride(0), IN=in_features, WIDTH=low_width, SHARE=share,
-        NUM_PLACES=num_places, TOKENS=tile, CHANNELS=_CHANNELS, COLUMNS=_COLUMNS, PRECISION=precision, num_warps=4, **launch,
+        NUM_PLACES=num_places, APART=few, TOKENS=tile, CHANNELS=_CHANNELS, COLUMNS=columns, PRECISION=precision, num_warps=4,
+        **launch,
     )  # fmt: skip
     bounds = (*ends, *[width] * (_PARTS - len(ends)))
     starts = (0, *bounds[:-1])
+    inner = _at_most(_COLUMNS, rank)
+    abreast = min(power_of_two(shares), max(1, _ABREAST // (tile * inner)))
     across = sum(cdiv(end - start, _OUTPUTS) for start, end in zip(starts, bounds, strict=True))
-    _expand[(tiles, across)](
+    _expand[(tiles, across, apart)](
         low, b, places, y, tokens, y.stride(0), b.stride(0), END_0=bounds[0], END_1=bounds[1], END_2=bounds[2], RANK=rank,
-        WIDTH=low_width, SHARES=shares, NUM_PLACES=num_places, TOKENS=tile, OUTPUTS=_OUTPUTS,
-        COLUMNS=min(_COLUMNS, max(16, power_of_two(rank))), PRECISION=precision, num_warps=4, **launch,
+        WIDTH=low_width, SHARES=shares, NUM_PLACES=num_places, ABREAST=abreast, APART=few, TOKENS=tile, OUTPUTS=_OUTPUTS,
+        COLUMNS=inner, PRECISION=precision, num_warps=4, num_stages=1 if few else 3, **launch,
     )  # fmt: skip
+
+
+def _at_most(most: int, number: int) -> int:
+    """A power of two that a number fits in, at least what a tile of ``tl.dot`` has; or ``most``, if that is less."""
+    return min(most, max(16, power_of_two(number)))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "SamplingParams", "StructuredOutputsParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "LoRARequest", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 if TYPE_CHECKING:
+    from headrace.frontend.adapters import LoRARequest
     from headrace.frontend.async_llm import AsyncLLM
     from headrace.frontend.llm import LLM
     from headrace.sampling_params import SamplingParams, StructuredOutputsParams
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "LLM": "headrace.frontend.llm",
     "AsyncLLM": "headrace.frontend.async_llm",
+    "LoRARequest": "headrace.frontend.adapters",
     "SamplingParams": "headrace.sampling_params",
     "StructuredOutputsParams": "headrace.sampling_params",
 }

@@ -208,6 +208,16 @@ class EngineArgs(Checked):
     dp_queue_timeout: Annotated[float | None, OptionSpec(above=0.0, max=MAX_SECONDS, default="none", metavar="SECONDS")] = None
     """Seconds that a request may wait until a replica has room for it; then it is refused with HTTP 429. Only with
     --data-parallel-size above 1."""
+    enable_lora: Annotated[bool, OptionSpec(flags=("--enable-lora",))] = False
+    """Serve LoRA adapters beside the model: each request names one or none. Native models only."""
+    max_loras: Annotated[int, OptionSpec(min=1, max=1024)] = 4
+    """Adapters that run at once, each in memory of the device that is allocated at the start. Requests for others wait."""
+    max_cpu_loras: Annotated[int | None, OptionSpec(min=1, default="16, or --max-loras where that is more")] = None
+    """Adapters that may be loaded, in the host's memory. Another one is refused until one is unloaded: none is ever evicted."""
+    max_lora_rank: Annotated[int, OptionSpec(min=1, max=512)] = 16
+    """Largest rank of an adapter, for which memory is allocated; lower ranks are padded."""
+    lora_target_modules: Annotated[tuple[str, ...], OptionSpec(min=1, default="all that the model has", metavar="NAME")] = ()
+    """Name of matrices that adapters may have, such as q_proj, to save memory. Repeatable. Adapters with others are refused."""
     kv_events_config: Annotated[KVEventsConfig, OptionSpec(metavar="JSON", default="no events")] = KVEventsConfig()
     """JSON object that says how changes of the prefix cache are published, such as {"enable_kv_cache_events": true}."""
     attention_backend: Annotated[str, OptionSpec(metavar="NAME")] = "auto"
@@ -517,6 +527,8 @@ class SchedulerConfig:
     """Most tokens of a decode row: the last known one, and drafts behind it."""
     sparse: SparseConfig | None = None
     """None: every prompt attends densely."""
+    max_loras: int = 0
+    """Most adapters of the sequences that run at once; 0: there are no adapters."""
 
     @property
     def most_tokens(self) -> int:

@@ -37,6 +37,21 @@ class QueueFullError(RequestError):
     code = "queue_full"
 
 
+class UnknownModelError(RequestError):
+    """A request names a model or an adapter that is not served."""
+
+    status = 404
+    kind = "not_found_error"
+    code = "model_not_found"
+
+
+class ConflictError(RequestError):
+    """A request contradicts the state of the server: it may be served later."""
+
+    status = 409
+    code = "conflict"
+
+
 def missing(path: str) -> RequestError:
     return RequestError(f"{path} is missing", path, code="missing_required_parameter")
 

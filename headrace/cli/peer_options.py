@@ -41,7 +41,6 @@ ALWAYS: Mapping[str, str] = {
 }
 """Flags without a value that say what is always so."""
 
-_LORA = "there are no adapters: merge the adapter into the checkpoint"
 _SPECULATION = "there is no draft model"
 _LAYERS = "the whole model runs on one device: choose it with --device"
 
@@ -56,10 +55,12 @@ REFUSED: Mapping[str, str] = {
     "--ssl-ca-certs": "clients are known by --api-key; a proxy in front can ask for their certificates",
     "--root-path": "the proxy that adds a path removes it before it passes a request on",
     "--middleware": "the server runs no code of its users; a proxy in front can",
-    "--enable-lora": _LORA,
-    "--lora-modules": _LORA,
-    "--max-loras": _LORA,
-    "--max-lora-rank": _LORA,
+    "--max-loras-per-batch": "write --max-loras",
+    "--max-loaded-loras": "write --max-cpu-loras",
+    "--lora-dtype": "adapters have the model's --dtype",
+    "--fully-sharded-loras": "each rank has the part of an adapter that its matrices need",
+    "--lora-eviction-policy": "a loaded adapter is never evicted; on the device, the one unused for longest makes room",
+    "--lora-backend": "there is one set of kernels for adapters",
     "--speculative-config": _SPECULATION,
     "--speculative-algorithm": _SPECULATION,
     "--n-gpu-layers": _LAYERS,

@@ -54,6 +54,8 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     """Its state block; 0: the model has no state layers."""
     pooling: PoolingParams | None = None
     """Its rows have no logits, and the one that ends the prompt returns ``StepResult.pooled``; None: it generates tokens."""
+    adapter: str | None = None
+    """``AdapterFiles.digest``; None: the base model."""
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -87,6 +87,15 @@ class ParseOptions(msgspec.Struct, frozen=True, array_like=True):
     """Stop strings end the sequence in reasoning too, not only in content."""
 
 
+class AdapterRef(msgspec.Struct, frozen=True, array_like=True):
+    """The adapter that a request runs with."""
+
+    name: str
+    """Name by which the request asked for it."""
+    digest: str
+    """``AdapterFiles.digest``"""
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One request, tokenised and checked."""
 
@@ -107,6 +116,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """A lower value runs first under --policy priority."""
     cache_salt: Annotated[str | None, OptionSpec(min=1, max=256, apis=_EXTRA | api("SGLang", "generate"))] = None
     """Cached prefixes are shared only among requests with the same salt."""
+    adapter: AdapterRef | None = None
+    """None: the base model."""
     session: str | None = None
     """Requests of one session go to the same replica under --dp-routing-policy session."""
     tenant: str = ""
@@ -128,4 +139,5 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cache_identity(self) -> CacheIdentity:
-        return CacheIdentity(cache_salt=self.cache_salt, items=self.items)
+        adapter = None if self.adapter is None else self.adapter.digest
+        return CacheIdentity(cache_salt=self.cache_salt, adapter=adapter, items=self.items)

@@ -18,7 +18,7 @@ from headrace.core.pace import PrefillPace
 from headrace.core.plan import LayerRange, Row, SparseOutcome, StepPlan, StepResult
 from headrace.core.request import Request
 from headrace.core.sequence import Sequence, SequenceUpdate, Status
-from headrace.core.slots import Slots
+from headrace.core.slots import AdapterSlots, Slots
 from headrace.core.sparse import Decisions, SparsePrompt
 from headrace.core.states import StateSchedule
 from headrace.core.step import ConstrainedRow, InFlightStep, StepBuilder
@@ -49,6 +49,7 @@ class Scheduler:
         self._running = OrderedSequences(lambda seq: running_order(policy, seq))
         self._waiting = OrderedSequences(lambda seq: waiting_order(policy, seq))
         self._slots = Slots(config.max_num_seqs)
+        self._adapters = AdapterSlots(config.max_loras)
         self._requests: dict[str, list[Sequence]] = {}
         """Unfinished sequences by request."""
         self._num_unfinished = 0
@@ -108,6 +109,11 @@ class Scheduler:
     def has_work(self) -> bool:
         """True while a sequence is unfinished, a launched step is not collected, or hidden states are to be freed."""
         return bool(self._num_unfinished or self._in_flight or self._failed or self._abandoned)
+
+    def has_adapter(self, digest: str) -> bool:
+        """Whether an unfinished sequence has this adapter."""
+        adapters = (sequences[0].request.adapter for sequences in self._requests.values())
+        return any(adapter is not None and adapter.digest == digest for adapter in adapters)
 
     @property
     def num_running(self) -> int:
@@ -391,8 +397,9 @@ class Scheduler:
     # ------------------------------------------------------------------ scheduling: waiting sequences
 
     def _first_ready(self) -> Sequence | None:
-        """The head of the queue. Sequences whose constraint is being compiled keep their place and are passed over."""
-        return next((seq for seq in self._waiting if seq.ready), None)
+        """The head of the queue. Passed over, in their place, are sequences whose constraint is being compiled or whose adapter
+        has no room."""
+        return self._adapters.first(self._waiting, self._last_step)
 
     def _admit(self, seq: Sequence, step: StepBuilder) -> bool:
         """Gives the sequence at the head of the queue a slot and its first row; False if it and those behind it must wait."""
@@ -434,6 +441,7 @@ class Scheduler:
 
     def _start(self, seq: Sequence, num_cached: int, *, first_time: bool, forked: bool) -> None:
         seq.slot = self._slots.take()
+        self._adapters.take(seq)
         seq.status = Status.RUNNING
         seq.prefill_len = len(seq.token_ids) + seq.pooled
         seq.num_computed = seq.num_collected = num_cached
@@ -602,4 +610,5 @@ class Scheduler:
         if self._layered is seq:
             self._layered, seq.num_layers, self._abandoned = None, 0, True
         self._slots.release(seq.slot)
+        self._adapters.release(seq)
         self.kv.free(seq.blocks, self._last_step if seq.num_in_flight else None)

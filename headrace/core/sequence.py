@@ -79,6 +79,8 @@ class Sequence:
     """Proposed for the tokens behind the known ones. The next row verifies them; once it is collected, there are none."""
     num_in_flight: int = 0
     """Rows in steps that are launched and not yet collected."""
+    passed_over: int | None = None
+    """Number of the first step for which its adapter had no room; None: it does not wait for room."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache whenever the request began to run: those that it never computed."""
     cache: PrefixReport | None = None

@@ -1,8 +1,15 @@
-"""Slots: allocates the runner's per-sequence state slots."""
+"""Slots: allocates the runner's per-sequence state slots. AdapterSlots: which sequences may run beside others' adapters."""
 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
+from collections.abc import Iterable
+
+from headrace.core.sequence import Sequence
+
+PATIENCE = 4
+"""Steps for which a sequence is passed over, until an adapter makes room for its own."""
 
 
 class Slots:
@@ -30,3 +37,48 @@ class Slots:
         released = tuple(self._released)
         self._released.clear()
         return released
+
+
+class AdapterSlots:
+    """Counts running sequences by adapter, of which there are at most ``count``.
+
+    A waiting sequence whose adapter has no room is passed over, and does not hold up those behind it. Once it has waited for
+    ``PATIENCE`` steps, one adapter is drained for it: the one with the fewest running sequences gets no more of those behind
+    it, until it has none left. So the wait is bounded by the time that running sequences take.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._running: Counter[str] = Counter()
+
+    def take(self, seq: Sequence) -> None:
+        """The sequence begins to run."""
+        if seq.request.adapter is not None:
+            self._running[seq.request.adapter.digest] += 1
+            seq.passed_over = None
+
+    def release(self, seq: Sequence) -> None:
+        """The sequence does not run any more."""
+        if seq.request.adapter is not None:
+            digest = seq.request.adapter.digest
+            self._running[digest] -= 1
+            if not self._running[digest]:
+                del self._running[digest]
+
+    def first(self, waiting: Iterable[Sequence], step: int) -> Sequence | None:
+        """Returns the first sequence that is ready and has room for its adapter. ``step``: number of the last step."""
+        drained: set[str] = set()
+        for seq in waiting:
+            if not seq.ready:
+                continue
+            if seq.request.adapter is None:
+                return seq
+            digest = seq.request.adapter.digest
+            held = digest in self._running
+            if digest not in drained and (held or len(self._running) < self._count):
+                return seq
+            if seq.passed_over is None:
+                seq.passed_over = step
+            if not held and not drained and step - seq.passed_over >= PATIENCE:
+                drained.add(min(self._running, key=lambda other: (self._running[other], other)))
+        return None

@@ -101,6 +101,7 @@ class StepBuilder:
                 sparse=None if seq.sparse is None else seq.sparse.decision or b"",
                 state=seq.blocks.states.live,
                 pooling=request.pooling,
+                adapter=None if request.adapter is None else request.adapter.digest,
             )
         )
 

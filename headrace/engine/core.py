@@ -14,6 +14,7 @@ from headrace.constrain.constraints import Constraints, Failed
 from headrace.core.plan import SamplePlan, StepPlan
 from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
+from headrace.engine.adapters import LoadedAdapters
 from headrace.engine.outputs import OutputProcessor
 from headrace.errors import EngineError, RequestError
 from headrace.kv.prefix_cache import Change
@@ -60,6 +61,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.executor = executor
         self.outputs = outputs
+        self.adapters = LoadedAdapters(scheduler, executor)
         self._depth = pipeline_depth
         self._constraints = constraints if constraints is not None else Constraints(None, 1)
         self._launched: deque[tuple[StepPlan, Any]] = deque()
@@ -92,6 +94,7 @@ class EngineCore:
             RequestError, QueueFullError: the request was refused.
             EngineError: taking it in failed. Nothing is left of it, and other requests are not affected.
         """
+        self.adapters.check(request)
         if request.constraint is not None:
             self._constraints.check()
         try:
@@ -139,6 +142,7 @@ class EngineCore:
         deltas, ended = self.outputs.process(updates)
         for sequence, reason, stop_reason in ended:
             self.scheduler.finish(sequence, reason, stop_reason)
+        self.adapters.collect()
         if self._changes:
             self._report_changes()
         self._host_seconds += time.perf_counter() - start - result.forward_seconds - result.sample_seconds

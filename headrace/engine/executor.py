@@ -12,7 +12,9 @@ from headrace.models.update import weight_update
 from headrace.parallel.agreement import Agreement
 from headrace.runner.graphs import GraphCount
 from headrace.runner.part import StepHandle
+from headrace.runner.parts.adapters import adapter_tables
 from headrace.runner.runner import ModelRunner
+from headrace.sources.adapter import AdapterFiles
 from headrace.weights.update import Named, WeightUpdate
 
 Handle = TypeVar("Handle")
@@ -43,6 +45,18 @@ class Executor(Protocol[Handle]):
             ConfigError: a tensor does not fit; nothing was written.
             EngineError: writing was cut short; the executor must not be used again.
         """
+        ...
+
+    def load_adapter(self, files: AdapterFiles) -> None:
+        """Reads an adapter, which later plans may name by its digest. Does nothing if it is there.
+
+        Raises:
+            ConfigError: it does not fit the model; nothing of it is left.
+        """
+        ...
+
+    def drop_adapter(self, digest: str) -> None:
+        """Forgets an adapter that no sequence has. Does nothing if it is not there."""
         ...
 
     def memory(self) -> list[tuple[str, int]]:
@@ -98,6 +112,12 @@ class LocalExecutor(Executor[StepHandle]):
             return update.write()
         except Exception as error:
             raise EngineError(f"an update of weights was cut short: {type(error).__name__}: {error}") from error
+
+    def load_adapter(self, files: AdapterFiles) -> None:
+        adapter_tables(self.runner.parts).load(files)
+
+    def drop_adapter(self, digest: str) -> None:
+        adapter_tables(self.runner.parts).drop(digest)
 
     def memory(self) -> list[tuple[str, int]]:
         return self.runner.memory()

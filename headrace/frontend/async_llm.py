@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from headrace.config import EngineArgs
 from headrace.core.request import Request
 from headrace.engine.info import EngineInfo, Progress
 from headrace.errors import ConfigError, EngineDeadError, EngineError, HeadraceError, QueueFullError, RequestError
+from headrace.frontend.adapters import LoRARequest, NamedAdapter, RemoteAdapters
 from headrace.frontend.inputs import InputProcessor, Prompt
 from headrace.frontend.pooled_calls import AsyncPooledCalls, Make
 from headrace.frontend.pooling import PoolingInputs
@@ -42,7 +44,6 @@ from headrace.sampling_params import SamplingParams
 from headrace.startup.text import ModelText, load_text
 
 if TYPE_CHECKING:
-    from headrace.sources.files import ModelFiles
     from headrace.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("headrace.engine")
@@ -87,6 +88,8 @@ class AsyncLLM(AsyncPooledCalls):
         self._calls: dict[int, tuple[ControlName, asyncio.Future[bool]]] = {}
         self._num_calls = 0
         self._draining = False
+        self.adapters = RemoteAdapters(self.args, self._ask, self._tell, self._open_requests)
+        """Adapters that requests may name."""
         self._info: EngineInfo | None = None
         self._text: ModelText | None = None
         self._inputs: InputProcessor | None = None
@@ -132,6 +135,7 @@ class AsyncLLM(AsyncPooledCalls):
         """Ends the engine; requests in flight end with an error."""
         self._check_owner()
         await self._supervisor.close()
+        self.adapters.names.close()
         if self._text is not None and self._text.tokenizer is not None:
             self._text.tokenizer.renderer.close()
 
@@ -178,10 +182,6 @@ class AsyncLLM(AsyncPooledCalls):
         return _started(self._text)
 
     @property
-    def files(self) -> ModelFiles:
-        return self.text.files
-
-    @property
     def tokenizer(self) -> Tokenizer | None:
         """None with ``skip_tokenizer_init``."""
         return self.text.tokenizer
@@ -223,6 +223,7 @@ class AsyncLLM(AsyncPooledCalls):
                 raise RequestError(f"a request with the id {request.request_id!r} is running", "request_id")
             if (refusal := self._quarantine.refusal(request)) is not None:
                 raise refusal
+        requests = tuple(map(self.adapters.names.current, requests))
         inbox = Inbox(requests)
         self._inboxes |= dict.fromkeys(inbox.open, inbox)
         stream = OutputStream(inbox, self._abandon)
@@ -244,22 +245,26 @@ class AsyncLLM(AsyncPooledCalls):
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
         default_max_tokens: int | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """The request's output as it grows: one object, yielded after each delta. Leaving early aborts the request.
 
         Args:
+            lora_request: the adapter, which is loaded if it is not; None: the base model.
             default_max_tokens: limit of an output whose parameters have none; None: the rest of the context.
 
-        Raises: as ``add``. An engine that dies later shows in ``output.error`` and in finish_reason "error".
+        Raises: as ``add`` and ``load_lora``. An engine that dies later shows in ``output.error`` and in finish_reason "error".
         """
         self._check_owner()
+        adapter = None if lora_request is None else (await self.load_lora(lora_request)).ref
         request = await self.inputs.request_async(
             prompt,
             params if params is not None else self.inputs.default_sampling,
             request_id=request_id if request_id is not None else f"generate-{uuid.uuid4().hex}",
             priority=priority,
             cache_salt=cache_salt,
+            adapter=adapter,
             default_max_tokens=default_max_tokens,
         )
         output = new_output(request)
@@ -301,6 +306,40 @@ class AsyncLLM(AsyncPooledCalls):
                 self._inboxes[request_id].bound.add(request_id)
             self._supervisor.send(Abort(running))
 
+    # Adapters
+
+    async def load_lora(self, request: LoRARequest, *, new: bool = False) -> NamedAdapter:
+        """Loads an adapter into every engine, unless it is loaded. Requests that run keep the adapter that they began with.
+
+        Args:
+            new: the name must not be in use.
+
+        Raises:
+            ConfigError: the engine takes no adapters, or this is none that it can serve.
+            ConflictError: too many adapters are loaded, or the name is another's.
+            EngineDeadError: the engine is not running.
+        """
+        self._check_owner()
+        return await self.adapters.load(request, new=new)
+
+    async def unload_lora(self, name: str, lora_int_id: int | None = None) -> None:
+        """Forgets an adapter's name. Requests that run with it go on.
+
+        Raises:
+            UnknownModelError: there is no such adapter.
+            ConflictError: it was loaded with another number.
+        """
+        self._check_owner()
+        await self.adapters.unload(name, lora_int_id)
+
+    def _tell(self, message: Control) -> None:
+        """Sends a control message whose answer is not awaited. An engine that does not run has nothing to do."""
+        with contextlib.suppress(EngineDeadError):
+            self._supervisor.send(message)
+
+    def _open_requests(self) -> Iterator[Request]:
+        yield from (inbox.requests[request_id] for request_id, inbox in self._inboxes.items())
+
     # Calls
 
     async def reset_prefix_cache(self) -> bool:
@@ -332,14 +371,18 @@ class AsyncLLM(AsyncPooledCalls):
             raise EngineError("this AsyncLLM belongs to the event loop that started it, and this is another one")
 
     async def _call(self, name: ControlName) -> bool:
+        return await self._ask(Control(0, name))
+
+    async def _ask(self, message: Control) -> bool:
+        """Sends a control message, numbered, and waits for the answer."""
         self._check_owner()
         self._supervisor.check()
         self._num_calls += 1
         call = self._num_calls
         reply: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._calls[call] = (name, reply)
+        self._calls[call] = (message.name, reply)
         try:
-            self._supervisor.send(Control(call, name))
+            self._supervisor.send(Control(call, message.name, message.adapter))
             return await reply
         finally:
             self._calls.pop(call, None)
@@ -351,7 +394,10 @@ class AsyncLLM(AsyncPooledCalls):
             case StepDeltas(deltas):
                 for delta in deltas:
                     self._deliver(delta)
-            case Stats(stats) | Ready(_, stats):
+            case Ready(_, stats):
+                self._stats = stats
+                self.adapters.engine_started()
+            case Stats(stats):
                 self._stats = stats
             case Accepted(request_id):
                 if (inbox := self._inboxes.get(request_id)) is not None:
@@ -360,14 +406,14 @@ class AsyncLLM(AsyncPooledCalls):
                 if (inbox := self._inboxes.pop(request_id, None)) is not None:
                     # A replica may refuse what another one had accepted: its reader must see the end.
                     inbox.lost(request_id, _rejection(kind, text, param))
-            case ControlReply(call, value, error):
+            case ControlReply(call, value, error, param):
                 _, reply = self._calls.get(call, (None, None))
                 if reply is None or reply.done():
                     return
                 if error is None:
                     reply.set_result(value)
                 else:
-                    reply.set_exception(EngineError(error))
+                    reply.set_exception(EngineError(error) if param is None else ConfigError(error, param))
 
     def on_lost(self, reason: str, *, died: bool, request_ids: Collection[str] | None = None) -> None:
         lost = {name: self._inboxes[name] for name in (request_ids or ()) if name in self._inboxes}
@@ -409,6 +455,7 @@ class AsyncLLM(AsyncPooledCalls):
         inbox.put(delta)
         if delta.request_id not in inbox.open:
             del self._inboxes[delta.request_id]
+            self.adapters.collect()
 
 
 def _rejection(kind: str, text: str, param: str | None) -> HeadraceError:

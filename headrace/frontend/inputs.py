@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeVar, cast
 from headrace.config import EngineArgs
 from headrace.constrain.compose import AnswerPlan, CallRules, plan_of
 from headrace.constrain.factory import GrammarFactory
-from headrace.core.request import BadWordsTable, Constraint, ParseOptions, Request
+from headrace.core.request import AdapterRef, BadWordsTable, Constraint, ParseOptions, Request
 from headrace.errors import ConfigError, RequestError, unsupported
 from headrace.frontend.limits import check_limits, check_sizes
 from headrace.host.turns import TenantThreads
@@ -283,6 +283,7 @@ class InputProcessor:
         request_id: str,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: AdapterRef | None = None,
         items: Sequence[Item] = (),
         parse: ParseOptions | None = None,
         plan: AnswerPlan | None = None,
@@ -298,6 +299,7 @@ class InputProcessor:
             plan: what the answer's grammar holds beside ``params.structured_outputs``.
             media: of ``prepare_media``, where it was called before.
             default_max_tokens: limit of an output whose parameters have none; None: the rest of the context.
+            adapter: None: the base model.
             constraint: made of these two; None: it is made here.
 
         Raises:
@@ -338,6 +340,7 @@ class InputProcessor:
             prompt=text,
             priority=priority,
             cache_salt=cache_salt,
+            adapter=adapter,
             tenant=tenant,
             items=tuple(items),
             boundaries=() if self.tokenizer is None else self.tokenizer.token_bytes.turn_boundaries(tokens),

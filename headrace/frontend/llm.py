@@ -6,26 +6,25 @@ import contextlib
 import dataclasses
 import itertools
 import os
-import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from headrace.config import EngineArgs
 from headrace.constrain.choice import read_choice, rules_of
 from headrace.constrain.compose import AnswerPlan
-from headrace.core.request import ParseOptions, Request
-from headrace.engine.core import EngineCore
+from headrace.core.request import AdapterRef, ParseOptions, Request
 from headrace.engine.endings import failed
 from headrace.engine.info import EngineInfo, Progress
 from headrace.errors import ConfigError, EngineError, QueueFullError, RequestError
+from headrace.frontend.adapters import LoRARequest
 from headrace.frontend.inputs import InputProcessor, Prompt, check_params, has_media
+from headrace.frontend.interrupts import deferred_interrupt
 from headrace.frontend.local import LocalEngine, open_local
 from headrace.frontend.pending import PendingRequests, prompt_list
 from headrace.frontend.pooled_calls import Make, PooledCalls
 from headrace.frontend.progress import ProgressBar, bar_shown
-from headrace.frontend.replicated import ReplicatedCore, ReplicatedEngine, start_replicas
+from headrace.frontend.replicated import ReplicatedEngine, start_replicas
 from headrace.frontend.streams import new_output
 from headrace.metrics.stats import EngineStats
 from headrace.options import shown
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from headrace.startup.external_model import ExternalModel
 
 Messages = list[dict[str, Any]]
+Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 
 _Shape = tuple[ParseOptions | None, AnswerPlan | None]
 """Parsing of an answer, and the parts that its grammar has beside its content."""
@@ -138,6 +138,7 @@ class LLM(PooledCalls):
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora_request: Adapters = None,
         progress: bool = False,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
@@ -146,6 +147,7 @@ class LLM(PooledCalls):
         Args:
             prompts: strings, or ``{"prompt_token_ids": [...]}``.
             sampling_params: for all prompts, or one each; None: the model's own defaults.
+            lora_request: the adapter of all prompts, or one each, where None is the base model. Loaded if it is not.
             progress: show a bar on standard error.
             use_tqdm: vLLM's name for ``progress``, which it replaces where it is given.
 
@@ -157,7 +159,7 @@ class LLM(PooledCalls):
         """
         bar = bar_shown(progress, use_tqdm)
         several = prompt_list(prompts)
-        return self._generate(several, sampling_params, bar)
+        return self._generate(several, sampling_params, bar, lora_request=lora_request)
 
     def _generate(
         self,
@@ -165,14 +167,17 @@ class LLM(PooledCalls):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         bar: bool,
         shaped: _Shaped = lambda prompt, params: (None, None),
+        lora_request: Adapters = None,
     ) -> list[RequestOutput]:
         several = self._params(sampling_params, len(prompts))
+        adapters = self._adapters(lora_request, len(prompts))
 
         def make(index: int, media: PreparedPrompt | None) -> Request:
             prompt, params = prompts[index], several[index]
             parse, plan = shaped(prompt, params)
             name = f"llm-{next(self._ids)}"
-            return self.inputs.request(prompt, params, request_id=name, parse=parse, plan=plan, media=media)
+            adapter = adapters[index]
+            return self.inputs.request(prompt, params, request_id=name, adapter=adapter, parse=parse, plan=plan, media=media)
 
         running = self.info.max_num_seqs * self.args.data_parallel_size
         requests = PendingRequests(prompts, self.inputs, make, running + self.inputs.media_ahead)
@@ -201,6 +206,7 @@ class LLM(PooledCalls):
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        lora_request: Adapters = None,
         progress: bool = False,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
@@ -216,7 +222,7 @@ class LLM(PooledCalls):
             thinking_token_budget: tokens of reasoning at most.
             chat_template_kwargs: further variables for the template.
             mm_processor_kwargs: options of the model's processor of pictures and videos, for all conversations.
-            progress, use_tqdm: as for ``generate``.
+            lora_request, progress, use_tqdm: as for ``generate``.
 
         Raises: as ``generate``.
         """
@@ -258,7 +264,7 @@ class LLM(PooledCalls):
             parsed = offered or (plan is not None and not plan.plain)
             return answers.options(text, offered, calls=bool(offered), parallel=parallel_tool_calls) if parsed else None, plan
 
-        return self._generate(prompts, sampling_params, bar_shown(progress, use_tqdm), shaped)
+        return self._generate(prompts, sampling_params, bar_shown(progress, use_tqdm), shaped, lora_request)
 
     def _answers(self, tokenizer: Tokenizer) -> AnswerFormats | None:
         """The formats of answers to prompts that this tokenizer's template renders."""
@@ -289,6 +295,16 @@ class LLM(PooledCalls):
         if self._engine.text.tokenizer is None:
             raise RequestError("this engine has no tokenizer (skip_tokenizer_init)", "skip_tokenizer_init")
         return self._engine.text.tokenizer
+
+    def load_lora(self, request: LoRARequest) -> None:
+        """Loads an adapter, unless it is loaded. Raises ConfigError or ConflictError, as ``AsyncLLM.load_lora``."""
+        with self._exclusive() as engine:
+            engine.adapters.load(request)
+
+    def unload_lora(self, name: str) -> None:
+        """Forgets an adapter. Raises: UnknownModelError: there is none of the name."""
+        with self._exclusive() as engine:
+            engine.adapters.unload(name)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. False if there is no prefix cache."""
@@ -382,6 +398,7 @@ class LLM(PooledCalls):
         with self._lock:
             if self._loaded is not None:
                 self._loaded.core.close()
+                self._loaded.adapters.names.close()
                 self._loaded, self._unusable = None, "the engine was closed"
                 self._external = None
 
@@ -441,6 +458,18 @@ class LLM(PooledCalls):
             raise RequestError(f"there are {len(params)} sampling_params for {count} prompts", "sampling_params")
         return params
 
+    def _adapters(self, given: Adapters, count: int) -> list[AdapterRef | None]:
+        """Loads the adapters of the prompts."""
+        several = [given] * count if given is None or isinstance(given, LoRARequest) else list(given)
+        for one in several:
+            if not (one is None or isinstance(one, LoRARequest)):
+                raise TypeError(f"lora_request must be a LoRARequest, None, or a list of them, not {shown(one)}")
+        if len(several) != count:
+            raise RequestError(f"there are {len(several)} lora_requests for {count} prompts", "lora_request")
+        with self._exclusive() as engine:
+            refs = {one: engine.adapters.load(one).ref for one in dict.fromkeys(several) if one is not None}
+        return [None if one is None else refs[one] for one in several]
+
     def _chat_tokenizer(self, chat_template: str | None) -> Tokenizer:
         tokenizer = self.get_tokenizer()
         if chat_template is None:
@@ -479,8 +508,8 @@ class LLM(PooledCalls):
             text = None if tokenizer is None else tokenizer.token_text
             try:
                 progress_bar = ProgressBar(len(requests), shown=progress)
-                with progress_bar.bar, _deferred_interrupt() as interrupted:
-                    for delta in self._deltas(engine.core, requests, outputs, interrupted):
+                with progress_bar.bar, deferred_interrupt() as interrupted:
+                    for delta in self._deltas(engine, requests, outputs, interrupted):
                         output = outputs[delta.request_id]
                         output.add(delta, text)
                         if output.finished:
@@ -498,12 +527,13 @@ class LLM(PooledCalls):
 
     @staticmethod
     def _deltas(
-        core: EngineCore | ReplicatedCore,
+        engine: LocalEngine | ReplicatedEngine,
         requests: PendingRequests,
         outputs: dict[str, RequestOutput],
         interrupted: threading.Event,
     ) -> Iterator[OutputDelta]:
         """Runs the engine until every request has ended; adds requests as its queue has room. Makes an output of each."""
+        core = engine.core
         while requests or core.has_work():
             if interrupted.is_set():
                 raise KeyboardInterrupt
@@ -511,7 +541,7 @@ class LLM(PooledCalls):
                 outputs.setdefault(request.request_id, new_output(request))
                 refusal: Iterable[OutputDelta] = ()
                 try:
-                    core.add(request)
+                    core.add(engine.adapters.names.current(request))
                 except QueueFullError:
                     break
                 except EngineError as error:
@@ -527,25 +557,3 @@ def _check_names(engine_args: Mapping[str, Any]) -> None:
         raise TypeError(f"LLM got arguments that are not engine arguments: {', '.join(unknown)}")
 
 
-@contextlib.contextmanager
-def _deferred_interrupt() -> Iterator[threading.Event]:
-    """Ctrl-C sets the event, which is checked between steps: an interrupted step would leave inconsistent state.
-
-    A second Ctrl-C interrupts at once.
-    """
-    interrupted = threading.Event()
-    replaceable = threading.current_thread() is threading.main_thread()
-    if not replaceable or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield interrupted
-        return
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if interrupted.is_set():
-            raise KeyboardInterrupt
-        interrupted.set()
-
-    signal.signal(signal.SIGINT, handle)
-    try:
-        yield interrupted
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)

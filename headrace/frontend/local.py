@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from headrace.engine.info import Progress
 from headrace.engine.timeline import Timeline
+from headrace.frontend.adapters import AdapterNames, LocalAdapters
 from headrace.frontend.inputs import InputProcessor
 from headrace.frontend.pooling import PoolingInputs
 from headrace.frontend.prepare import described, input_processor
@@ -21,6 +22,7 @@ class LocalEngine(LoadedEngine):
 
     inputs: InputProcessor
     pooling: PoolingInputs
+    adapters: LocalAdapters
 
 
 def open_local(source: ModelSource, on_progress: Callable[[Progress], None] | None = None) -> LocalEngine:
@@ -32,4 +34,6 @@ def open_local(source: ModelSource, on_progress: Callable[[Progress], None] | No
     )
     pooling = PoolingInputs(inputs, loaded.text.pooling)
     publish_events(loaded.core, source.args)
-    return LocalEngine(loaded.core, described(info, inputs), loaded.config, loaded.text, loaded.executor, inputs, pooling)
+    adapters = LocalAdapters(AdapterNames(source.args), loaded.core)
+    info = described(info, inputs)
+    return LocalEngine(loaded.core, info, loaded.config, loaded.text, loaded.executor, inputs, pooling, adapters)

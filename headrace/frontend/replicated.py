@@ -14,6 +14,7 @@ from headrace.core.request import Request
 from headrace.engine.endings import failed
 from headrace.engine.info import EngineInfo, Progress
 from headrace.errors import EngineError, RequestError
+from headrace.frontend.adapters import LoRARequest, NamedAdapter
 from headrace.frontend.async_llm import AsyncLLM
 from headrace.frontend.inputs import InputProcessor
 from headrace.frontend.pooling import PoolingInputs
@@ -141,6 +142,22 @@ async def _start_all(llm: AsyncLLM) -> None:
         await asyncio.sleep(_STEP_SECONDS)
 
 
+class ReplicatedAdapters:
+    """Adapters of all replicas: ``LocalAdapters`` of an engine elsewhere."""
+
+    def __init__(self, core: ReplicatedCore, llm: AsyncLLM) -> None:
+        self.names = llm.adapters.names
+        self._core, self._llm = core, llm
+
+    def load(self, request: LoRARequest) -> NamedAdapter:
+        """Loads an adapter, with the errors of ``AsyncLLM.load_lora``."""
+        return self._core.call(self._llm.load_lora(request))
+
+    def unload(self, name: str, number: int | None = None) -> None:
+        """Forgets an adapter's name, with the errors of ``AsyncLLM.unload_lora``."""
+        self._core.call(self._llm.unload_lora(name, number))
+
+
 @dataclasses.dataclass(frozen=True)
 class ReplicatedEngine:
     """The parts that ``LLM`` needs of its engine, of several replicas."""
@@ -150,6 +167,7 @@ class ReplicatedEngine:
     info: EngineInfo
     text: ModelText
     pooling: PoolingInputs
+    adapters: ReplicatedAdapters
 
 
 def start_replicas(args: EngineArgs, on_progress: Callable[[Progress], None] | None) -> ReplicatedEngine:
@@ -168,4 +186,4 @@ def start_replicas(args: EngineArgs, on_progress: Callable[[Progress], None] | N
     except BaseException:
         core.close()
         raise
-    return ReplicatedEngine(core, llm.inputs, llm.info, llm.text, llm.pooling)
+    return ReplicatedEngine(core, llm.inputs, llm.info, llm.text, llm.pooling, ReplicatedAdapters(core, llm))

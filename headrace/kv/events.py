@@ -26,6 +26,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
     """Tokens of all blocks."""
     block_size: int
     lora_id: int | None
+    """Number of the adapter: of its content, whatever its name. None: the base model."""
     medium: str | None
     lora_name: str | None
     extra_keys: list[tuple[str, ...] | None]
@@ -76,7 +77,7 @@ def events_of(changes: Sequence[Change], block_size: int, groups: Sequence[Cache
         else:
             parent = key.parent.digest if key.parent is not None and key.index else None
             if not isinstance(last, BlockStored) or last.block_hashes[-1] != parent:
-                last = latest[group] = _begin(parent, block_size, group, groups[group].window)
+                last = latest[group] = _begin(parent, block_size, group, groups[group].window, _adapter(key))
                 events.append(last)
             last.block_hashes.append(key.digest)
             last.token_ids += array("q", key.payload[: 8 * block_size])
@@ -84,13 +85,13 @@ def events_of(changes: Sequence[Change], block_size: int, groups: Sequence[Cache
     return events
 
 
-def _begin(parent: bytes | None, block_size: int, group: int, window: int | None) -> BlockStored:
+def _begin(parent: bytes | None, block_size: int, group: int, window: int | None, adapter: int | None) -> BlockStored:
     return BlockStored(
         block_hashes=[],
         parent_block_hash=parent,
         token_ids=[],
         block_size=block_size,
-        lora_id=None,
+        lora_id=adapter,
         medium=MEDIUM,
         lora_name=None,
         extra_keys=[],
@@ -98,6 +99,13 @@ def _begin(parent: bytes | None, block_size: int, group: int, window: int | None
         kv_cache_spec_kind="full_attention" if window is None else "sliding_window",
         kv_cache_spec_sliding_window=window,
     )
+
+
+def _adapter(key: BlockKey) -> int | None:
+    """The number of the adapter that computed a block."""
+    while key.parent is not None:
+        key = key.parent
+    return CacheIdentity.adapter_number(key.payload)
 
 
 def _extra(key: BlockKey, block_size: int) -> tuple[str, ...] | None:

@@ -87,6 +87,12 @@ class CacheIdentity:
         salt, _, adapter, mode, decision, length = msgspec.msgpack.decode(root)
         return [part for part in (salt, adapter, mode, decision and decision.hex(), length and str(length)) if part]
 
+    @staticmethod
+    def adapter_number(root: bytes) -> int | None:
+        """Returns the low 63 bits of the digest of the adapter of a sequence with this root; None: the base model."""
+        adapter = msgspec.msgpack.decode(root)[2]
+        return None if adapter is None else int(adapter, 16) & (2**63 - 1)
+
     def block(self, token_ids: Sequence[int], start: int, end: int) -> bytes:
         """The payload of the key of the block of tokens ``[start, end)``.
 

@@ -16,6 +16,7 @@ from headrace.errors import ConfigError
 from headrace.kernels.linear import linear
 from headrace.kernels.linear.fp8_reference import Activations, Fp8Rows
 from headrace.layers.embedding import Embedding
+from headrace.layers.lora import LoraTables
 from headrace.layers.stored import Codes, StoredMatrix
 from headrace.parallel.group import Group
 
@@ -47,12 +48,15 @@ class Linear(nn.Module):
         """A float32 result of factors of 16 bits is rounded to no other type."""
         self.batch_invariant = False
         """Each row's result is bitwise independent of the other rows."""
+        self.lora: LoraTables | None = None
+        """Additions of adapters to the result, whatever format the weights have. They are no part of the weights."""
 
     def forward(self, x: Activations) -> torch.Tensor:
         """``[..., in_features] -> [..., out_features]``. ``Fp8Rows`` are for a layer that has ``rounds``."""
-        if isinstance(x, Fp8Rows):
-            return self.method.apply_rounded(self, x)
-        return self.method.apply(self, x)
+        y = self.method.apply_rounded(self, x) if isinstance(x, Fp8Rows) else self.method.apply(self, x)
+        if self.lora is not None:
+            self.lora.add(x, y, batch_invariant=self.batch_invariant)
+        return y
 
     def memory(self) -> list[MemoryLine]:
         return self.method.memory(self)

@@ -26,6 +26,7 @@ from headrace.layers.norm import RMSNorm, UnitRMSNorm
 from headrace.layers.rotary import RotaryTable
 from headrace.model_spec import AttentionSpec, ModelSpec, MoeSpec, RopeSpec
 from headrace.model_spec.projection import input_matrices
+from headrace.models.adapters import AdapterTargets
 from headrace.models.interface import HiddenStates, LayersCall, ModelInputs
 from headrace.parallel.group import ALONE, Group, gather_columns
 
@@ -181,6 +182,8 @@ class Decoder(nn.Module):
         if spec.num_classes:
             self.score = nn.Linear(spec.hidden_size, spec.num_classes, bias=False, dtype=dtype, device=device)
             self.score.requires_grad_(False)
+        self.adapter_targets: AdapterTargets | None = None
+        """Layers with tables for adapters; None: there are no adapters."""
         self.fused: LayersCall | None = None
         """Runs all layers in one call with the same result, in the steps that it supports."""
         self.rotary = RopeAngles(spec, device)
@@ -195,7 +198,7 @@ class Decoder(nn.Module):
     @torch.inference_mode()
     def forward(self, inputs: ModelInputs, ctx: ForwardContext) -> torch.Tensor:
         """Computes the normed hidden states of one step, ``[T, hidden]``."""
-        if self.fused is not None and not inputs.extras and self.fused.takes(ctx):
+        if self.fused is not None and not inputs.extras and not inputs.adapters and self.fused.takes(ctx):
             return self.last_norm(*self.fused(inputs.embedded(self.embed), self.rotary(inputs, ctx), ctx))
         states = HiddenStates(inputs.embedded(self.embed))
         self.run_layers(states, inputs, ctx, range(self.spec.num_layers))

@@ -12,6 +12,7 @@ from headrace.errors import ConfigError, ContradictionError
 from headrace.layers.rounding import round_norms
 from headrace.model_spec import AnySpec, ModelSpec
 from headrace.models import registry
+from headrace.models.adapters import add_tables
 from headrace.models.capture import one_line
 from headrace.models.cuts import checked_cuts, num_sums
 from headrace.models.fused import fuse
@@ -214,6 +215,11 @@ class _Native:
             seed=config.args.seed,
             progress=progress,
         )
+        args = config.args
+        if args.enable_lora:
+            dtype = getattr(torch, config.dtype)
+            slots, rank, modules = args.max_loras, args.max_lora_rank, args.lora_target_modules
+            model.adapter_targets = add_tables(model, table, modules, slots, rank, dtype, config.device)
         round_norms(model)
         layers = fuse(model)
         return model, dataclasses.replace(report, decisions=(*report.decisions, *([] if layers is None else [layers])))

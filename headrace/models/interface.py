@@ -29,6 +29,8 @@ class ModelInputs:
     """``[T]`` bool: the tokens that ``inputs_embeds`` replaces; None: all."""
     extras: Mapping[int, torch.Tensor] | None = None
     """Layer -> ``[T, hidden]``, added to the residual stream after that layer."""
+    adapters: bool = False
+    """Tokens have adapters, which the model's matrices know."""
 
     def embedded(self, embed: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Returns the first layer's input ``[T, hidden]``, a new tensor. ``embed`` computes it from ids ``[T]``."""

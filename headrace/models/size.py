@@ -5,14 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
+
+from headrace.config import EngineArgs
 from headrace.layers.linear import Linear
 from headrace.layers.moe import Experts
 from headrace.model_spec import AnySpec, ForeignSpec
 from headrace.model_spec.kv import DTYPE_BYTES
 from headrace.models import registry
+from headrace.models.adapters import add_tables
 from headrace.quant.ignored import ignored
 from headrace.quant.registry import find, head_quantization
 from headrace.weights.names import HEAD, layer_names
+
+
+def adapter_bytes(model: AnySpec, dtype: str, args: EngineArgs) -> int:
+    """Returns the bytes of the tables of adapters that an engine with these arguments has beside a native model's weights."""
+    if not args.enable_lora or isinstance(model, ForeignSpec):
+        return 0
+    built, modules = registry.build(model, dtype, "meta"), args.lora_target_modules
+    places, rank = args.max_loras, args.max_lora_rank
+    return add_tables(built, registry.name_table(model), modules, places, rank, getattr(torch, dtype), "meta").nbytes
 
 
 def weight_bytes(

@@ -14,10 +14,11 @@ from headrace.host.channel import Data
 from headrace.metrics.stats import EngineStats
 from headrace.outputs import OutputDelta
 from headrace.routing import CacheReport
+from headrace.sources.adapter import AdapterFiles
 
 STATS_SECONDS = 0.5
 
-ControlName = Literal["reset_prefix_cache", "check_integrity", "drain"]
+ControlName = Literal["reset_prefix_cache", "check_integrity", "drain", "load_adapter", "drop_adapter"]
 
 
 # To the engine
@@ -51,6 +52,8 @@ class Control(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     call: int
     name: ControlName
+    adapter: AdapterFiles | None = None
+    """The adapter that is loaded or dropped."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -109,6 +112,8 @@ class ControlReply(msgspec.Struct, frozen=True, array_like=True, tag=True):
     call: int
     value: bool = True
     error: str | None = None
+    param: str | None = None
+    """The parameter at fault, where the error is the caller's."""
 
 
 class Fatal(msgspec.Struct, frozen=True, array_like=True, tag=True):

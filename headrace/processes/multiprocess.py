@@ -14,7 +14,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -37,9 +37,11 @@ from headrace.processes.rank_messages import (
     Collected,
     ConfigRefused,
     Done,
+    DropAdapter,
     Failed,
     FromRank,
     Least,
+    LoadAdapter,
     Plan,
     RankStart,
     ShowTokens,
@@ -55,6 +57,7 @@ from headrace.processes.rank_messages import (
 from headrace.processes.records import from_plain
 from headrace.processes.watchdog import Watchdog, busy_timeouts, thread_times
 from headrace.runner.graphs import GraphCount
+from headrace.sources.adapter import AdapterFiles
 from headrace.startup.environment import visible_devices
 from headrace.startup.loaded import Loaded
 from headrace.weights.update import Named
@@ -153,6 +156,13 @@ class MultiprocessExecutor(Executor[int]):
                 for rank in self.ranks:
                     rank.send(piece)
         return self.gather(int)[0]
+
+    def load_adapter(self, files: AdapterFiles) -> None:
+        self.send(LoadAdapter(files))
+        self.gather(NoneType)
+
+    def drop_adapter(self, digest: str) -> None:
+        self.send(DropAdapter(digest))
 
     def memory(self) -> list[tuple[str, int]]:
         """Memory of rank 0; the other ranks use about as much."""

@@ -43,6 +43,7 @@ from headrace.processes.messages import (
     encode,
 )
 from headrace.processes.spawn import STACK_SIGNAL, STACKS_SIGNAL
+from headrace.sources.adapter import AdapterFiles
 
 logger = logging.getLogger("headrace.engine")
 
@@ -146,11 +147,19 @@ class EngineLoop:
                 self._answer_drains()
             return
         try:
-            if message.name == "reset_prefix_cache":
-                value = self._core.reset_prefix_cache()
-            else:
-                self._core.check_integrity()
-                value = True
+            value = True
+            match message:
+                case Control(_, "reset_prefix_cache"):
+                    value = self._core.reset_prefix_cache()
+                case Control(_, "load_adapter", AdapterFiles() as files):
+                    self._core.adapters.load(files)
+                case Control(_, "drop_adapter", AdapterFiles(digest)):
+                    self._core.adapters.drop(digest)
+                case _:
+                    self._core.check_integrity()
+        except ConfigError as error:
+            self._send(ControlReply(message.call, False, error.message, error.param or message.name))
+            return
         except Exception as error:
             logger.exception("%s failed", message.name)
             self._send(ControlReply(message.call, False, f"{type(error).__name__}: {error}"))

@@ -28,7 +28,9 @@ from headrace.processes.rank_messages import (
     Collected,
     ConfigRefused,
     Done,
+    DropAdapter,
     Failed,
+    LoadAdapter,
     Plan,
     RankStart,
     ShowTokens,
@@ -102,6 +104,14 @@ class Rank:
                     self._done(self._executor.update_weights([(facts.name, self._tensor(facts)) for facts in tensors]))
                 except ConfigError as error:
                     self._parent.send(encode(ConfigRefused(error.message, error.param)))
+            case LoadAdapter(files):
+                try:
+                    self._executor.load_adapter(files)
+                    self._done(None)
+                except ConfigError as error:
+                    self._parent.send(encode(ConfigRefused(error.message, error.param)))
+            case DropAdapter(dropped):
+                self._executor.drop_adapter(dropped)
             case Ask("capture_next"):
                 count = self._executor.capture_next()
                 if self._agreement.any(bool(count.failure)):

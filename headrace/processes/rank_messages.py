@@ -15,6 +15,7 @@ import torch
 
 from headrace.config import EngineArgs
 from headrace.core.plan import StepResult
+from headrace.sources.adapter import AdapterFiles
 from headrace.weights.update import check_whole
 
 _PIECE_BYTES = 2**28
@@ -71,13 +72,25 @@ class UpdateWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
     tensors: list[TensorFacts]
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Answered with Done, or with ConfigRefused by every rank."""
+
+    files: AdapterFiles
+
+
+class DropAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Not answered."""
+
+    digest: str
+
+
 class Agreed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The answer to Least or Alike."""
 
     value: int
 
 
-ToRank = RankStart | Plan | Collect | ShowTokens | Ask | UpdateWeights | Agreed
+ToRank = RankStart | Plan | Collect | ShowTokens | Ask | UpdateWeights | LoadAdapter | DropAdapter | Agreed
 
 
 # From a rank

@@ -99,6 +99,7 @@ class _Call:
     unanswered: set[int]
     value: bool = True
     error: str | None = None
+    param: str | None = None
 
 
 class ReplicaSet:
@@ -385,12 +386,14 @@ class ReplicaSet:
                 router.rejected(request_id)
                 self._client.on_message(message)
                 self._bind()
-            case ControlReply(call, value, error):
-                self._answer(call, number, value, error)
+            case ControlReply(call, value, error, param):
+                self._answer(call, number, value, error, param)
             case _:
                 self._client.on_message(message)
 
-    def _answer(self, number: int, replica: int, value: bool = True, error: str | None = None) -> None:
+    def _answer(
+        self, number: int, replica: int, value: bool = True, error: str | None = None, param: str | None = None
+    ) -> None:
         """One replica has answered a call, or is gone, which leaves nothing to do there."""
         call = self._calls.get(number)
         if call is None or replica not in call.unanswered:
@@ -398,6 +401,7 @@ class ReplicaSet:
         call.unanswered.discard(replica)
         call.value &= value
         call.error = call.error or (None if error is None else f"replica {replica}: {error}")
+        call.param = call.param or param
         if call.unanswered:
             return
         del self._calls[number]
@@ -406,7 +410,7 @@ class ReplicaSet:
             self._drains.append(call.message)
             self._send_drains()
             return
-        self._client.on_message(ControlReply(number, call.value, call.error))
+        self._client.on_message(ControlReply(number, call.value, call.error, call.param))
 
     def on_lost(self, replica: _Replica, reason: str, *, died: bool) -> None:
         number = replica.number

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from importlib import metadata
 
-from headrace.config import EngineArgs, EngineConfig, SchedulerConfig
+from headrace.config import EngineArgs, EngineConfig, SchedulerConfig, SparseConfig
 from headrace.errors import ConfigError, listed
 from headrace.model_spec import AnySpec, ModelSpec, MoeSpec
 from headrace.quant.registry import meaning
@@ -80,6 +80,7 @@ def resolve(
     note_sizes(cache, num_seqs, log)
     prompts = sparse(args, model, device.device, dtype, cache_dtype, num_batched, max_model_len, log)
     check_slots(args, num_seqs, max_model_len, len(cache.groups), room)
+    check_adapters(args, model, prompts)
     depth = schedule.pipeline_depth(args, device, log)
     num_threads = max(1, (args.num_threads or device.num_cores) // ranks)
     if args.num_threads is None or ranks > 1:
@@ -103,6 +104,7 @@ def resolve(
             ),
             max_step_seconds=schedule.step_seconds(args, device, log),
             sparse=prompts,
+            max_loras=args.max_loras if args.enable_lora else 0,
         ),
         device=device.device,
         dtype=dtype,
@@ -133,6 +135,18 @@ def check_patched_layers(args: EngineArgs, model: AnySpec) -> None:
     else:
         return
     raise ConfigError(why, "layers_to_patch")
+
+
+def check_adapters(args: EngineArgs, model: AnySpec, sparse: SparseConfig | None) -> None:
+    """Raises ConfigError if the model cannot have adapters."""
+    if not args.enable_lora:
+        return
+    if not isinstance(model, ModelSpec):
+        raise ConfigError("enable_lora is for native models: those of other libraries have modules of their own", "enable_lora")
+    if sparse is not None and sparse.routed:
+        raise ConfigError(
+            "enable_lora is for models without routers of their heads (--sparse-prefill off turns them off)", "enable_lora"
+        )
 
 
 def note_gpu_arguments(args: EngineArgs, log: DecisionLog) -> None:

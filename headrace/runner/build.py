@@ -10,11 +10,13 @@ from headrace.attention.select import create_for, modes_of
 from headrace.cache.blocks import ArenaBlocks
 from headrace.cache.planes import allocate
 from headrace.config import EngineConfig
+from headrace.models.adapters import adapter_targets
 from headrace.models.interface import Model
 from headrace.models.vision.interface import VisionEncoder
 from headrace.runner.inputs import ForwardPass, StepBuffers
 from headrace.runner.part import RunnerPart
 from headrace.runner.parts.experts import ExpertRecorder
+from headrace.runner.parts.adapters import AdapterTables
 from headrace.runner.parts.media import MediaTables
 from headrace.runner.parts.pieces import NoPieces, Pieces
 from headrace.runner.parts.record import Recorder
@@ -58,6 +60,9 @@ def make_parts(
         parts.append(ExpertRecorder(model, config.experts, config, buffers))
     if config.sparse is not None:
         parts.append(SparseTables(config, config.sparse, device, model.group))
+    if (targets := adapter_targets(model)) is not None:
+        slots, dtype = config.scheduler.max_num_seqs, getattr(torch, config.dtype)
+        parts.append(AdapterTables(targets, slots, config.scheduler.max_loras, dtype, device))
     if config.model.vision is not None:
         slots, dtype, kept = config.scheduler.max_num_seqs, getattr(torch, config.dtype), config.args.mm_encoder_cache_bytes
         parts.append(MediaTables(config.model, config.model.vision, encoder, slots, dtype, device, kept))

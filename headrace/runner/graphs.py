@@ -27,9 +27,11 @@ from headrace.attention.backend import ReplayLengths
 from headrace.config import EngineConfig
 from headrace.errors import EngineError
 from headrace.kernels import sampling
+from headrace.kernels.lora import Segment
 from headrace.models.capture import eager_reason, no_host_sync
 from headrace.models.interface import Model
 from headrace.runner.inputs import PROMPT_ROWS, Bounds, ForwardPass, StepBuffers
+from headrace.runner.part import NO_EXTRAS, StepExtras
 from headrace.runner.slots import RowArrays, SlotTables
 from headrace.sampling.masks import HostMasks
 from headrace.sampling.sampler import Sampler
@@ -55,6 +57,8 @@ class Shape:
     prompt_tokens: int
     decode_tokens: int = 1
     """Tokens of each decode row."""
+    adapters: bool = False
+    """Tokens may have adapters, which takes kernels of their own."""
 
     @property
     def rows(self) -> int:
@@ -112,7 +116,7 @@ class EagerSteps:
     def stop_capturing(self, reason: str) -> None:
         """Nothing is ever captured."""
 
-    def shape_of(self, rows: RowArrays) -> None:
+    def shape_of(self, rows: RowArrays, adapters: bool) -> None:
         return None
 
     def sample_shape_of(self, rows: RowArrays, masks: HostMasks | None) -> None:
@@ -147,6 +151,7 @@ class StepGraphs:
         self._decode_rows = config.graph_rows
         self._decode_tokens = sorted({1, config.scheduler.decode_tokens})
         """Tokens of a decode row for which there are graphs: one, and one with all drafts."""
+        self._adapters = (False, True) if config.scheduler.max_loras else (False,)
         most = config.graph_rows[-1]
         self._beside = rows_beside(config.graph_rows)
         self._prompt_tokens = config.graph_prompt_tokens
@@ -174,29 +179,30 @@ class StepGraphs:
 
     def shapes(self) -> Iterator[Shape | SampleShape]:
         """Yields every shape that may be captured, so that the first ones can stand in for all others of their kind."""
-        widths = self._decode_tokens
-        decode = [Shape(rows, 0, width) for rows in _spread(self._decode_rows) for width in widths]
+        kinds = list(itertools.product(self._decode_tokens, self._adapters))
+        decode = [Shape(rows, 0, *kind) for rows in _spread(self._decode_rows) for kind in kinds]
         prompts = [(rows, tokens) for tokens in _spread(self._prompt_tokens) for rows in _spread(self._beside)]
-        mixed = [Shape(rows, tokens, width) for rows, tokens in prompts for width in widths]
+        mixed = [Shape(rows, tokens, *kind) for rows, tokens in prompts for kind in kinds]
         plain, filtered = ([SampleShape(rows, filters) for rows in _spread(self._logits_rows)] for filters in (False, True))
         for shapes in itertools.zip_longest(decode, plain, mixed, filtered):
             yield from (shape for shape in shapes if shape is not None)
         for filters in (False, True):
             yield from (SampleShape(rows, filters, masked=True) for rows in _spread(self._logits_rows))
 
-    def shape_of(self, rows: RowArrays) -> Shape | None:
-        """The shape that ``forward`` runs the rows in; None: they have none."""
+    def shape_of(self, rows: RowArrays, adapters: bool) -> Shape | None:
+        """The shape that ``forward`` runs the rows in; None: they have none. ``adapters``: some of them have one."""
         decode, own = rows.num_decode_rows, rows.counts
         width = int(own[0]) if decode else 1
         if width not in self._decode_tokens or (own[:decode] != width).any():
             return None
         prompts, tokens = len(rows) - decode, int(own[decode:].sum())
         if not prompts:
-            return self._choose(Shape(size, 0, width) for size in _from(self._decode_rows, decode))
+            return self._choose(Shape(size, 0, width, adapters) for size in _from(self._decode_rows, decode))
         beside = _from(self._beside, decode)
         if prompts > PROMPT_ROWS or not beside:
             return None
-        return self._choose(Shape(size, room, width) for room in _from(self._prompt_tokens, tokens) for size in beside)
+        rooms = _from(self._prompt_tokens, tokens)
+        return self._choose(Shape(size, room, width, adapters) for room in rooms for size in beside)
 
     def sample_shape_of(self, rows: RowArrays, masks: HostMasks | None) -> SampleShape | None:
         """Returns the smallest shape in which ``sample`` can serve all that the rows ask for; None: there is none."""
@@ -337,7 +343,8 @@ class StepGraphs:
         # The most that prompts may be: one row with all of their tokens.
         query_start = np.minimum(np.arange(shape.rows + 1), shape.decode_rows) * shape.decode_tokens
         query_start[shape.decode_rows + 1 :] = shape.tokens
-        self._forward(Bounds(shape.decode_rows, query_start, np.full(shape.rows, self._max_len), captured=True))
+        extras = StepExtras(segments=[Segment(0, shape.tokens, 0)]) if shape.adapters else NO_EXTRAS
+        self._forward(Bounds(shape.decode_rows, query_start, np.full(shape.rows, self._max_len), captured=True), extras)
 
     def _draw(self, shape: SampleShape) -> None:
         given, asked, tables = self._buffers.logits(), self._sampler.sampling_state, self._tables

@@ -174,7 +174,7 @@ class ForwardPass:
         given, ctx = self.begin(rows, bounds, extras)
         inputs = ModelInputs(given.ids, given.positions)
         for part in self._parts:
-            inputs = part.adapt(inputs, rows)
+            inputs = part.adapt(inputs, rows, extras)
         if extras.inputs:
             inputs = dataclasses.replace(inputs, **extras.inputs)
         hidden = self._model(inputs, ctx)

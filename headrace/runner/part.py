@@ -12,6 +12,7 @@ import torch
 
 from headrace.core.plan import Recorded, SparseOutcome, StepPlan
 from headrace.kernels.inputs import RowTensors
+from headrace.kernels.lora import Segment
 from headrace.models.interface import ModelInputs
 from headrace.outputs import Failure
 from headrace.runner.clock import Stopwatch
@@ -94,6 +95,8 @@ class StepExtras:
     """Fields of ``ForwardContext``."""
     refused: dict[int, Failure] = dataclasses.field(default_factory=dict)
     """slot -> why its sequence cannot be served; no reason to run eagerly."""
+    segments: list[Segment] = dataclasses.field(default_factory=list)
+    """Runs of tokens with one adapter, ascending; no reason to run eagerly. Of a captured step, one that stands for any."""
 
     @property
     def eager(self) -> bool:
@@ -137,7 +140,7 @@ class RunnerPart:
             EngineError: the plan breaks the contract.
         """
 
-    def adapt(self, inputs: ModelInputs, rows: RowTensors) -> ModelInputs:
+    def adapt(self, inputs: ModelInputs, rows: RowTensors, extras: StepExtras) -> ModelInputs:
         """Returns the inputs with what tables of the part say of the rows' slots. A CUDA graph may capture this."""
         return inputs
 

@@ -175,7 +175,7 @@ class ModelRunner:
         for part in self.parts:
             part.take(rows, extras)
         self._refused |= extras.refused
-        shape = None if extras.eager or self._prompts.wanted(rows) else self._graphs.shape_of(rows)
+        shape = None if extras.eager or self._prompts.wanted(rows) else self._graphs.shape_of(rows, bool(extras.segments))
         step.stopwatch.mark()
         if shape is not None:
             step.num_places = shape.rows

@@ -11,7 +11,7 @@ import msgspec
 from headrace.constrain.fields import ConstraintFields
 from headrace.core.request import Request
 from headrace.errors import RequestError
-from headrace.options import INT32_MAX, CheckedStructType, Endpoint, Option, OptionSpec, api, check, options
+from headrace.options import INT32_MAX, INT64_MAX, CheckedStructType, Endpoint, Option, OptionSpec, api, check, options
 from headrace.sampling_params import SamplingParams
 
 _MAX_TOKENS = options(SamplingParams)["max_tokens"]
@@ -96,6 +96,8 @@ class GenerationBody(SampledBody, frozen=True, kw_only=True):
     """Object with include_usage and vLLM's continuous_usage_stats. include_obfuscation may only be false."""
     user: Annotated[str | None, OptionSpec(apis=_OPENAI)] = None
     """Session of the request for --dp-routing-policy session, without the header X-Session-ID."""
+    lora_name: Annotated[str | None, OptionSpec(min=1, max=256, apis=api("headrace"))] = None
+    """LoRA adapter, which `model` may name too. Default: the one that `model` names, or the base model."""
 
 
 class ChatBody(GenerationBody, frozen=True, kw_only=True):
@@ -288,6 +290,26 @@ class InferenceBody(SampledBody, frozen=True, kw_only=True):
     """Add routed_experts to choices: the experts of a mixture that were chosen for each token."""
     routed_experts_format: Annotated[Literal["npy", "raw"], OptionSpec(apis=api("headrace", "inference"))] = "npy"
     """npy: a NumPy file in base64, as in vLLM. raw: an object of data, shape, start and dtype, as in prime-rl."""
+
+
+class LoadLoraBody(RequestBody, frozen=True, kw_only=True):
+    """Fields of vLLM's and SGLang's requests to load an adapter."""
+
+    lora_name: Annotated[str, OptionSpec(min=1, max=256)]
+    """Name that requests use."""
+    lora_path: Annotated[str, OptionSpec(min=1)]
+    """Directory of the adapter in --lora-root, relative to it or absolute."""
+    lora_int_id: Annotated[int | None, OptionSpec(min=1, max=INT64_MAX)] = None
+    """Number of the adapter, which unloading it may repeat."""
+    load_inplace: bool = False
+    """Replace the adapter that has the name. Requests that run with it go on."""
+
+
+class UnloadLoraBody(RequestBody, frozen=True, kw_only=True):
+    lora_name: Annotated[str, OptionSpec(min=1, max=256)]
+    """Name of the adapter."""
+    lora_int_id: Annotated[int | None, OptionSpec(min=1, max=INT64_MAX)] = None
+    """Number with which it was loaded."""
 
 
 class TokenizeBody(RequestBody, frozen=True, kw_only=True):

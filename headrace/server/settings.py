@@ -48,6 +48,14 @@ class ServerSettings(Checked):
     model_alias: Annotated[tuple[str, ...], OptionSpec(min=1, default="no aliases", metavar="PATTERN=NAME")] = ()
     """Further names of the model, as a pattern with * and ?, and a NAME of --served-model-name that they stand for:
     'claude-*=qwen'. Repeatable. Answers have the name that the client used."""
+    lora_modules: Annotated[
+        tuple[str, ...], OptionSpec(min=3, flags=("--lora-modules", "--lora-paths"), default="no adapters", metavar="NAME=PATH")
+    ] = ()
+    """LoRA adapter to load before requests are taken, with --enable-lora: the name that requests use, and its directory.
+    Repeatable."""
+    lora_root: Annotated[Path | None, OptionSpec(default="none", metavar="DIRECTORY")] = None
+    """Directory of adapters that clients may load while the server runs, with those in its subdirectories. Without it they may
+    load none."""
     codex_instructions: Annotated[Path | None, OptionSpec(metavar="FILE")] = None
     """Text file with the system prompt that Codex uses in place of its own. With it, /v1/models describes the model in the form
     that Codex reads, its context window among the rest."""
@@ -184,6 +192,12 @@ class ServerSettings(Checked):
             path = getattr(self, name)
             if path is not None:
                 check_regular(Path(path), name)
+        for module in self.lora_modules:
+            name, _, path = module.partition("=")
+            if not name or not path:
+                raise ConfigError(f"lora_modules must be NAME=PATH, not {module!r}", "lora_modules")
+            if name in self.served_model_names:
+                raise ConfigError(f"lora_modules has {name!r}, which is a name of the model", "lora_modules")
         for alias in self.model_alias:
             pattern, _, name = alias.partition("=")
             if not pattern or name not in self.served_model_names:

@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +18,9 @@ import msgspec
 from fastapi import Request
 
 import headrace
-from headrace.errors import EngineDeadError, EngineError, QueueFullError
+from headrace.core.request import AdapterRef
+from headrace.errors import ConfigError, ConflictError, EngineDeadError, EngineError, QueueFullError, RequestError
+from headrace.frontend.adapters import LoRARequest
 from headrace.host.bounded_cache import BoundedCache
 from headrace.host.garbage import freeze_gc
 from headrace.metrics.prometheus import ServerMetrics
@@ -102,6 +104,7 @@ class Serving:
         self.loading = True
         try:
             await self.llm.start()
+            await self._load_adapters()
             # Reads the whole vocabulary: not in the first request's time.
             self._facts = await asyncio.to_thread(ServedModel, self.llm, self.settings)
             if self.owns_process:
@@ -115,6 +118,37 @@ class Serving:
                 logger.error("%s", self._why_not_started(error))
         finally:
             self.loading = False
+
+    async def _load_adapters(self) -> None:
+        """Loads the adapters of ``lora_modules``. Raises: ConfigError: one is none, or does not fit the model."""
+        for module in self.settings.lora_modules:
+            name, _, path = module.partition("=")
+            try:
+                await self.llm.load_lora(LoRARequest(name, lora_path=path), new=True)
+            except (ConfigError, ConflictError) as error:
+                raise ConfigError(f"{module}: {error.message}", "lora_modules") from error
+
+    def adapter(self, model: str | None, name: str | None = None) -> AdapterRef | None:
+        """Returns the adapter that a request asks for by its fields ``model`` and ``lora_name``; None: the base model.
+
+        Raises:
+            ApiError: 404: neither the model nor an adapter has the name.
+            RequestError: the two fields name different adapters.
+        """
+        adapters = self.llm.adapters.names
+        found = None if model is None else adapters.get(model)
+        if model is not None and found is None:
+            base, colon, rest = model.partition(":")
+            if colon and base in self.model.names and model not in self.model.names:
+                found = adapters.find(rest)
+            else:
+                self.model.check_name(model, [one.name for one in adapters])
+        if name is None:
+            return None if found is None else found.ref
+        named = adapters.find(name)
+        if found is not None and found is not named:
+            raise RequestError(f"model names the adapter {found.name!r}, and lora_name {name!r}", "lora_name")
+        return named.ref
 
     @staticmethod
     def _why_not_started(error: Exception) -> str:
@@ -226,12 +260,13 @@ class ServedModel:
         self.default_sampling_params: dict[str, Any] = msgspec.to_builtins(llm.inputs.default_sampling)
         """The defaults that are not neutral, by name."""
 
-    def check_name(self, name: str | None) -> None:
-        """Raises: ApiError 404 if a request asks for another model."""
+    def check_name(self, name: str | None, others: Sequence[str] = ()) -> None:
+        """Raises: ApiError 404 if a request asks for another model. ``others``: names of adapters, for the message."""
         if name is None or name in self.names or self._is_alias(name):
             return
+        there = ", ".join((*self.names, *others))
         message = (
-            f"the model {shown(name, 128)!r} is not served here; there is {', '.join(self.names)}. For other names, start the "
+            f"the model {shown(name, 128)!r} is not served here; there is {there}. For other names, start the "
             "server with --alias-all-models, or with --served-model-name NAME --model-alias 'PATTERN=NAME'"
         )
         raise ApiError(404, message, param="model", code="model_not_found")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.config import Decision, EngineConfig, MemoryLine
+from headrace.config import Decision, EngineArgs, EngineConfig, MemoryLine
 from headrace.errors import human_size
 from headrace.model_spec import ModelSpec
-from headrace.models.size import weight_bytes
+from headrace.models.size import adapter_bytes, weight_bytes
 from headrace.quant.registry import QUANTIZATIONS, refusal
 from headrace.resolve import DeviceFacts
 from headrace.resolve.memory import CUDA_SLACK
@@ -16,6 +16,7 @@ from headrace.runner.parts.media import MediaTables
 from headrace.startup.profile import Profile
 
 _FOR = "CUDA graphs, slots, libraries and fragments"
+LORA_LINE = "LoRA adapters"
 _OTHERS = "other processes, the CUDA context and libraries"
 
 
@@ -61,7 +62,8 @@ def planned_ledger(config: EngineConfig, device: DeviceFacts) -> list[MemoryLine
     args = config.args
     asked = config.quantization, device.device, args.quantize_head, args.quantization_ignore
     estimate = weight_bytes(config.model, config.dtype, *asked)
-    lines = [MemoryLine("weights", estimate, "estimated: --load measures it"), *cache_lines(config)]
+    adapters = MemoryLine(LORA_LINE, adapter_bytes(config.model, config.dtype, args), lora_detail(args))
+    lines = [MemoryLine("weights", estimate, "estimated: --load measures it"), *filter(_some, [adapters]), *cache_lines(config)]
     if not device.cuda:
         return lines
     others = device.total_memory - device.available_memory
@@ -89,6 +91,10 @@ def other_formats(config: EngineConfig, device: DeviceFacts) -> list[Decision]:
         nbytes = human_size(weight_bytes(config.model, config.dtype, name, device.device))
         lines.append(Decision(f"weights in {name}", f"at most {nbytes}", why + more))
     return lines
+
+
+def lora_detail(args: EngineArgs) -> str:
+    return f"{args.max_loras} of rank {args.max_lora_rank} at once (max_loras, max_lora_rank)"
 
 
 def _unused(nbytes: int) -> MemoryLine:

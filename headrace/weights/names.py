@@ -154,6 +154,29 @@ class Target:
         stored = read(None)
         return stored if self.layout is None else self.layout.take(stored)
 
+    def matrix_shape(self, outputs: int, inputs: int) -> tuple[int, int]:
+        """Returns outputs and inputs of the checkpoint's matrix, whose target is in a parameter ``[outputs, inputs]``."""
+        if self.part is not None:
+            return self.part.shape[-2], self.part.shape[-1]
+        return (outputs if self.stop is None else self.stop - self.start), inputs
+
+    def low_rank(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Converts factors of an addition ``b a`` to the checkpoint's matrix to those of an addition to the target rows.
+
+        Args:
+            a: ``[rank, inputs]``
+            b: ``[outputs, rank]``
+        """
+        layout, part = self.layout, self.part
+        if layout is not None and layout.rows is not None:
+            rows = torch.tensor(layout.rows())
+            a, b = (a, b[rows]) if layout.axis == 0 else (a[:, rows], b)
+        if part is None:
+            return a, b
+        if part.axis == len(part.shape) - 1:
+            return Slice(1, part.ranges).of(a), b
+        return a, Slice(0, part.ranges).of(b)
+
     @property
     def share(self) -> float:
         """Share of the checkpoint's tensor that goes there, 0 to 1."""

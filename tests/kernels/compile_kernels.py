@@ -42,6 +42,7 @@ from headrace.kernels.linear import triton_wna16 as wna16
 from headrace.kernels.linear.fp8_reference import GROUP, Fp8Weight
 from headrace.kernels.linear.fp8_tilings import FewTiling, SingleTiling, WideTiling
 from headrace.kernels.linear.wna16_reference import MAX_TILES, PackedWeight
+from headrace.kernels.lora import triton as lora
 from headrace.kernels.mla import triton as mla
 from headrace.kernels.moe import codes as expert_codes
 from headrace.kernels.moe import triton as moe
@@ -241,6 +242,10 @@ def others() -> None:
     sample.sample(logits, torch.ones(2), keys, slots[:2], slots[:2], filters, taken)
     mask.apply_masks(logits, torch.zeros(1, 1563, dtype=torch.int32), starts[:2])
     pages.gather_pages(table[:2], starts, table[3])
+    for tokens, rank in ((4, 16), (512, 16), (4, 512)):
+        a, b = torch.zeros(3, 3 * rank, 4096, dtype=BF16), torch.zeros(3, 6144, rank, dtype=BF16)
+        y, held = torch.zeros(tokens, 6144, dtype=BF16), torch.zeros(tokens, dtype=torch.int32)
+        lora.add_lora(y, torch.zeros(tokens, 4096, dtype=BF16), a, b, (4096, 5120, 6144), held)
 
 
 def states() -> None:

@@ -128,3 +128,16 @@ def test_what_a_root_depends_on_is_named() -> None:
     sparse = SparseIdentity(block=128, prompt_len=300, decision=b"\x01\x02", by_length=True)
     identity = CacheIdentity(cache_salt="salt", adapter="adapter", attention_mode="xattn", sparse=sparse)
     assert CacheIdentity.extra_keys(identity.root()) == ["salt", "adapter", "xattn", "0102", "300"]
+
+
+def test_blocks_of_an_adapter_have_its_number() -> None:
+    """Of its content: all blocks that it computed, the first and those behind it."""
+    kv = make()
+    changes = kv.record_changes()
+    for seq_id, identity in enumerate(({"adapter": "ffffffffffffffff0000000000000007"}, {})):
+        first, _ = start(kv, seq_id, TOKENS[:8], **identity)
+        kv.allocate(first, 12)
+        first.token_ids += TOKENS[8:12]
+        kv.advance(first, 12)
+    stored = [(event.lora_id, len(event.block_hashes)) for event in recorded(kv, changes) if isinstance(event, BlockStored)]
+    assert stored == [(7, 3), (None, 3)]

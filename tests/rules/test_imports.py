@@ -88,7 +88,7 @@ def test_only_modules_named_for_it_import_triton() -> None:
 def test_the_public_names_are_loaded_late() -> None:
     """``import headrace`` alone must not pay for torch."""
     (top,) = (module for module in modules() if module.name == "headrace")
-    typed = {"headrace.frontend.async_llm", "headrace.frontend.llm", "headrace.sampling_params"}
+    typed = {f"headrace.{name}" for name in ("frontend.adapters", "frontend.async_llm", "frontend.llm", "sampling_params")}
     assert {name for _, name in imports(top) if name.startswith("headrace.")} <= typed
 
 

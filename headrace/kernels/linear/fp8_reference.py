@@ -44,6 +44,12 @@ class Fp8Rows(NamedTuple):
     dtype: torch.dtype
     """Dtype of the rows before."""
 
+    def floats(self) -> torch.Tensor:
+        """Returns the rounded rows as floats, ``[T, K]`` in ``dtype``."""
+        codes, scales = self.codes[: self.rows].float(), self.scales[: self.rows]
+        groups = codes.view(self.rows, scales.shape[1], -1) * scales.unsqueeze(-1)
+        return groups.view(codes.shape).to(self.dtype)
+
 
 Activations = torch.Tensor | Fp8Rows
 """Rows that a matrix multiplies: floats, or rounded already."""

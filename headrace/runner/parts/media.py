@@ -126,7 +126,7 @@ class MediaTables(RunnerPart):
         if batch.positioned:
             extras.inputs["rope_positions"] = upload(batch.rope(self._delta), self._device)
 
-    def adapt(self, inputs: ModelInputs, rows: RowTensors) -> ModelInputs:
+    def adapt(self, inputs: ModelInputs, rows: RowTensors, extras: StepExtras) -> ModelInputs:
         """Moves rotary positions to those behind a prompt's items. Padding rows are at position 0."""
         if not self.sectioned:
             return inputs

@@ -54,7 +54,7 @@ async def chat_generation(
     Raises:
         ApiError, RequestError: 4xx, naming the field of the chat request.
     """
-    state.model.check_name(body.model)
+    adapter = state.adapter(body.model, body.lora_name)
     with named(chat_names(body)):
         params = await state.llm.inputs.in_thread(caller.turn, lambda: chat_params(body, state))
         answers = state.llm.inputs.answers
@@ -85,6 +85,7 @@ async def chat_generation(
                 request_id=request_id,
                 priority=body.priority,
                 cache_salt=body.cache_salt,
+                adapter=adapter,
                 tenant=caller.tenant,
                 turn=caller.turn,
             )

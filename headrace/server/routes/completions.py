@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 from fastapi import APIRouter
 
+from headrace.core.request import AdapterRef
 from headrace.core.request import Request as EngineRequest
 from headrace.errors import RequestError
 from headrace.outputs import OutputDelta, TokenLogprobs
@@ -29,16 +30,21 @@ router = APIRouter()
 @answers(router, "/v1/completions", "cmpl-", CompletionBody, "completions")
 async def completions(state: Serving, body: CompletionBody, request_id: str, caller: Caller) -> Begun:
     """Continues one or more texts."""
-    state.model.check_name(body.model)
+    adapter = state.adapter(body.model, body.lora_name)
     prompts = await state.llm.inputs.in_thread(caller.turn, lambda: parse_prompts(body.prompt, state.settings.max_prompts))
-    engine_requests = await _engine_requests(state, body, prompts, request_id, caller)
+    engine_requests = await _engine_requests(state, body, prompts, request_id, caller, adapter)
     generation = Generation(state, engine_requests)
     echoes = [_echo_text(state, prompt) if body.echo else "" for prompt in prompts]
     return generation, CompletionAnswer(body, state.model, generation, request_id, echoes)
 
 
 async def _engine_requests(
-    state: Serving, body: CompletionBody, prompts: list[str | list[int]], request_id: str, caller: Caller
+    state: Serving,
+    body: CompletionBody,
+    prompts: list[str | list[int]],
+    request_id: str,
+    caller: Caller,
+    adapter: AdapterRef | None,
 ) -> list[EngineRequest]:
     """Checks every prompt before the first one starts."""
     requests = []
@@ -57,6 +63,7 @@ async def _engine_requests(
                 request_id=request_id if len(prompts) == 1 else f"{request_id}-{index}",
                 priority=body.priority,
                 cache_salt=body.cache_salt,
+                adapter=adapter,
                 tenant=caller.tenant,
                 turn=caller.turn,
             )

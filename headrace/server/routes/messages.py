@@ -37,7 +37,7 @@ async def count_tokens(request: Request) -> Response:
     """The number of tokens in the prompt of a conversation."""
     state = serving(request)
     body = await checked_body(request, state, CountTokensBody, "count_tokens")
-    state.model.check_name(body.model)
+    state.adapter(body.model)
     need_tokenizer(state, "messages")
     count = await cancel_on_disconnect(state, request.receive, _count(state, body, caller(request)))
     return JSON({"input_tokens": count})

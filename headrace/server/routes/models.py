@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from headrace.frontend.adapters import NamedAdapter
 from headrace.server.errors import JSON
 from headrace.server.state import Serving, serving
 
@@ -15,11 +16,12 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def models(request: Request) -> Response:
-    """The names under which the model is served."""
+    """The names under which the model is served, and its adapters."""
     state = serving(request)
     state.check_ready()
     names = state.model.names
-    found: dict[str, Any] = {"object": "list", "data": [_card(state, name) for name in names]}
+    cards = [*(_card(state, name) for name in names), *(_adapter_card(state, one) for one in state.llm.adapters.names)]
+    found: dict[str, Any] = {"object": "list", "data": cards}
     # Codex would use instructions that are not there in place of its own.
     if "client_version" in request.query_params and (instructions := state.codex_instructions) is not None:
         found["models"] = [_codex_card(state, name, instructions) for name in names]
@@ -31,7 +33,9 @@ async def model(request: Request) -> Response:
     """One of them."""
     state, name = serving(request), request.path_params["name"]
     state.check_ready()
-    state.model.check_name(name)
+    adapter = state.adapter(name)
+    if adapter is not None:
+        return JSON(_adapter_card(state, state.llm.adapters.names.find(adapter.name)))
     return JSON(_card(state, name))
 
 
@@ -47,6 +51,10 @@ def _card(state: Serving, name: str) -> dict[str, Any]:
         "max_output_tokens": state.model.max_model_len - 1,
         "default_sampling_params": state.model.default_sampling_params,
     }
+
+
+def _adapter_card(state: Serving, adapter: NamedAdapter) -> dict[str, Any]:
+    return _card(state, adapter.name) | {"parent": state.model.name, "root": adapter.path}
 
 
 def _codex_card(state: Serving, name: str, instructions: str) -> dict[str, Any]:

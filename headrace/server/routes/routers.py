@@ -11,6 +11,7 @@ from headrace.server.routes import (
     features,
     generate,
     inspect,
+    lora,
     messages,
     models,
     page,
@@ -23,6 +24,6 @@ from headrace.server.routes import (
 
 _GENERATING = (chat, completions, messages, responses, generate)
 ROUTERS: tuple[APIRouter, ...] = tuple(
-    part.router for part in (*_GENERATING, pooling, render, features, models, inspect, tokens, status, admin, page)
+    part.router for part in (*_GENERATING, pooling, render, features, models, inspect, tokens, status, admin, lora, page)
 )
 """In the order in which paths are looked up."""

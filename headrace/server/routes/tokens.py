@@ -26,7 +26,7 @@ async def tokenize(request: Request) -> Response:
     """Tokens of a prompt or of a conversation, as the completions endpoints would make them."""
     state = serving(request)
     body = await checked_body(request, state, TokenizeBody)
-    state.model.check_name(body.model)
+    state.adapter(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages", "prompt")
     return await cancel_on_disconnect(state, request.receive, _tokenized(state, body, caller(request)))
@@ -57,7 +57,7 @@ async def detokenize(request: Request) -> Response:
     """The text of tokens."""
     state = serving(request)
     body = await checked_body(request, state, DetokenizeBody)
-    state.model.check_name(body.model)
+    state.adapter(body.model)
     tokenizer, inputs = need_tokenizer(state, "tokens"), state.llm.inputs
     limit("tokens", len(body.tokens), inputs.max_prompt_chars, "max_prompt_chars")
 

@@ -137,7 +137,7 @@ class Graphs:
         self.captured = min(2, self.captured + 1)
         return self.count()
 
-    def shape_of(self, rows: object) -> None:
+    def shape_of(self, rows: object, adapters: bool) -> None:
         return None
 
     def sample_shape_of(self, rows: object, masks: object) -> None:

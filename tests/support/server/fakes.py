@@ -10,6 +10,7 @@ import time
 from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,6 +20,7 @@ from headrace.constrain.factory import GrammarFactory
 from headrace.core.request import Request
 from headrace.engine.info import LayerLine
 from headrace.errors import EngineDeadError, EngineError, QueueFullError, RequestError
+from headrace.frontend.adapters import AdapterNames
 from headrace.frontend.inputs import InputProcessor
 from headrace.frontend.pooling import PoolingInputs
 from headrace.metrics.stats import EngineStats
@@ -72,6 +74,7 @@ class FakeLLM:
         self.pooling = PoolingInputs(self.inputs, PoolingConfig())
         self.pool: Callable[[Request], Sequence[float]] = lambda request: [float(len(request.prompt_token_ids)), 1.0, 2.0, 3.0]
         """Numbers of a prompt that is pooled; an exception in place of them is the prompt's error."""
+        self.adapters = SimpleNamespace(names=AdapterNames(LIMITS))
         self.caching = True
         self.running: dict[str, Request] = {}
         self.seen: list[Request] = []

@@ -1,0 +1,98 @@
+"""Low-rank additions (LoRA) to a linear layer's product, of one adapter or another for each token."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from headrace.kernels.linear.fp8_reference import Activations, Fp8Rows
+from headrace.kernels.lora import Segment, add_lora
+
+NO_ADAPTER = -1
+"""Place of tokens that the base model serves."""
+
+
+@dataclasses.dataclass(slots=True)
+class LoraRows:
+    """Adapters of the tokens of the forward pass under way. All layers of a model share one.
+
+    A layer's call has no argument for it: layers of every family call their matrices with the hidden states alone.
+    """
+
+    segments: Sequence[Segment] = ()
+    """Runs of tokens with one adapter; empty: every token is the base model's."""
+    places: torch.Tensor | None = None
+    """``[T]`` int32 on a GPU: token -> place of its adapter, or ``NO_ADAPTER``; None on a CPU."""
+
+    def clear(self) -> None:
+        """Gives every token to the base model."""
+        self.segments, self.places = (), None
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraPart:
+    """Rows of one layer's addition: of a matrix, or of one of those that are fused."""
+
+    part: int
+    """Index of the fused matrix; 0 where the layer has one."""
+    row: int
+    """First output of the layer that ``b`` adds to."""
+    a: torch.Tensor
+    """``[rank, in_features]``"""
+    b: torch.Tensor
+    """``[rows, rank]``, multiplied by the adapter's scale."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.a.nbytes + self.b.nbytes
+
+
+class LoraTables:
+    """The additions to one layer of the adapters on the device, ``y += B (A x)``, in memory that never moves.
+
+    Each of the layer's fused matrices has an A: their products lie side by side, and each row of B reads that of its matrix.
+    """
+
+    def __init__(
+        self,
+        rows: LoraRows,
+        in_features: int,
+        parts: Sequence[int],
+        num_places: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: str | torch.device,
+    ) -> None:
+        """``parts``: outputs of each fused matrix."""
+        self._rows = rows
+        self.rank = max_rank
+        self.ends = tuple(itertools.accumulate(parts))
+        """End of the outputs of each fused matrix."""
+        self.a = torch.zeros(num_places, len(parts) * max_rank, in_features, dtype=dtype, device=device)
+        """``[places, parts * rank, in_features]``"""
+        self.b = torch.zeros(num_places, self.ends[-1], max_rank, dtype=dtype, device=device)
+        """``[places, out_features, rank]``"""
+
+    @property
+    def nbytes(self) -> int:
+        return self.a.nbytes + self.b.nbytes
+
+    def put(self, place: int, parts: Sequence[LoraPart]) -> None:
+        """Fills a place, instead of what it held. Lower ranks are padded with zeros."""
+        self.a[place].zero_()
+        self.b[place].zero_()
+        for part in parts:
+            first, rank = part.part * self.rank, len(part.a)
+            self.a[place, first : first + rank].copy_(part.a, non_blocking=True)
+            self.b[place, part.row : part.row + len(part.b), :rank].copy_(part.b, non_blocking=True)
+
+    def add(self, x: Activations, y: torch.Tensor, *, batch_invariant: bool = False) -> None:
+        """Adds to the layer's product ``y [T, out_features]`` of ``x [T, in_features]``, in place, for tokens with adapters."""
+        if self._rows.segments:
+            rows = self._rows
+            # Merged weights would multiply the rounded rows too.
+            x = x.floats() if isinstance(x, Fp8Rows) else x
+            add_lora(y, x, self.a, self.b, self.ends, rows.segments, rows.places, batch_invariant=batch_invariant)

@@ -1,0 +1,70 @@
+"""Adapters on tensor-parallel ranks, and on replicas of which one is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models.adapters import logprobs, merged, write_adapter
+from support.models.architectures import quiet
+from support.models.tiny_llama import write_model
+
+from headrace import LLM, LoRARequest, SamplingParams
+from headrace.errors import ConfigError
+from headrace.outputs import RequestOutput
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1)
+PROMPTS: list[Any] = [{"prompt_token_ids": list(range(start, start + 30))} for start in (1, 50, 90, 140)]
+
+
+def check(base: Path, adapter: Path | None, output: RequestOutput) -> None:
+    (sample,) = output.outputs
+    expected = logprobs(merged(base, adapter), [*output.prompt_token_ids, *sample.token_ids])[29:-1]
+    assert sample.token_ids == expected.argmax(-1).tolist()
+    given = [entry[token].logprob for entry, token in zip(sample.logprobs, sample.token_ids, strict=True)]
+    assert torch.allclose(torch.tensor(given), expected.amax(-1), atol=1e-4)
+
+
+def build(base: Path, **args: Any) -> LLM:
+    with quiet():
+        return LLM(str(base), device="cpu", num_kv_blocks=80, num_threads=1, enable_lora=True, **args)
+
+
+@pytest.mark.slow
+def test_ranks_have_their_parts_of_an_adapter(tmp_path: Path) -> None:
+    base = write_model(tmp_path / "base")
+    adapter = write_adapter(base, tmp_path / "one")
+    other = write_adapter(write_model(tmp_path / "wide", intermediate_size=256), tmp_path / "other")
+    with build(base, tensor_parallel_size=2) as llm:
+        with pytest.raises(ConfigError, match="its matrix in the model is"):
+            llm.load_lora(LoRARequest("other", lora_path=str(other)))
+        lora = LoRARequest("one", lora_path=str(adapter))
+        outputs = llm.generate(PROMPTS, PARAMS, lora_request=[lora, None, lora, None])
+        for output, has in zip(outputs, (adapter, None, adapter, None), strict=True):
+            check(base, has, output)
+        llm.unload_lora("one")
+
+
+@pytest.mark.slow
+def test_a_replica_that_is_restarted_has_every_adapter(tmp_path: Path) -> None:
+    base = write_model(tmp_path / "base")
+    adapter = write_adapter(base, tmp_path / "one")
+    with build(base, data_parallel_size=2, dp_routing_policy="round-robin") as llm:
+        lora = LoRARequest("one", lora_path=str(adapter))
+        for output in llm.generate(PROMPTS, PARAMS, lora_request=lora):
+            check(base, adapter, output)
+        replicas = llm._engine.core._llm.replicas  # type: ignore[union-attr]
+        # The adapter's own files may be gone by then.
+        kept = adapter.rename(tmp_path / "moved")
+        os.kill(replicas.status()[1].pid, signal.SIGKILL)
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and (replicas.health().reason or replicas.status()[1].state != "running"):
+            time.sleep(0.1)
+        for output in llm.generate(PROMPTS, PARAMS, lora_request=LoRARequest("one")):
+            check(base, kept, output)
+        assert all(status.routing.accepted >= 2 for status in replicas.status())

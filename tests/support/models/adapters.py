@@ -1,0 +1,61 @@
+"""LoRA adapters in peft's format, and the models that they make of a base."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+PREFIX = "base_model.model."
+
+
+def write_adapter(base: Path, folder: Path, seed: int = 0, **config: Any) -> Path:
+    """Writes a random adapter of a checkpoint, large enough to change its answers."""
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ALL} | config
+    generator = torch.Generator().manual_seed(seed)
+    layers, tensors = config.get("layers_to_transform"), {}
+    for name, weight in sorted(load_file(base / "model.safetensors").items()):
+        module = name.removesuffix(".weight")
+        layer = re.search(r"layers\.(\d+)\.", module)
+        if module.rpartition(".")[2] in config["target_modules"] and (layers is None or int(layer[1]) in layers):
+            rank = _by_pattern(config.get("rank_pattern", {}), module, config["r"])
+            for part, shape in (("A", (rank, weight.shape[1])), ("B", (weight.shape[0], rank))):
+                tensors[f"{PREFIX}{module}.lora_{part}.weight"] = 0.1 * torch.randn(shape, generator=generator)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def merged(base: Path, adapter: Path | None) -> PreTrainedModel:
+    """A checkpoint with an adapter merged into its weights; None: the checkpoint as it is."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    if adapter is None:
+        return model
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    for name, a in tensors.items():
+        if name.endswith(".lora_A.weight"):
+            module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
+            alpha = _by_pattern(config.get("alpha_pattern", {}), module, config["lora_alpha"])
+            scale = alpha / (math.sqrt(len(a)) if config.get("use_rslora") else len(a))
+            b = tensors[name.replace("lora_A", "lora_B")]
+            model.get_submodule(module).weight.data += scale * b @ a
+    return model
+
+
+def _by_pattern(patterns: dict[str, float], module: str, default: float) -> Any:
+    return next((value for pattern, value in patterns.items() if re.search(rf"(^|\.)({pattern})$", module)), default)
+
+
+def logprobs(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    """``[T, vocab]``: log-probabilities of the token after each."""
+    with torch.inference_mode():
+        return model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)

@@ -16,19 +16,7 @@ import headrace
 from headrace.server.errors import install_handlers
 from headrace.server.generation import cancelled
 from headrace.server.middleware import AllowedHosts, ApiKeys, HeadAsGet, Observe, SameOrigin
-from headrace.server.routes import (
-    admin,
-    chat,
-    completions,
-    features,
-    inspect,
-    messages,
-    models,
-    page,
-    responses,
-    status,
-    tokens,
-)
+from headrace.server.routes.routers import ROUTERS
 from headrace.server.settings import ServerSettings
 from headrace.server.sse import SEND
 from headrace.server.state import Serving
@@ -61,8 +49,8 @@ def build_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI:
     )
     app.state.serving = serving
     install_handlers(app, settings.retry_after)
-    for part in (chat, completions, messages, responses, features, models, inspect, tokens, status, admin, page):
-        app.include_router(part.router)
+    for router in ROUTERS:
+        app.include_router(router)
     return app
 
 

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -102,6 +103,7 @@ class FakeLLM:
         self._health = Health(True, "")
 
     replicas = None
+    files = SimpleNamespace(gguf_file=None)
     args = EngineArgs()
 
     def serving(self) -> None:

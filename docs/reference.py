@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import typing
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +21,8 @@ from headrace.options import PANELS, options, without_none
 from headrace.sampling_params import SamplingParams, StructuredOutputsParams
 from headrace.server.fields import FIELDS, Treatment
 from headrace.server.pooling.bodies import EmbeddingsBody, RerankBody
+from headrace.server.schema import OllamaBody, OllamaChatBody, OllamaGenerateBody
+from headrace.server.shape import ollama
 
 CLI_HEAD = """\
 # Command line
@@ -233,9 +236,33 @@ def _fields_table(cls: Any) -> str:
     return "\n".join(rows) + "\n"
 
 
+def _body_table(cls: Any, without: Any = None) -> str:
+    """A row for each field of a request body, but for those of another one."""
+    rows = ["| field | meaning |", "| --- | --- |"]
+    shared = options(without) if without is not None else {}
+    rows += [f"| `{option.name}` | {_cell(option.help)} |" for option in options(cls).values() if option.name not in shared]
+    return "\n".join(rows) + "\n"
+
+
+def _ollama_options() -> str:
+    rows = ["| option | meaning |", "| --- | --- |"]
+    rows += [f"| `{name}` | {_cell(text)} |" for name, text in ollama.OPTIONS.items()]
+    rows += [
+        f"| `{name}` | refused{f' unless it is {json.dumps(passing[0])}' if passing else ''}: {_cell(why)} |"
+        for name, (why, passing) in ollama.REFUSED.items()
+    ]
+    return "\n".join(rows) + "\n"
+
+
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "embeddings.md": {"embeddings": partial(_fields_table, EmbeddingsBody), "rerank": partial(_fields_table, RerankBody)},
     "api.md": {"request fields": request_fields},
+    "ollama.md": {
+        "ollama fields": partial(_body_table, OllamaBody),
+        "ollama chat": partial(_body_table, OllamaChatBody, OllamaBody),
+        "ollama generate": partial(_body_table, OllamaGenerateBody, OllamaBody),
+        "ollama options": _ollama_options,
+    },
     "python.md": {
         "engine arguments": partial(_fields_table, EngineArgs),
         "sampling parameters": partial(_fields_table, SamplingParams),

@@ -59,7 +59,8 @@ class EngineArgs(Checked):
     model: Annotated[str | None, OptionSpec(positional=True, default="the embedded SmolLM2-135M-Instruct", metavar="MODEL")] = (
         None
     )
-    """Directory of a Hugging Face checkpoint, hub id such as Qwen/Qwen3-0.6B, or .gguf file."""
+    """Directory of a Hugging Face checkpoint, hub id such as Qwen/Qwen3-0.6B, of whose GGUF files REPO:Q4_K_M is one, or
+    .gguf file."""
     device: choices.Device = "auto"
     """Device of the model: cpu, cuda, or auto (the first CUDA device if there is one, else the CPU)."""
     revision: Annotated[str | None, OptionSpec(default="the hub's main branch")] = None

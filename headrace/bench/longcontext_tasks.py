@@ -199,15 +199,15 @@ def score(sample: Sample, text: str) -> float:
     """Scores a generated answer, 0 to 1: the share of the right answers that it contains, or the best F1 of its words."""
     if sample.measure == "found":
         return sum(answer.lower() in text.lower() for answer in sample.answers) / len(sample.answers)
-    return max(_f1(_words(text), _words(answer)) for answer in sample.answers)
+    return max(f1(words(text), words(answer)) for answer in sample.answers)
 
 
-def _words(text: str) -> list[str]:
+def words(text: str) -> list[str]:
     """Returns the words that SQuAD's and LongBench's F1 count: without case, punctuation and articles."""
     bare = "".join(character for character in text.lower() if character not in string.punctuation)
     return [word for word in bare.split() if word not in ("a", "an", "the")]
 
 
-def _f1(given: Sequence[str], right: Sequence[str]) -> float:
+def f1(given: Sequence[str], right: Sequence[str]) -> float:
     common = sum((collections.Counter(given) & collections.Counter(right)).values())
     return 2 * common / (len(given) + len(right)) if common else 0.0

@@ -199,3 +199,26 @@ class LongContextOptions(Checked):
     """Seed of the tasks."""
     router_dump: Annotated[Path | None, OptionSpec(metavar="FILE")] = None
     """Write a line of JSON for each prompt and mode: its answer, the density of each layer, the types of heads."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LongBenchOptions(Checked):
+    panels = MappingProxyType({"directory": WHAT, "length": HOW})
+
+    directory: Annotated[Path | None, OptionSpec(metavar="DIRECTORY")] = None
+    """LongBench's files: data/TASK.jsonl, config/dataset2prompt.json and config/dataset2maxlen.json, as its authors publish
+    them."""
+    tasks: Annotated[str, OptionSpec(metavar="NAMES", default="all that have a file")] = ""
+    """Tasks, separated by commas, such as narrativeqa,hotpotqa_e."""
+    samples: Annotated[int | None, OptionSpec(min=1, default="all")] = None
+    """Records of each task, the first ones of its file."""
+    modes: Annotated[str, OptionSpec(metavar="MODES")] = "dense"
+    """Attention of prompts, separated by commas: dense, xattn, mean, elastic (by the model's router). :NUMBER sets a threshold,
+    as in xattn:0.8."""
+    length: Annotated[int | None, OptionSpec(min=16, default="what the context has room for")] = None
+    """Most tokens of a prompt; the middle of a longer one is left out."""
+
+    def validate(self) -> None:
+        super().validate()
+        if self.directory is None:
+            raise ConfigError("name the directory with LongBench's files", "--directory")

@@ -1,4 +1,4 @@
-"""``headrace bench``: latency, throughput, serve, calibrate, longcontext."""
+"""``headrace bench``: latency, throughput, serve, calibrate, longcontext, longbench."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 from rich.console import Console
@@ -21,6 +21,7 @@ from headrace.bench.options import (
     CalibrateOptions,
     LatencyOptions,
     LoadOptions,
+    LongBenchOptions,
     LongContextOptions,
     ReportOptions,
     ThroughputOptions,
@@ -309,6 +310,25 @@ def longcontext(args: EngineArgs, options: LongContextOptions, to: ReportOptions
         dump = None if file is None else stack.enter_context(open_output(file, "--router-dump"))
         tell = stack.enter_context(_status("starting"))
         report = bench.run(args, chosen, prompts, dump=dump, tell=tell, save=functools.partial(_write, to.output))
+    emit(report, bench.tables(report), to)
+
+
+@app.command("longbench", cls=Command)
+@command(
+    args=ENGINE_OPTIONS.without(*_BY_MODE).changed("sparse_min_tokens", default="0"),
+    options=Group.of(LongBenchOptions),
+    to=REPORT_OPTIONS,
+)
+def longbench(args: EngineArgs, options: LongBenchOptions, to: ReportOptions) -> None:
+    """LongBench, offline, over its authors' files: scores of dense, elastic and sparse prompts."""
+    from headrace.bench import longbench as bench
+    from headrace.bench.longcontext import Mode
+
+    chosen = list(dict.fromkeys(map(Mode.parse, _items(options.modes, "--modes"))))
+    names = list(dict.fromkeys(_items(options.tasks, "--tasks"))) if options.tasks else []
+    tasks = bench.read(cast(Path, options.directory), names, options.samples)
+    with _status("starting") as tell:
+        report = bench.run(args, chosen, tasks, length=options.length, tell=tell, save=functools.partial(_write, to.output))
     emit(report, bench.tables(report), to)
 
 

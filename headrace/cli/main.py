@@ -14,6 +14,7 @@ from headrace.cli.doctor import doctor
 from headrace.cli.encode import encode
 from headrace.cli.explain import explain
 from headrace.cli.help import Command
+from headrace.cli.models.commands import list_models, pull, remove
 from headrace.cli.run import run
 from headrace.cli.serve import serve
 from headrace.cli.simulate import simulate
@@ -46,6 +47,9 @@ def main(
 app.command("serve", cls=Command)(serve)
 app.command("run", cls=Command)(run)
 app.command("chat", cls=Command)(chat)
+app.command("list", cls=Command)(list_models)
+app.command("pull", cls=Command)(pull)
+app.command("remove", cls=Command)(remove)
 app.add_typer(bench_app, name="bench")
 app.command("encode", cls=Command)(encode)
 app.command("doctor", cls=Command)(doctor)

@@ -78,7 +78,7 @@ def _choose(args: EngineArgs, files: ModelFiles) -> Implementation:
             "model_impl",
         )
     if impl == "native":
-        return _Native(_read_spec(files), (Decision("model_impl", "native", "asked for"),))
+        return _Native(read_spec(files), (Decision("model_impl", "native", "asked for"),))
     if impl == "transformers":
         meant = _native_spec(files)
         model = _transformers(args, files, "asked for")
@@ -86,7 +86,7 @@ def _choose(args: EngineArgs, files: ModelFiles) -> Implementation:
             _refuse_other_geometry(meant, model.spec)
         return model
     if files.gguf_file is not None:
-        return _Native(_read_spec(files), (Decision("model_impl", "native", "it alone reads GGUF files"),))
+        return _Native(read_spec(files), (Decision("model_impl", "native", "it alone reads GGUF files"),))
     name = " / ".join(getattr(config, "architectures", None) or [config.model_type])
     spec = _native_spec(files)
     if isinstance(spec, ModelSpec):
@@ -120,14 +120,14 @@ def _native_spec(files: ModelFiles) -> ModelSpec | ConfigError:
         ContradictionError: the configuration is wrong for any implementation, which transformers need not notice.
     """
     try:
-        return _read_spec(files)
+        return read_spec(files)
     except ContradictionError:
         raise
     except ConfigError as error:
         return error
 
 
-def _read_spec(files: ModelFiles) -> ModelSpec:
+def read_spec(files: ModelFiles) -> ModelSpec:
     """The spec of the native implementation. Raises ConfigError that names the configuration's file."""
     try:
         return _with_heads(registry.model_spec(files.config), find_heads(files))

@@ -14,11 +14,11 @@ from headrace.options import Endpoint
 from headrace.server.body import Caller, caller
 from headrace.server.generation import Generation, cancel_on_disconnect
 from headrace.server.request import body_schema, checked_body, parsed_body
-from headrace.server.schema import SampledBody
+from headrace.server.schema import OllamaBody, SampledBody
 from headrace.server.sse import Answer, respond
 from headrace.server.state import Serving, serving
 
-B = TypeVar("B", bound=SampledBody)
+B = TypeVar("B", bound=SampledBody | OllamaBody)
 Begun = tuple[Generation, Answer]
 _SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")
 """Headers that name the session of a request; the second is SGLang's router's."""
@@ -30,12 +30,16 @@ class AnswerRoute(Generic[B]):
     prefix: str
     """Prefix of the ids of answers."""
     kind: type[B]
-    endpoint: Endpoint
+    endpoint: Endpoint | None
+    """None: the body has no fields but its own."""
     build: Callable[[Serving, B, str, Caller], Awaitable[Begun]]
 
     async def post(self, request: Request) -> Response:
         state = serving(request)
-        body = await checked_body(request, state, self.kind, self.endpoint)
+        return await self.answer(request, state, await checked_body(request, state, self.kind, self.endpoint))
+
+    async def answer(self, request: Request, state: Serving, body: B) -> Response:
+        """The answer to a checked body."""
         request_id = request.scope["headrace.engine_id"] = self.new_id()
         # A client that leaves takes its work out of the queues of threads and processes.
         built = self.build(state, body, request_id, caller(request))

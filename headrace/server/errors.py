@@ -1,4 +1,5 @@
-"""Errors in OpenAI's format, ``{"error": {"message", "type", "param", "code"}}``, and in Anthropic's under /v1/messages."""
+"""Errors in OpenAI's format, ``{"error": {"message", "type", "param", "code"}}``; in Anthropic's under /v1/messages, and in
+Ollama's under /api."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ from headrace.errors import EngineDeadError, EngineError, HeadraceError, QueueFu
 
 _MESSAGES = "/v1/messages"
 """The paths under it speak Anthropic's dialect."""
+_OLLAMA = "/api/"
+"""The paths under it speak Ollama's."""
 _MESSAGES_KINDS = {413: "request_too_large", 503: "overloaded_error"}
 _OVERLOADED = 529
 """Anthropic's status for 503."""
@@ -51,13 +54,23 @@ class ApiError(HeadraceError):
         """Returns the error in Anthropic's form: the message alone names the field, and its helpers read the code."""
         kind = _KINDS.get(self.status) or _MESSAGES_KINDS.get(self.status)
         kind = kind or ("invalid_request_error" if self.status < 500 else "api_error")
-        named = not self.param or self.param in self.message
-        message = self.message if named else f"{self.param}: {self.message}"
         details = {"details": {"error_code": self.code}} if self.code else {}
-        return {"type": "error", "error": {"type": kind, "message": message, **details}, "request_id": request_id}
+        return {"type": "error", "error": {"type": kind, "message": self._named, **details}, "request_id": request_id}
+
+    @property
+    def ollama_body(self) -> dict[str, Any]:
+        """The error in Ollama's form."""
+        return {"error": self._named}
+
+    @property
+    def _named(self) -> str:
+        """The message, which names the field."""
+        return self.message if not self.param or self.param in self.message else f"{self.param}: {self.message}"
 
     def response(self, scope: Scope | None = None) -> Response:
         """The answer to the request of ``scope``, in the dialect of its path."""
+        if scope is not None and scope["path"].startswith(_OLLAMA):
+            return JSON(self.ollama_body, self.status, headers=self.headers)
         if scope is None or not f"{scope['path']}/".startswith(f"{_MESSAGES}/"):
             return JSON(self.body, self.status, headers=self.headers)
         status = _OVERLOADED if self.status == 503 else self.status

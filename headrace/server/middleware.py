@@ -27,7 +27,16 @@ CLIENT_GONE = 499
 """The status in log and metrics of a request whose client went before the answer."""
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/live", "/ping", "/version", "/metrics"}) | PATHS
 _GENERATES = frozenset(
-    {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/generate", "/inference/v1/generate"}
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/messages",
+        "/v1/responses",
+        "/generate",
+        "/inference/v1/generate",
+        "/api/chat",
+        "/api/generate",
+    }
 )
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _PORT = re.compile(r":[0-9]*$")

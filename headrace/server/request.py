@@ -24,10 +24,10 @@ async def checked_body(request: Request, serving: Serving, kind: type[B], endpoi
     """Reads and checks the body, against the table of fields where the endpoint is one of OpenAI's.
 
     Raises:
-        ApiError: 503 while the engine does not serve; else 413 or 415, naming what is wrong, or 503 for lack of memory.
+        ApiError: 503 if the engine does not come to serve; else 413 or 415, naming what is wrong, or 503 for lack of memory.
         RequestError: the body is not what the endpoint takes.
     """
-    serving.check_ready()
+    await serving.until_ready()
     fields = await json_object(request, serving.settings, serving.bodies, serving.max_json_values)
     if endpoint is not None:
         fields = await cancel_on_disconnect(serving, request.receive, without_extras(request, serving, endpoint, fields))

@@ -353,6 +353,67 @@ class AbortBody(RequestBody, frozen=True, kw_only=True):
     """Abort every request of the API key; where there are no keys, of all clients."""
 
 
+class OllamaBody(RequestBody, frozen=True, kw_only=True):
+    """Fields that /api/chat and /api/generate share, which shape/ollama.py reads."""
+
+    model: str
+    """Name of the model, one of /api/tags; `:latest` behind it is left out."""
+    stream: bool = True
+    """Answer with a line of JSON for each piece of the answer."""
+    format: Annotated[Any, OptionSpec(schema={"anyOf": [{"type": "string", "enum": ["json"]}, _OBJECT]})] = None
+    """json, or a JSON schema that the answer follows."""
+    options: Annotated[Any, OptionSpec(schema=_OBJECT)] = None
+    """Sampling parameters, by Ollama's names."""
+    think: Annotated[Any, OptionSpec(schema={"anyOf": [{"type": "boolean"}, {"type": "string"}]})] = None
+    """Whether the model reasons before it answers, or a reasoning effort: low, medium, high, max."""
+    keep_alive: Annotated[Any, OptionSpec(schema={"anyOf": [{"type": "string"}, {"type": "number"}]})] = None
+    """Time for which the model stays loaded. The server keeps its model; a request without a prompt that asks to unload it (0)
+    is refused."""
+    logprobs: bool = False
+    """Report log-probabilities of the generated tokens."""
+    top_logprobs: Annotated[int | None, OptionSpec(min=0, max=INT32_MAX)] = None
+    """Number of most likely tokens to report at each position; needs logprobs."""
+    truncate: bool = False
+    """May only be false: no part of a prompt is cut off."""
+    shift: bool = False
+    """May only be false: an answer ends where the context is full."""
+
+
+class OllamaChatBody(OllamaBody, frozen=True, kw_only=True):
+    messages: Annotated[Any, OptionSpec(schema=_OBJECTS)] = None
+    """Conversation: role, content, thinking, images, tool_calls, tool_name. Without one, the answer says that the model is
+    loaded."""
+    tools: Annotated[Any, OptionSpec(schema=_OBJECTS)] = None
+    """Functions that the model may call."""
+
+
+class OllamaGenerateBody(OllamaBody, frozen=True, kw_only=True):
+    prompt: str = ""
+    """The user's message, or with raw or suffix the text to go on from. Without one, the answer says that the model is
+    loaded."""
+    suffix: str = ""
+    """Text that follows the generated one: the model fills in the middle."""
+    system: str = ""
+    """System message before the prompt."""
+    images: list[str] = []
+    """Pictures of the prompt in base64."""
+    raw: bool = False
+    """Go on from the prompt as it is, without the chat template."""
+    context: list[int] = []
+    """May only be empty: /api/chat takes whole conversations."""
+    template: str = ""
+    """May only be empty: the template is the server's (--chat-template)."""
+
+
+class OllamaShowBody(RequestBody, frozen=True, kw_only=True):
+    model: str | None = None
+    """Name of the model."""
+    name: str | None = None
+    """Older name of model."""
+    verbose: bool = False
+    """Taken: the answer has everything that there is to say in either case."""
+
+
 BODIES: Mapping[Endpoint, type[RequestBody]] = {
     "chat": ChatBody,
     "completions": CompletionBody,

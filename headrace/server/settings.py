@@ -64,6 +64,9 @@ class ServerSettings(Checked):
     period of your orchestrator."""
     retry_after: Annotated[int, OptionSpec(min=0, metavar="SECONDS")] = 1
     """Seconds in the Retry-After header of HTTP 429 and 503 responses."""
+    ready_timeout: Annotated[float, OptionSpec(min=0.0, metavar="SECONDS")] = 30.0
+    """Seconds for which a request waits for an engine that starts or restarts, before it is answered with HTTP 503. 0 answers
+    at once, for a load balancer that has other servers."""
     log_requests: bool = True
     """Log one line for each request. Prompts and outputs are never logged."""
     enable_per_request_metrics: Annotated[bool, OptionSpec(flags=("--enable-per-request-metrics",))] = False

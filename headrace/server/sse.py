@@ -42,6 +42,7 @@ _Write = Callable[[bytes], bool]
 class Answer(abc.ABC):
     """Shapes the deltas of one generation for a protocol."""
 
+    media_type = "text/event-stream"
     done = b""
     """Sent after the last event."""
     ping = b""
@@ -200,10 +201,9 @@ class EventStream(Response):
     The generation is aborted when the client disconnects. An error after the start becomes the last event.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(self, serving: Serving, generation: Generation, answer: Answer) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers=headers, media_type=answer.media_type)
         del self.headers["content-length"]
         self._serving = serving
         self._generation = generation

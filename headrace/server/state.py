@@ -41,6 +41,7 @@ logger = logging.getLogger("headrace.server")
 MAX_JSON_VALUES = 400_000
 """Decoding as many numbers takes about 20 ms."""
 
+_READY_POLL_SECONDS = 0.1
 _REPORTS = 256
 """Requests of which the server can say how they attended, of all API keys together."""
 _YOUNG_OBJECTS = 50_000
@@ -176,6 +177,18 @@ class Serving:
         ok, reason = self.health()
         if not ok:
             raise unavailable(reason, self.settings.retry_after)
+
+    async def until_ready(self) -> None:
+        """Waits for an engine that starts or restarts, at most ``ready_timeout`` seconds.
+
+        Raises: ApiError 503 with the reason: that was not enough, or the engine does not come.
+        """
+        deadline = time.monotonic() + self.settings.ready_timeout
+        while not self.health()[0] and not (self.draining or self.failure is not None or self.llm.failed):
+            if (left := deadline - time.monotonic()) <= 0:
+                break
+            await asyncio.sleep(min(left, _READY_POLL_SECONDS))
+        self.check_ready()
 
     @property
     def model(self) -> ServedModel:

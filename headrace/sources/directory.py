@@ -1,4 +1,4 @@
-"""Models in Hugging Face's layout: a directory with ``config.json`` and safetensors, here or downloaded from the hub."""
+"""Models in Hugging Face's layout: a directory with ``config.json`` and safetensors."""
 
 from __future__ import annotations
 
@@ -19,61 +19,9 @@ if TYPE_CHECKING:
 
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = re.compile(r"[ -.0-~]{1,200}\.safetensors")
-_DESCRIPTION = ["*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
-_SECOND_COPIES = ["*/*", "consolidated*"]
-"""Not ours to download: subfolders hold other formats of the same weights, ``consolidated`` is their second copy."""
-_MODULES = ["[0-9]_*/config.json"]
-"""Configurations of the modules that a sentence-transformers model has behind its layers."""
 _QUANTIZATION = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 """Files in which some writers describe a quantised checkpoint -> whose they are."""
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
-def download(repo_id: str, revision: str | None, *, weights: bool, code: bool = False) -> Path:
-    """The local snapshot of a hub's model, downloaded where the cache lacks it. Never fetches pickles.
-
-    Args:
-        code: fetch Python files too.
-
-    Raises:
-        ConfigError: the hub has no such model or revision, or cannot be reached and the cache lacks the model.
-    """
-    import httpx
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    patterns = _DESCRIPTION + (["*.safetensors"] if weights else []) + (["*.py"] if code else [])
-    what = repo_id if revision is None else f"{repo_id} (revision {revision})"
-    try:
-        path = snapshot_download(repo_id, revision=revision, allow_patterns=patterns, ignore_patterns=_SECOND_COPIES)
-        if (Path(path) / "modules.json").exists():
-            snapshot_download(repo_id, revision=revision, allow_patterns=_MODULES)
-    except GatedRepoError as error:
-        raise ConfigError(f"the hub wants you to accept the terms of {what}, and to log in: hf auth login", "model") from error
-    except RevisionNotFoundError as error:
-        raise ConfigError(f"the hub's {repo_id} has no revision {revision!r}", "revision") from error
-    except RepositoryNotFoundError as error:
-        raise ConfigError(
-            f"the hub has no model {repo_id} that it shows you, and there is no such file or directory here", "model"
-        ) from error
-    except HFValidationError as error:
-        raise ConfigError(f"{repo_id} is neither a file, a directory nor a hub id: {error}", "model") from error
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, httpx.HTTPError, OSError) as error:
-        offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached"
-        raise ConfigError(
-            f"offline: {offline}, and the local cache does not have {what}. If you have the model's files, pass their "
-            "directory (or GGUF file) in place of the id",
-            "model",
-        ) from error
-    return Path(path)
 
 
 def read_config(path: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from headrace.config import Decision, EngineArgs
 from headrace.errors import ConfigError
 from headrace.options import shown
-from headrace.sources import directory, embedded
+from headrace.sources import directory, embedded, hub
 from headrace.sources.fields import Vocabulary, typed
 from headrace.sources.locate import locate, refuse_irregular
 from headrace.sources.megatron import find_megatron, is_megatron
@@ -81,11 +81,9 @@ def _find(args: EngineArgs) -> ModelFiles:
         return _from_gguf(args, embedded.NAME, embedded.find(), (decision,))
     path = locate(args.model)
     if path is None:
-        snapshot = directory.download(
-            args.model, args.revision, weights=args.load_format != "dummy", code=args.trust_remote_code
-        )
-        return _from_directory(args, snapshot, from_hub=True)
-    return _from_directory(args, path) if path.is_dir() else _from_gguf(args, args.model, path)
+        path = hub.fetch(args.model, args.revision, args.load_format, code=args.trust_remote_code)
+        args = dataclasses.replace(args, revision=None)
+    return _from_directory(args, path) if path.is_dir() else _from_gguf(args, str(args.model), path)
 
 
 def _from_gguf(args: EngineArgs, name: str, path: Path, decisions: tuple[Decision, ...] = ()) -> ModelFiles:
@@ -109,18 +107,18 @@ def _from_gguf(args: EngineArgs, name: str, path: Path, decisions: tuple[Decisio
     )
 
 
-def _from_directory(args: EngineArgs, path: Path, *, from_hub: bool = False) -> ModelFiles:
+def _from_directory(args: EngineArgs, path: Path) -> ModelFiles:
     """A Hugging Face directory; or one that holds a single GGUF file and no ``config.json``."""
     name = str(args.model)
     refuse_irregular(path)
-    if args.revision is not None and not from_hub:
+    if args.revision is not None:
         raise ConfigError(f"revision is for models of the hub; {name} is a local directory", "revision")
     if is_megatron(path) and (args.model_impl == "megatron" or not (path / "config.json").exists()):
         return _from_megatron(name, path)
     if args.load_format == "gguf" or not (path / "config.json").exists():
         files = sorted(path.glob("*.gguf"))
         if len(files) == 1:
-            return _from_gguf(dataclasses.replace(args, revision=None), name, files[0])
+            return _from_gguf(args, name, files[0])
         if files:
             raise ConfigError(f"{path} holds several GGUF files, name one: {', '.join(file.name for file in files)}", "model")
         missing = ".gguf file" if args.load_format == "gguf" else "config.json"

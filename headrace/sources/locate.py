@@ -14,7 +14,8 @@ from headrace.options import shown
 from headrace.sources import embedded
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+HUB_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)(?::(?P<label>[\w.-]+))?")
+"""A repository of the hub, and after a colon the quantisation of one of its GGUF files."""
 
 
 def locate(model: str | None) -> Path | None:
@@ -37,7 +38,7 @@ def locate(model: str | None) -> Path | None:
         # The name is too long for a path, or the file is not ours to read, or its user does not exist.
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"there is no model {shown(model)}: {why}", "model") from None
-    if path.suffix == ".gguf" or not _HUB_ID.fullmatch(model):
+    if path.suffix == ".gguf" or not HUB_NAME.fullmatch(model):
         raise ConfigError(f"there is no file or directory {model}{near(path)}", "model")
     return None
 

@@ -24,6 +24,7 @@ COMMANDS = {
     "throughput": ["bench", "throughput", "MODEL"],
     "calibrate": ["bench", "calibrate", "MODEL"],
     "longcontext": ["bench", "longcontext", "MODEL"],
+    "longbench": ["bench", "longbench", "MODEL", "--directory", "."],
 }
 PROGRAM = """
 import json, sys

@@ -199,7 +199,7 @@ def test_not_ready() -> None:
     llm = FakeLLM()
 
     async def calls() -> list[Any]:
-        async with client(llm) as http:
+        async with client(llm, ServerSettings(ready_timeout=0.0)) as http:
             llm.die()
             body = {"prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}]}
             posts = [CHAT, "/v1/completions", "/tokenize", "/detokenize", "/reset_prefix_cache"]

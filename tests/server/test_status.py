@@ -13,6 +13,7 @@ from support.server.harness import Api, error, running
 import headrace
 from headrace.sampling_params import SamplingParams
 from headrace.server.app import build_app
+from headrace.server.settings import ServerSettings
 
 
 def test_version(api: Api) -> None:
@@ -43,7 +44,7 @@ def test_models_tell_their_sampling_defaults() -> None:
 
 def test_health_tells_why_while_the_engine_loads_and_after() -> None:
     llm = FakeLLM(load_seconds=0.15)
-    app = build_app(llm)  # type: ignore[arg-type]
+    app = build_app(llm, ServerSettings(ready_timeout=0.0))  # type: ignore[arg-type]
 
     async def life() -> None:
         transport = httpx.ASGITransport(app=app)
@@ -69,7 +70,7 @@ def test_an_engine_that_is_up_before_its_client_is_not_served_yet() -> None:
             await asyncio.sleep(0.2)
 
     llm = EarlyLLM()
-    app = build_app(llm)  # type: ignore[arg-type]
+    app = build_app(llm, ServerSettings(ready_timeout=0.0))  # type: ignore[arg-type]
 
     async def life() -> None:
         transport = httpx.ASGITransport(app=app)
@@ -85,6 +86,36 @@ def test_an_engine_that_is_up_before_its_client_is_not_served_yet() -> None:
             assert (await http.get("/health")).status_code == 200
 
     asyncio.run(life())
+
+
+def test_requests_wait_for_an_engine_that_comes() -> None:
+    """And not for one that does not."""
+    llm = FakeLLM(load_seconds=0.2)
+    app = build_app(llm)  # type: ignore[arg-type]
+
+    async def life() -> None:
+        transport = httpx.ASGITransport(app=app)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://server") as http,
+        ):
+            assert error(await http.get("/health"), 503)
+            for path in ("/v1/completions", "/tokenize"):
+                assert (await http.post(path, json={"prompt": "Hi"})).status_code == 200
+            llm.die()
+            waiting = asyncio.create_task(http.post("/v1/completions", json={"prompt": "Hi"}))
+            await asyncio.sleep(0.05)
+            assert not waiting.done()
+            await llm.start()
+            assert (await waiting).status_code == 200
+            llm.die()
+            waiting = asyncio.create_task(http.post("/v1/completions", json={"prompt": "Hi"}))
+            await asyncio.sleep(0.05)
+            llm.give_up()
+            answer = await waiting
+            assert error(answer, 503)["message"] == "the engine died 3 times" and answer.headers["retry-after"] == "1"
+
+    asyncio.run(asyncio.wait_for(life(), 20))
 
 
 def test_health_tells_why_the_engine_did_not_start() -> None:

@@ -15,15 +15,16 @@ import huggingface_hub
 import numpy as np
 import pytest
 from huggingface_hub import constants
-from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.numpy import save_file
 from transformers import LlamaConfig
 
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError
-from headrace.sources import directory, embedded
+from headrace.sources import embedded
 from headrace.sources.files import find_model
+from headrace.sources.locate import PICKLES
 from headrace.sources.plain_config import PlainConfig
 from headrace.text.tokenizer import load_tokenizer
 
@@ -310,7 +311,7 @@ def test_hub_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (files.name, files.directory) == ("someone/model", model)
     assert (hub.asked["repo_id"], hub.asked["revision"]) == ("someone/model", "v2")
     assert "*.safetensors" in hub.asked["allow_patterns"]
-    assert not any(pattern.endswith(directory.PICKLES) for pattern in hub.asked["allow_patterns"])
+    assert not any(pattern.endswith(PICKLES) for pattern in hub.asked["allow_patterns"])
     find_model(EngineArgs(model="someone/model", load_format="dummy"))
     assert "*.safetensors" not in hub.asked["allow_patterns"]
 
@@ -335,7 +336,7 @@ def response(status: int) -> httpx.Response:
     ("error", "match", "param"),
     [
         (LocalEntryNotFoundError("no"), "offline: .*someone/model.*pass their directory", "model"),
-        (httpx.ConnectError("no"), "offline: .*someone/model", "model"),
+        (HfHubHTTPError.__bases__[0]("no"), "offline: .*someone/model", "model"),
         (OSError("no"), "offline", "model"),
         (RepositoryNotFoundError("no", response=response(404)), "has no model someone/model", "model"),
         (RevisionNotFoundError("no", response=response(404)), "no revision 'v9'", "revision"),

@@ -14,6 +14,7 @@ from headrace.server.routes import (
     lora,
     messages,
     models,
+    ollama,
     page,
     pooling,
     render,
@@ -22,7 +23,7 @@ from headrace.server.routes import (
     tokens,
 )
 
-_GENERATING = (chat, completions, messages, responses, generate)
+_GENERATING = (chat, completions, messages, responses, generate, ollama)
 ROUTERS: tuple[APIRouter, ...] = tuple(
     part.router for part in (*_GENERATING, pooling, render, features, models, inspect, tokens, status, admin, lora, page)
 )

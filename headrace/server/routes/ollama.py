@@ -1,0 +1,213 @@
+"""POST /api/chat, /api/generate, /api/show; GET /api/tags, /api/ps, /api/version: Ollama's API."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from headrace.errors import RequestError, missing, unsupported
+from headrace.server.answers import AnswerRoute, Begun
+from headrace.server.body import Caller
+from headrace.server.errors import JSON
+from headrace.server.generation import Generation
+from headrace.server.request import body_schema, checked_body, trusted_body
+from headrace.server.routes.chat import chat_generation
+from headrace.server.routes.completions import completions
+from headrace.server.schema import ChatBody, CompletionBody, OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaShowBody
+from headrace.server.shape.ollama import NAMES, OllamaAnswer, chat_messages, common_fields, is_load, now, thinking_fields
+from headrace.server.shape.turns import late_system, renamed
+from headrace.server.state import Serving, serving
+
+router = APIRouter()
+
+_VERSION = "0.13.0"
+"""The version of Ollama whose API this is: clients compare it."""
+_NEVER = "9999-12-31T23:59:59Z"
+
+
+async def _chat(state: Serving, body: OllamaChatBody | OllamaGenerateBody, request_id: str, caller: Caller) -> Begun:
+    late = await late_system(state, caller.turn)
+
+    def read() -> tuple[ChatBody, int | None]:
+        fields, room = common_fields(body, state)
+        fields |= thinking_fields(body, state)
+        messages = fields["messages"] = chat_messages(body, late)
+        # A last turn of the assistant is the beginning of the answer.
+        fields["continue_final_message"] = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+        if isinstance(body, OllamaChatBody) and body.tools:
+            fields["tools"] = body.tools
+        return trusted_body(fields | _logprobs(body), ChatBody), room
+
+    names = NAMES if isinstance(body, OllamaChatBody) else NAMES | {"messages": "prompt"}
+    with renamed(names):
+        chat, room = await state.llm.inputs.in_thread(caller.turn, read)
+        generation = await chat_generation(state, chat, request_id, caller, room=room)
+    return generation, OllamaAnswer(body, state, generation)
+
+
+async def _generate(state: Serving, body: OllamaGenerateBody, request_id: str, caller: Caller) -> Begun:
+    if not (body.raw or body.suffix):
+        return await _chat(state, body, request_id, caller)
+    for name in ("system", "images", "think"):
+        if getattr(body, name):
+            raise RequestError(f"{name} needs the chat template: leave raw and suffix out", name)
+    with renamed(NAMES):
+        fields, room = common_fields(body, state)
+        fields |= {"prompt": body.prompt, "suffix": body.suffix or None}
+        if body.logprobs:
+            fields["logprobs"] = body.top_logprobs or 0
+        text = trusted_body(fields, CompletionBody)
+        generation, _ = await completions.build(state, text, request_id, caller)
+    if room is not None:
+        limited = (msgspec.structs.replace(one, max_tokens=min(one.max_tokens, room)) for one in generation.requests)
+        generation = Generation(state, list(limited))
+    return generation, OllamaAnswer(body, state, generation)
+
+
+def _logprobs(body: OllamaBody) -> dict[str, Any]:
+    return {"logprobs": True, "top_logprobs": body.top_logprobs or 0} if body.logprobs else {}
+
+
+_CHAT = AnswerRoute("/api/chat", "chat-", OllamaChatBody, None, _chat)
+_GENERATE = AnswerRoute("/api/generate", "generate-", OllamaGenerateBody, None, _generate)
+
+
+@router.post(_CHAT.url, openapi_extra=body_schema(OllamaChatBody))
+async def chat(request: Request) -> Response:
+    """Answers a conversation, in lines of JSON unless stream is false."""
+    return await _answered(request, _CHAT)
+
+
+@router.post(_GENERATE.url, openapi_extra=body_schema(OllamaGenerateBody))
+async def generate(request: Request) -> Response:
+    """Answers a prompt, or goes on from it."""
+    return await _answered(request, _GENERATE)
+
+
+async def _answered(request: Request, route: AnswerRoute[Any]) -> Response:
+    state = serving(request)
+    body = await checked_body(request, state, route.kind)
+    _check_name(state, body.model)
+    if not is_load(body):
+        return await route.answer(request, state, body)
+    said: dict[str, Any] = {"model": body.model, "created_at": now()}
+    said |= {"message": {"role": "assistant", "content": ""}} if route is _CHAT else {"response": ""}
+    return JSON(said | {"done": True, "done_reason": "load"})
+
+
+@router.post("/api/embed")
+@router.post("/api/embeddings")
+async def embed() -> Response:
+    """Refused: the model generates text."""
+    raise unsupported("model", "this server's model generates text, and makes no embeddings")
+
+
+@router.get("/api/version")
+async def version() -> Response:
+    """The version of Ollama whose API this is."""
+    return JSON({"version": _VERSION})
+
+
+@router.get("/api/tags")
+async def tags(request: Request) -> Response:
+    """The names under which the model is served."""
+    state = serving(request)
+    state.check_ready()
+    return JSON({"models": [_card(state, name) | {"modified_at": _started(state)} for name in state.model.names]})
+
+
+@router.get("/api/ps")
+async def loaded(request: Request) -> Response:
+    """The model, which is loaded as long as the server runs."""
+    state = serving(request)
+    state.check_ready()
+    on_gpu = _weights(state) if state.llm.info.device.startswith("cuda") else 0
+    more = {"expires_at": _NEVER, "size_vram": on_gpu, "context_length": state.model.max_model_len}
+    return JSON({"models": [_card(state, name) | more for name in state.model.names]})
+
+
+@router.post("/api/show", openapi_extra=body_schema(OllamaShowBody))
+async def show(request: Request) -> Response:
+    """Describes the model: its template, context and capabilities."""
+    state = serving(request)
+    body = await checked_body(request, state, OllamaShowBody)
+    if (name := body.model or body.name) is None:
+        raise missing("model")
+    _check_name(state, name)
+    family = _family(state)
+    return JSON(
+        {
+            "modelfile": f"FROM {state.llm.info.model}\n",
+            "parameters": "\n".join(f"{name} {value}" for name, value in state.model.default_sampling_params.items()),
+            "template": _template(state),
+            "details": _details(state),
+            "model_info": {
+                "general.architecture": family,
+                f"{family}.context_length": state.model.max_model_len,
+                f"{family}.block_count": len(state.llm.info.layers),
+                f"{family}.vocab_size": state.llm.info.vocab_size,
+            },
+            "capabilities": _capabilities(state),
+            "modified_at": _started(state),
+        }
+    )
+
+
+def _check_name(state: Serving, name: str) -> None:
+    """Raises: ApiError 404. Ollama's clients write the default tag behind names without one."""
+    state.model.check_name(name if name in state.model.names else name.removesuffix(":latest"))
+
+
+def _card(state: Serving, name: str) -> dict[str, Any]:
+    digest = hashlib.sha256(f"{name} {state.model.fingerprint}".encode()).hexdigest()
+    return {"name": name, "model": name, "size": _weights(state), "digest": digest, "details": _details(state)}
+
+
+def _details(state: Serving) -> dict[str, Any]:
+    info, family = state.llm.info, _family(state)
+    stored = info.dtype if info.quantization == "none" else info.quantization
+    return {
+        "parent_model": "",
+        "format": "safetensors" if state.llm.files.gguf_file is None else "gguf",
+        "family": family,
+        "families": [family],
+        "parameter_size": "",
+        "quantization_level": stored.upper(),
+    }
+
+
+def _family(state: Serving) -> str:
+    """The architecture without its head: Qwen3ForCausalLM is qwen3."""
+    return str(state.llm.info.architecture).partition("For")[0].lower()
+
+
+def _weights(state: Serving) -> int:
+    """Bytes of weights that the engine holds."""
+    return sum(line.nbytes for line in state.llm.info.memory if line.name.endswith("weights"))
+
+
+def _started(state: Serving) -> str:
+    return datetime.datetime.fromtimestamp(state.created, datetime.UTC).isoformat().replace("+00:00", "Z")
+
+
+def _template(state: Serving) -> str:
+    """The chat template; of several, the one that has no other name."""
+    template = None if state.llm.tokenizer is None else state.llm.tokenizer.hf.chat_template
+    return str(template.get("default", "") if isinstance(template, dict) else template or "")
+
+
+def _capabilities(state: Serving) -> list[str]:
+    formats = state.llm.inputs.answers
+    found = {
+        "completion": True,
+        "tools": formats is not None and formats.tools is not None and (formats.renders_tools or formats.spells_tools),
+        "thinking": formats is not None and formats.reasons,
+        "vision": state.llm.info.media is not None,
+        "insert": state.model.fim is not None,
+    }
+    return [name for name, there in found.items() if there]

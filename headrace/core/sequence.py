@@ -128,12 +128,6 @@ class Sequence:
         return self.request.pooling is not None
 
     @property
-    def sees_all_tokens(self) -> bool:
-        """Whether its result is made of all tokens of the prompt, so that no cached prefix can stand in for some of them."""
-        pooling = self.request.pooling
-        return self.prompt_logprobs is not None or (pooling is not None and pooling.method == "mean")
-
-    @property
     def num_outputs(self) -> int:
         return len(self.token_ids) - self.num_prompt
 
@@ -143,8 +137,10 @@ class Sequence:
 
     @property
     def computes_all(self) -> bool:
-        """Whether it takes no prefix from the cache: of each token it reports what computing it gives."""
-        return self.prompt_logprobs is not None or self.routed_experts is not None
+        """Whether its result is made of all tokens of the prompt, so that no cached prefix can stand in for some of them."""
+        pooling = self.request.pooling
+        pooled = pooling is not None and pooling.method == "mean"
+        return pooled or self.prompt_logprobs is not None or self.routed_experts is not None
 
     @property
     def ready(self) -> bool:

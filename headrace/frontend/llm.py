@@ -8,7 +8,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from headrace.config import EngineArgs
 from headrace.constrain.choice import read_choice, rules_of
@@ -555,5 +555,3 @@ def _check_names(engine_args: Mapping[str, Any]) -> None:
     unknown = sorted(engine_args.keys() - {field.name for field in dataclasses.fields(EngineArgs)})
     if unknown:
         raise TypeError(f"LLM got arguments that are not engine arguments: {', '.join(unknown)}")
-
-

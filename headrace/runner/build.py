@@ -15,8 +15,8 @@ from headrace.models.interface import Model
 from headrace.models.vision.interface import VisionEncoder
 from headrace.runner.inputs import ForwardPass, StepBuffers
 from headrace.runner.part import RunnerPart
-from headrace.runner.parts.experts import ExpertRecorder
 from headrace.runner.parts.adapters import AdapterTables
+from headrace.runner.parts.experts import ExpertRecorder
 from headrace.runner.parts.media import MediaTables
 from headrace.runner.parts.pieces import NoPieces, Pieces
 from headrace.runner.parts.record import Recorder

@@ -15,6 +15,8 @@ from headrace.sources.locate import HUB_NAME
 _DESCRIPTION = ["*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
 _SECOND_COPIES = ["*/*", "consolidated*"]
 """Not ours to download: subfolders hold other formats of the same weights, ``consolidated`` is their second copy."""
+_MODULES = ["[0-9]_*/config.json"]
+"""Configurations of the modules that a sentence-transformers model has behind its layers."""
 _LABEL = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q|TQ)\d[A-Z0-9_]*|MXFP4[A-Z0-9_]*|BF16|FP16|F16|F32)$", re.IGNORECASE)
 """The quantisation that ends the name of a GGUF file."""
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
@@ -94,6 +96,8 @@ def fetch(model: str, revision: str | None, load_format: str, *, code: bool = Fa
             weights = load_format != "dummy"
             patterns = _DESCRIPTION + (["*.safetensors"] if weights else []) + (["*.py"] if code else [])
             found = snapshot_download(repo_id, revision=revision, allow_patterns=patterns, ignore_patterns=_SECOND_COPIES)
+            if (Path(found) / "modules.json").exists():
+                snapshot_download(repo_id, revision=revision, allow_patterns=_MODULES)
             snapshot = Path(found)
             if any(snapshot.glob("*.safetensors" if weights else "config.json")):
                 return snapshot

@@ -14,8 +14,8 @@ from headrace.engine.executor import LocalExecutor
 from headrace.engine.timeline import Timeline
 from headrace.errors import ConfigError
 from headrace.layers.linear import make_invariant
-from headrace.models.decoder import Decoder
 from headrace.models.adapters import adapter_targets
+from headrace.models.decoder import Decoder
 from headrace.parallel.agreement import Agreement
 from headrace.resolve import resolve
 from headrace.runner.runner import ModelRunner

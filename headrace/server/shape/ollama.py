@@ -16,7 +16,7 @@ from headrace.server.generation import Generation, Piece
 from headrace.server.logprobs import chat_logprobs
 from headrace.server.schema import OllamaBody, OllamaChatBody, OllamaGenerateBody
 from headrace.server.shape.parts import Part, Parts
-from headrace.server.shape.turns import ContentPart, Strict, Turns, checked, image_part, json_text, partial_object
+from headrace.server.shape.turns import ContentPart, Kind, Strict, Turns, image_part, json_text, partial_object
 from headrace.server.sse import Answer
 from headrace.server.state import Serving
 
@@ -97,6 +97,9 @@ class _Message(Strict, kw_only=True):
     tool_call_id: str | None = None
 
 
+_OBJECT, _INTEGER, _THINK, _MESSAGES = map(Kind, (dict[str, Any], int, bool | str | None, list[_Message]))
+
+
 def is_load(body: OllamaChatBody | OllamaGenerateBody) -> bool:
     """Whether the request has no prompt, and so is about the model being loaded.
 
@@ -124,7 +127,7 @@ def common_fields(body: OllamaBody, state: Serving) -> tuple[dict[str, Any], int
     """
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
-    given: dict[str, Any] = checked({} if body.options is None else body.options, dict[str, Any], "options")
+    given: dict[str, Any] = _OBJECT.checked({} if body.options is None else body.options, "options")
     given = {name: value for name, value in given.items() if value is not None}
     fields: dict[str, Any] = {}
     for name, value in given.items():
@@ -140,19 +143,19 @@ def common_fields(body: OllamaBody, state: Serving) -> tuple[dict[str, Any], int
     if fields.get("seed") == -1:
         del fields["seed"]  # A random one.
     most = state.model.max_model_len
-    if (context := given.get("num_ctx")) is not None and checked(context, int, "options.num_ctx") > most:
+    if (context := given.get("num_ctx")) is not None and _INTEGER.checked(context, "options.num_ctx") > most:
         message = f"options.num_ctx {context} is above the context of {most} tokens that the server has (--max-model-len)"
         raise RequestError(message, "options.num_ctx")
     if given.get("repeat_penalty", 1) != 1 and given.get("repeat_last_n", -1) != -1:
         message = "options.repeat_last_n is not supported: penalties look at the whole context (it may be left out, or be -1)"
         raise unsupported("options.repeat_last_n", message)
-    limit = checked(given.get("num_predict", -1), int, "options.num_predict")
+    limit = _INTEGER.checked(given.get("num_predict", -1), "options.num_predict")
     if limit < -2 or limit == 0:
         raise RequestError(f"options.num_predict must be at least 1, -1 or -2 (no limit), not {limit}", "options.num_predict")
     if body.format == "json":
         fields["response_format"] = {"type": "json_object"}
     elif body.format not in (None, ""):
-        schema = checked(body.format, dict[str, Any], "format")
+        schema = _OBJECT.checked(body.format, "format")
         fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     return fields, limit if limit > 0 else None
 
@@ -163,7 +166,7 @@ def thinking_fields(body: OllamaBody, state: Serving) -> dict[str, Any]:
     Raises:
         RequestError: the model does not reason, or not in this way.
     """
-    think = checked(body.think, bool | str | None, "think")
+    think = _THINK.checked(body.think, "think")
     answers = state.llm.inputs.answers
     if think is None or think == "":
         return {}
@@ -188,7 +191,7 @@ def chat_messages(body: OllamaChatBody | OllamaGenerateBody, late_system: bool) 
         turns.say("user", [*_images(body.images, "images"), body.prompt])
         return turns.messages
     conversation = _Conversation(turns)
-    for index, message in enumerate(checked(body.messages, list[_Message], "messages")):
+    for index, message in enumerate(_MESSAGES.checked(body.messages, "messages")):
         conversation.add(message, f"messages[{index}]")
     return turns.messages
 

@@ -12,31 +12,26 @@ from headrace.model_spec import ModelSpec
 from headrace.models.cuts import shard_table
 from headrace.models.decoder import Decoder
 from headrace.models.families import (
-    bamba,
     deepseek_v2,
     deepseek_v3,
     ernie4_5,
     ernie4_5_moe,
     ernie4_5_vl,
-    falcon_h1,
     gemma3,
     gemma4,
     gpt_oss,
-    granite_hybrid,
     lfm2,
     llama,
     mimo_v2_flash,
     mistral,
-    nemotron_h,
     olmo2,
-    olmo_hybrid,
     paw,
     qwen2,
     qwen3,
     qwen3_moe,
-    qwen3_next,
     qwen_vl,
 )
+from headrace.models.families.hybrid import bamba, falcon_h1, granite_hybrid, nemotron_h, olmo_hybrid, qwen3_next
 from headrace.models.family import Family
 from headrace.models.hf_config import HFConfig, text_part
 from headrace.models.vision import interface as vision

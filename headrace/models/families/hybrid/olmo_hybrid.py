@@ -13,8 +13,8 @@ from headrace.layers.norm import RMSNorm
 from headrace.layers.state import GatedDeltaNet
 from headrace.model_spec import ModelSpec, StateSpec
 from headrace.models.decoder import Decoder, DecoderLayer
+from headrace.models.families.hybrid.qwen3_next import delta_rule_spec
 from headrace.models.families.olmo2 import Olmo2Attention
-from headrace.models.families.qwen3_next import delta_rule_spec
 from headrace.models.family import Family
 from headrace.models.hf_config import (
     HFConfig,

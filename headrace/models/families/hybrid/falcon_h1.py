@@ -16,7 +16,7 @@ from headrace.layers.norm import RMSNorm
 from headrace.layers.state import Mamba2Mixer
 from headrace.model_spec import BlockSpec, DenseSpec, ModelSpec, StateSpec
 from headrace.models.decoder import Decoder, DecoderLayer
-from headrace.models.families.bamba import MambaSpec, names
+from headrace.models.families.hybrid.bamba import MambaSpec, names
 from headrace.models.family import Family
 from headrace.models.hf_config import HFConfig, attention_biases, attention_specs, decoder_spec, dense_specs, required, uniform
 from headrace.models.mamba_config import mamba2_specs, numbers

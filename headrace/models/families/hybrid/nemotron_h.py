@@ -16,7 +16,7 @@ from headrace.layers.linear import Linear, RowParallelLinear
 from headrace.layers.norm import RMSNorm
 from headrace.model_spec import BlockSpec, DenseSpec, ModelSpec
 from headrace.models.decoder import Decoder, DecoderAttention, DecoderLayer
-from headrace.models.families.bamba import MambaMixer, MambaSpec
+from headrace.models.families.hybrid.bamba import MambaMixer, MambaSpec
 from headrace.models.family import Family
 from headrace.models.hf_config import HFConfig, attending, attention_specs, decoder_spec, per_layer, required, uniform
 from headrace.models.mamba_config import numbers, state_space_specs

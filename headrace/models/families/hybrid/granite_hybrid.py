@@ -15,7 +15,7 @@ from headrace.kernels.linear.fp8_reference import Activations
 from headrace.layers.mlp import GatedMLP
 from headrace.model_spec import DenseSpec, MlpSpec, ModelSpec, MoeSpec
 from headrace.models.decoder import Decoder
-from headrace.models.families.bamba import MambaLayer, MambaSpec
+from headrace.models.families.hybrid.bamba import MambaLayer, MambaSpec
 from headrace.models.family import Family
 from headrace.models.hf_config import (
     HFConfig,

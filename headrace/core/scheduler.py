@@ -15,11 +15,11 @@ from headrace.core.budget import StepBudget
 from headrace.core.items import affordable_length
 from headrace.core.ordered import OrderedSequences, running_order, waiting_order
 from headrace.core.pace import PrefillPace
-from headrace.core.plan import LayerRange, Row, SparseOutcome, StepPlan, StepResult
+from headrace.core.plan import LayerRange, Row, StepPlan, StepResult
 from headrace.core.request import Request
 from headrace.core.sequence import Sequence, SequenceUpdate, Status
 from headrace.core.slots import AdapterSlots, Slots
-from headrace.core.sparse import Decisions, SparsePrompt
+from headrace.core.sparse_schedule import SparseSchedule
 from headrace.core.states import StateSchedule
 from headrace.core.step import ConstrainedRow, InFlightStep, StepBuilder
 from headrace.core.stops import collect_pooled, collect_tokens, keep_prompt_logprobs
@@ -61,7 +61,7 @@ class Scheduler:
         self._starved: Sequence | None = None
         """A sequence whose next atomic item did not fit in the rest of the token budget: it goes first in the next step."""
         self._pace = PrefillPace(config.max_prefill_tokens_beside_decode, config.max_step_seconds)
-        self._decisions = Decisions()
+        self._sparse = SparseSchedule(self.kv, config.sparse)
         self._layered: Sequence | None = None
         """The sequence whose piece is under way, layer by layer: other pieces begin when it is complete."""
         self._abandoned = False
@@ -407,7 +407,7 @@ class Scheduler:
             return False  # Just preempted: steps in flight still return tokens for it.
         forked = seq.blocks.capacity > 0
         if seq.whole(0) and seq.prompt_logprobs is None:
-            self._recall(seq)
+            self._sparse.recall(seq)
         hit = None if forked else self.kv.no_hit() if seq.computes_all else self.kv.match(seq.blocks)
         start = seq.blocks.capacity if hit is None else hit.num_tokens
         if self._states is not None:
@@ -493,8 +493,8 @@ class Scheduler:
             self._counters.generation_tokens += len(update.token_ids)
         elif seq.pooled and end == seq.num_prompt:
             update, stop = collect_pooled(seq, result.pooled.get(seq.seq_id))
-        if seq.sparse is not None and seq.seq_id in result.sparse:
-            self._keep_sparse(seq, seq.sparse, start, end, result.sparse[seq.seq_id])
+        if seq.seq_id in result.sparse:
+            self._sparse.collected(seq, start, end, result.sparse[seq.seq_id])
         # A preempted sequence does not run again before all of its rows in flight are collected.
         if seq.status is Status.RUNNING:
             self._advance(seq, num_completed, row.num_logits - len(token_ids or ()))
@@ -515,27 +515,12 @@ class Scheduler:
 
     # ------------------------------------------------------------------ sparse prompts
 
-    def _recall(self, seq: Sequence) -> None:
-        """Takes over the decision of an equal prompt, which is what KV of its prefix is found by."""
-        decision = None if seq.sparse is None else self._decisions.find(seq.sparse, self.kv.generation)
-        if decision is not None and seq.sparse is not None:
-            seq.sparse.decision = decision
-            self.kv.identify(seq.blocks, seq.sparse.identity)
-
-    def _keep_sparse(self, seq: Sequence, sparse: SparsePrompt, start: int, end: int, outcome: SparseOutcome) -> None:
-        if outcome.decision and sparse.decide(start, outcome.decision):
-            self.kv.identify(seq.blocks, sparse.identity)
-            if self.kv.caching:
-                self._decisions.keep(sparse, self.kv.generation)
-        if seq.status is Status.RUNNING:
-            sparse.count_blocks(start, end, outcome.kept)
-
     # ------------------------------------------------------------------ samples of one request
 
     def _make_sequence(self, request: Request, index: int, first: Sequence | None = None) -> Sequence:
         seq_id = self._next_seq_id
         self._next_seq_id += 1
-        sparse = SparsePrompt.of(request, self.config.sparse)
+        sparse = self._sparse.prompt(request)
         identity = request.cache_identity
         if sparse is not None:
             identity = dataclasses.replace(identity, attention_mode=sparse.config.name, sparse=sparse.identity)

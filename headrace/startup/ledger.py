@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from headrace.config import Decision, EngineArgs, EngineConfig, MemoryLine
 from headrace.errors import human_size
 from headrace.model_spec import ModelSpec
+from headrace.models.adapters import adapter_targets
+from headrace.models.interface import Model
 from headrace.models.size import adapter_bytes, weight_bytes
 from headrace.quant.registry import QUANTIZATIONS, refusal
 from headrace.resolve import DeviceFacts
@@ -16,7 +18,6 @@ from headrace.runner.parts.media import MediaTables
 from headrace.startup.profile import Profile
 
 _FOR = "CUDA graphs, slots, libraries and fragments"
-LORA_LINE = "LoRA adapters"
 _OTHERS = "other processes, the CUDA context and libraries"
 
 
@@ -62,7 +63,7 @@ def planned_ledger(config: EngineConfig, device: DeviceFacts) -> list[MemoryLine
     args = config.args
     asked = config.quantization, device.device, args.quantize_head, args.quantization_ignore
     estimate = weight_bytes(config.model, config.dtype, *asked)
-    adapters = MemoryLine(LORA_LINE, adapter_bytes(config.model, config.dtype, args), lora_detail(args))
+    adapters = _adapters(adapter_bytes(config.model, config.dtype, args), args)
     lines = [MemoryLine("weights", estimate, "estimated: --load measures it"), *filter(_some, [adapters]), *cache_lines(config)]
     if not device.cuda:
         return lines
@@ -93,8 +94,15 @@ def other_formats(config: EngineConfig, device: DeviceFacts) -> list[Decision]:
     return lines
 
 
-def lora_detail(args: EngineArgs) -> str:
-    return f"{args.max_loras} of rank {args.max_lora_rank} at once (max_loras, max_lora_rank)"
+def adapter_lines(model: Model, args: EngineArgs) -> list[MemoryLine]:
+    """The memory of a built model's adapters; none if it takes none."""
+    targets = adapter_targets(model)
+    return [] if targets is None else [_adapters(targets.nbytes, args)]
+
+
+def _adapters(nbytes: int, args: EngineArgs) -> MemoryLine:
+    why = f"{args.max_loras} of rank {args.max_lora_rank} at once (max_loras, max_lora_rank)"
+    return MemoryLine("LoRA adapters", nbytes, why)
 
 
 def _unused(nbytes: int) -> MemoryLine:

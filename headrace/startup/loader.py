@@ -14,13 +14,12 @@ from headrace.engine.executor import LocalExecutor
 from headrace.engine.timeline import Timeline
 from headrace.errors import ConfigError
 from headrace.layers.linear import make_invariant
-from headrace.models.adapters import adapter_targets
 from headrace.models.decoder import Decoder
 from headrace.parallel.agreement import Agreement
 from headrace.resolve import resolve
 from headrace.runner.runner import ModelRunner
 from headrace.startup import environment
-from headrace.startup.ledger import LORA_LINE, lora_detail
+from headrace.startup.ledger import adapter_lines
 from headrace.startup.loaded import Loaded
 from headrace.startup.profile import measure
 from headrace.startup.source import ModelSource
@@ -68,9 +67,7 @@ def load_executor(source: ModelSource, text: ModelText, timeline: Timeline) -> L
         with timeline.phase("FlashInfer") as phase:
             # Ranks capture the same graphs at the same time, so none may find a kernel ready before the others do.
             phase.detail = _await_kernels(kernels, args.wait_for_kernels or source.group.size > 1)
-    weights = list(report.memory)
-    if (targets := adapter_targets(model)) is not None:
-        weights.append(MemoryLine(LORA_LINE, targets.nbytes, lora_detail(args)))
+    weights = [*report.memory, *adapter_lines(model, args)]
     if encoder is not None:
         weights.append(MemoryLine("vision encoder", encoder.nbytes))
     decisions = (*config.decisions, *report.decisions)

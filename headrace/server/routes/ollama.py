@@ -173,7 +173,7 @@ def _details(state: Serving) -> dict[str, Any]:
     stored = info.dtype if info.quantization == "none" else info.quantization
     return {
         "parent_model": "",
-        "format": "safetensors" if state.llm.files.gguf_file is None else "gguf",
+        "format": "safetensors" if state.llm.text.files.gguf_file is None else "gguf",
         "family": family,
         "families": [family],
         "parameter_size": "",

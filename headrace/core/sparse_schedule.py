@@ -1,0 +1,40 @@
+"""SparseSchedule: what the scheduler keeps about prompts that attend sparsely."""
+
+from __future__ import annotations
+
+from headrace.config import SparseConfig
+from headrace.core.plan import SparseOutcome
+from headrace.core.request import Request
+from headrace.core.sequence import Sequence, Status
+from headrace.core.sparse import Decisions, SparsePrompt
+from headrace.kv import KVCacheManager
+
+
+class SparseSchedule:
+    def __init__(self, kv: KVCacheManager, config: SparseConfig | None) -> None:
+        self._kv = kv
+        self._config = config
+        self._decisions = Decisions()
+
+    def prompt(self, request: Request) -> SparsePrompt | None:
+        """A prompt that attends sparsely; None: it is dense."""
+        return SparsePrompt.of(request, self._config)
+
+    def recall(self, seq: Sequence) -> None:
+        """Takes over the decision of an equal prompt, which is what KV of its prefix is found by."""
+        decision = None if seq.sparse is None else self._decisions.find(seq.sparse, self._kv.generation)
+        if decision is not None and seq.sparse is not None:
+            seq.sparse.decision = decision
+            self._kv.identify(seq.blocks, seq.sparse.identity)
+
+    def collected(self, seq: Sequence, start: int, end: int, outcome: SparseOutcome) -> None:
+        """Takes what a step tells about tokens ``start`` to ``end`` of a prompt."""
+        sparse = seq.sparse
+        if sparse is None:
+            return
+        if outcome.decision and sparse.decide(start, outcome.decision):
+            self._kv.identify(seq.blocks, sparse.identity)
+            if self._kv.caching:
+                self._decisions.keep(sparse, self._kv.generation)
+        if seq.status is Status.RUNNING:
+            sparse.count_blocks(start, end, outcome.kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -52,7 +53,8 @@ def test_a_family_is_its_configuration(names: dict[str, Any]) -> None:
 
 def test_values_are_scaled(names: dict[str, Any]) -> None:
     kind, spec = names["MimoDecoder"], names["MimoSpec"]
-    facts = vars(model_spec(LAYERS))
+    plain = model_spec(LAYERS)
+    facts = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
     one, two = (filled(kind, spec(**facts, value_scale=scale)) for scale in (1.0, 2.0))
     torch.testing.assert_close(logits(one), logits(filled(Decoder, model_spec(LAYERS))))
     for layer in two.layers:

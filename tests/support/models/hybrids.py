@@ -5,8 +5,12 @@ from __future__ import annotations
 import functools
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from headrace.models import registry
 from headrace.models.decoder import Decoder
@@ -38,6 +42,14 @@ ROPE = {
         "mrope_section": [2, 1, 1],
         "mrope_interleaved": True,
     }
+}
+VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
 }
 EXPERTS = {
     "num_experts": 4,
@@ -141,6 +153,8 @@ CASES: dict[str, tuple[str, dict]] = {
     "qwen3.5": ("qwen3_5_text", SMALL | DELTA | ROPE | {"intermediate_size": 96}),
     "qwen3.5-tied": ("qwen3_5_text", SMALL | DELTA | ROPE | {"intermediate_size": 96, "tie_word_embeddings": True}),
     "qwen3.5-moe": ("qwen3_5_moe_text", SMALL | DELTA | ROPE | EXPERTS),
+    "qwen3.5-pictures": ("qwen3_5", {"text_config": SMALL | DELTA | ROPE | {"intermediate_size": 96}, "vision_config": VISION}),
+    "qwen3.5-moe-pictures": ("qwen3_5_moe", {"text_config": SMALL | DELTA | ROPE | EXPERTS, "vision_config": VISION}),
     "lfm2": ("lfm2", CONVOLUTIONS | {"block_auto_adjust_ff_dim": False}),
     "lfm2-adjusted": ("lfm2", CONVOLUTIONS | {"conv_bias": True, "conv_L_cache": 4, "block_multiple_of": 24}),
     "lfm2-moe": ("lfm2_moe", CONVOLUTIONS | EXPERTS | {"num_dense_layers": 1}),
@@ -178,6 +192,12 @@ CASES: dict[str, tuple[str, dict]] = {
 }
 
 
+def architectures() -> set[str]:
+    """The architectures of all cases."""
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return {names[kind] for kind, _ in CASES.values()}
+
+
 def redraw(model: PreTrainedModel) -> None:
     """Draws weights with which logits are of size 5 and states matter."""
     corrections = [
@@ -203,7 +223,8 @@ def pair(name: str) -> tuple[PreTrainedModel, Decoder]:
     kind, values = CASES[name]
     torch.manual_seed(sum(map(ord, name)))
     config = CONFIG_MAPPING[kind](**values)
-    theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    auto = AutoModelForImageTextToText if "vision_config" in values else AutoModelForCausalLM
+    theirs = auto.from_config(config, attn_implementation="eager").float().eval()
     redraw(theirs)
     theirs.tie_weights()
     theirs.config._experts_implementation = "eager"

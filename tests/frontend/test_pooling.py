@@ -314,3 +314,20 @@ def test_the_asynchronous_api(embedder_folder: Path, embedder: LLM) -> None:
                     pass
 
     asyncio.run(calls())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "args", [{"tensor_parallel_size": 2}, {"model_impl": "transformers"}, {"data_parallel_size": 2}], ids=str
+)
+def test_ranks_foreign_models_and_replicas(decoder_model: tuple[Path, PreTrainedModel], args: dict[str, Any]) -> None:
+    folder, model = decoder_model
+    with LLM(str(folder), task="embed", **SIZES | args) as llm:
+        expected = torch.stack([states(model, ids(llm, text))[-1] for text in TEXTS])
+        close(vectors(llm.embed(TEXTS, normalize=False)), expected)
+    with LLM(str(folder), task="score", **SIZES | args) as llm:
+        (output,) = llm.score("mill", "water")
+        with torch.inference_mode():
+            logits = model(torch.tensor([output.prompt_token_ids])).logits[0, -1]
+        assert output.outputs is not None
+        close(torch.tensor(output.outputs.score), torch.sigmoid(logits[YES] - logits[NO]))

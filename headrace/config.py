@@ -15,7 +15,7 @@ import msgspec
 from headrace import choices
 from headrace.errors import ConfigError
 from headrace.model_spec import BLOCK_SPARSE, AnySpec, Arena, CacheGroup, block_sizes
-from headrace.option_groups import MAX_SECONDS, KVEventsConfig, MediaCounts, StructuredOutputsConfig
+from headrace.option_groups import MAX_SECONDS, KVEventsConfig, MediaCounts, StructuredOutputsConfig, WeightTransferConfig
 from headrace.options import (
     CACHE,
     DEBUGGING,
@@ -193,6 +193,14 @@ class EngineArgs(Checked):
     dp_queue_timeout: Annotated[float | None, OptionSpec(above=0.0, max=MAX_SECONDS, default="none", metavar="SECONDS")] = None
     """Seconds that a request may wait until a replica has room for it; then it is refused with HTTP 429. Only with
     --data-parallel-size above 1."""
+    weight_transfer_config: Annotated[WeightTransferConfig, OptionSpec(metavar="JSON", default="the fields' own")] = (
+        WeightTransferConfig()
+    )
+    """JSON object that says how a trainer broadcasts new weights, such as {"backend": "gloo"}."""
+    weight_timeout: Annotated[float, OptionSpec(above=0.0, max=MAX_SECONDS, metavar="SECONDS")] = 600.0
+    """Seconds in which a group of a trainer must come together, and in which each of its broadcasts must come."""
+    weights_must_be_complete: Annotated[bool, OptionSpec(flags=("--weights-must-be-complete",))] = False
+    """Refuse to finish an update of weights that lacks some. Without it, the answer names them, and they keep their values."""
     kv_events_config: Annotated[KVEventsConfig, OptionSpec(metavar="JSON", default="no events")] = KVEventsConfig()
     """JSON object that says how changes of the prefix cache are published, such as {"enable_kv_cache_events": true}."""
     attention_backend: Annotated[str, OptionSpec(metavar="NAME")] = "auto"

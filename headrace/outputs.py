@@ -56,6 +56,18 @@ def position_logprobs(entry: TokenLogprobs, text: TokenText | None = None) -> Po
     return found
 
 
+class WeightSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Output tokens ``[start, end)`` of one sample that were sampled from the logits of one version of the weights."""
+
+    version: str
+    start: int
+    end: int
+
+    @property
+    def json(self) -> dict[str, str | int]:
+        return {"version": self.version, "start": self.start, "end": self.end}
+
+
 class RequestTimes(msgspec.Struct, array_like=True, frozen=True):
     """Marks of a request's life, in seconds of ``time.monotonic()`` on the engine's host."""
 
@@ -172,6 +184,8 @@ class OutputDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     """Times of the request, with the delta that finishes the sequence."""
     attention: AttentionReport | None = None
     """Report of the prompt's attention, with the delta that finishes the sequence, if the prompt attended sparsely."""
+    weight_versions: list[WeightSpan] = []
+    """Versions of the weights that the sample's tokens come from, with the delta that finishes the sequence."""
 
     def continues(self, earlier: OutputDelta) -> bool:
         """Whether this delta can be read as one with ``earlier``, the one before it: of the same sample, no error, and without
@@ -225,6 +239,8 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    weight_versions: list[WeightSpan] = []
+    """Versions of the weights that the tokens come from, once the sample has finished."""
 
 
 def most_computed(first: AttentionReport | None, second: AttentionReport | None) -> AttentionReport | None:
@@ -273,6 +289,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
             self.num_cached_tokens = delta.num_cached_tokens
         if delta.finish_reason is not None:
             sample.finish_reason, sample.stop_reason = delta.finish_reason, delta.stop_reason
+            sample.weight_versions = delta.weight_versions
             self.error = delta.error or self.error
             self.engine_died = delta.engine_died or self.engine_died
             self.times = delta.times or self.times

@@ -66,6 +66,7 @@ class Scheduler:
         """A piece was abandoned between two layers, and no plan has released its slot, and so its hidden states, since."""
         self._counters = EngineStats()
         self._clock = clock
+        self._weights = "0"  # The name of their version.
 
     # ------------------------------------------------------------------ requests
 
@@ -98,6 +99,24 @@ class Scheduler:
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends a sequence for a reason that the scheduler does not check itself, such as a stop string."""
         self._end(seq, reason, stop_reason)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Unfinished requests."""
+        return list(self._requests)
+
+    def preempt_all(self) -> None:
+        """Takes slots and blocks from all running sequences. No step is in flight."""
+        self._drop_waiting_blocks()
+        for seq in self._running.snapshot():
+            self._preempt(seq)
+
+    def weights_changed(self, version: str, number: int = 0) -> int:
+        """Separates KV and tokens of new weights from those before. No step is in flight. Returns the version's number."""
+        self._weights = version
+        for seq in (seq for sequences in self._requests.values() for seq in sequences):
+            seq.versions.append((seq.num_outputs, version))
+        return self.kv.bump_weight_version(number)
 
     def fail(self, seq: Sequence, error: Failure) -> None:
         """Ends an unfinished sequence with an error, which the next ``update`` reports."""
@@ -514,7 +533,7 @@ class Scheduler:
         if sparse is not None:
             identity = dataclasses.replace(identity, attention_mode=sparse.config.name, sparse=sparse.identity)
         blocks = self.kv.open(seq_id, request.prompt_token_ids.copy(), identity)
-        return Sequence(seq_id, request, index, blocks, self.config.max_model_len, first, sparse)
+        return Sequence(seq_id, request, index, blocks, self.config.max_model_len, first, sparse, versions=[(0, self._weights)])
 
     def _lead(self, seq: Sequence, siblings: list[Sequence]) -> None:
         """Queues a sequence. Its siblings wait outside the queue until it has computed the prompt."""

@@ -82,6 +82,8 @@ class Sequence:
     """State of the request's constraint after the known outputs; None: there is no constraint, or it is being compiled."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Logprobs of prompt tokens 1, 2, ..., filled in as they are computed; None: not requested, or delivered already."""
+    versions: list[tuple[int, str]] = dataclasses.field(default_factory=list)
+    """(output tokens before it, name) of each version of the weights that the sequence has met."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: Failure | None = None

@@ -13,7 +13,7 @@ import msgspec
 
 from headrace.core.sequence import Sequence, SequenceUpdate
 from headrace.engine.parsed_text import ParsedText, Parsing
-from headrace.outputs import Event, Failure, FinishReason, OutputDelta, RequestTimes, TokenLogprobs, merged
+from headrace.outputs import Event, Failure, FinishReason, OutputDelta, RequestTimes, TokenLogprobs, WeightSpan, merged
 from headrace.text.detokenizer import IncrementalDetokenizer
 from headrace.text.parse.engine import Parser
 from headrace.text.stops import StopAutomaton, StopStrings
@@ -123,6 +123,7 @@ class SequenceText:
         self._held: list[OutputDelta] | None = None
         """Deltas that have not been sent yet, with ``_num_held`` tokens; None before the first delta."""
         self._num_held = 0
+        self._num_tokens = 0
         self._detokenizer: IncrementalDetokenizer | None = None
         self._stops: StopStrings | None = None
         self._automaton: StopAutomaton | None = None
@@ -247,6 +248,7 @@ class SequenceText:
             else:
                 text += self._rest()
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
+        self._num_tokens += len(tokens)
         return OutputDelta(
             request_id=self.request_id,
             index=self._sequence.index,
@@ -264,7 +266,15 @@ class SequenceText:
             error_param=error.param if error is not None else None,
             times=self._times() if finish is not None else None,
             attention=self._sequence.sparse.report() if finish is not None and self._sequence.sparse is not None else None,
+            weight_versions=self._weight_versions() if finish is not None else [],
         )
+
+    def _weight_versions(self) -> list[WeightSpan]:
+        """Versions that the tokens come from, or where there are none, the present one."""
+        starts = [(min(start, self._num_tokens), version) for start, version in self._sequence.versions]
+        ends = [*(start for start, _ in starts[1:]), self._num_tokens]
+        spans = [WeightSpan(version, start, end) for (start, version), end in zip(starts, ends, strict=True)]
+        return [span for span in spans if span.start < span.end] or spans[-1:]
 
     def _times(self) -> RequestTimes:
         times = self._sequence.times

@@ -63,6 +63,9 @@ def build_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI:
     install_handlers(app, settings.retry_after)
     for part in (chat, completions, messages, responses, features, models, inspect, tokens, status, admin, page):
         app.include_router(part.router)
+    if settings.enable_rl_api and (settings.admin_keys or not settings.api_keys):
+        for router in admin.TRAINERS:
+            app.include_router(router)
     return app
 
 
@@ -95,7 +98,7 @@ def _middleware(serving: Serving) -> list[Middleware]:
     if settings.allowed_hosts:
         stack.append(Middleware(AllowedHosts, names=settings.allowed_hosts))
     if settings.api_keys:
-        stack.append(Middleware(ApiKeys, keys=settings.api_keys))
+        stack.append(Middleware(ApiKeys, keys=settings.api_keys, admin_keys=settings.admin_keys))
     else:
         stack.append(Middleware(SameOrigin, others=settings.cors_origins))
     stack.append(Middleware(HeadAsGet))

@@ -47,8 +47,10 @@ class Generation:
         ApiError: a sequence ended in an error, or was aborted from outside.
     """
 
-    def __init__(self, serving: Serving, requests: Sequence[Request]) -> None:
+    def __init__(self, serving: Serving, requests: Sequence[Request], *, aborts_are_ends: bool = False) -> None:
+        """``aborts_are_ends``: a sequence that is aborted from outside has ended with what it has, which is no error."""
         self.requests = requests
+        self._aborts_are_ends = aborts_are_ends
         self.num_choices = sum(request.sampling.n for request in requests)
         self.completion_tokens = 0
         self.reasoning_tokens = 0
@@ -190,7 +192,7 @@ class Generation:
             if delta.client_error:
                 raise RequestError(message, delta.error_param, code=delta.error_code)
             raise EngineDeadError(message) if delta.engine_died else EngineError(message)
-        if delta.finish_reason == "abort":
+        if delta.finish_reason == "abort" and not self._aborts_are_ends:
             raise ApiError(503, delta.error or "the request was aborted", code="aborted")
 
 

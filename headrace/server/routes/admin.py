@@ -8,9 +8,12 @@ from starlette.responses import Response
 from headrace.errors import RequestError
 from headrace.processes.replicas import ReplicaSet
 from headrace.server.errors import JSON, ApiError, shown
+from headrace.server.routes import rl_sglang, rl_vllm
 from headrace.server.state import serving
 
 router = APIRouter()
+TRAINERS = rl_vllm.router, rl_sglang.router
+"""Routes of --enable-rl-api."""
 
 
 @router.post("/reset_prefix_cache")

@@ -15,7 +15,7 @@ import msgspec
 from headrace import choices
 from headrace.errors import ConfigError
 from headrace.model_spec import BLOCK_SPARSE, AnySpec, Arena, CacheGroup, StateGroup, block_sizes
-from headrace.option_groups import MAX_SECONDS, KVEventsConfig, MediaCounts, StructuredOutputsConfig
+from headrace.option_groups import MAX_SECONDS, KVEventsConfig, MediaCounts, StructuredOutputsConfig, WeightTransferConfig
 from headrace.options import (
     CACHE,
     DEBUGGING,
@@ -219,6 +219,14 @@ class EngineArgs(Checked):
     """Largest rank of an adapter, for which memory is allocated; lower ranks are padded."""
     lora_target_modules: Annotated[tuple[str, ...], OptionSpec(min=1, default="all that the model has", metavar="NAME")] = ()
     """Name of matrices that adapters may have, such as q_proj, to save memory. Repeatable. Adapters with others are refused."""
+    weight_transfer_config: Annotated[WeightTransferConfig, OptionSpec(metavar="JSON", default="the fields' own")] = (
+        WeightTransferConfig()
+    )
+    """JSON object that says how a trainer broadcasts new weights, such as {"backend": "gloo"}."""
+    weight_timeout: Annotated[float, OptionSpec(above=0.0, max=MAX_SECONDS, metavar="SECONDS")] = 600.0
+    """Seconds in which a group of a trainer must come together, and in which each of its broadcasts must come."""
+    weights_must_be_complete: Annotated[bool, OptionSpec(flags=("--weights-must-be-complete",))] = False
+    """Refuse to finish an update of weights that lacks some. Without it, the answer names them, and they keep their values."""
     kv_events_config: Annotated[KVEventsConfig, OptionSpec(metavar="JSON", default="no events")] = KVEventsConfig()
     """JSON object that says how changes of the prefix cache are published, such as {"enable_kv_cache_events": true}."""
     attention_backend: Annotated[str, OptionSpec(metavar="NAME")] = "auto"

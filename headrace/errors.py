@@ -111,6 +111,19 @@ class EngineDeadError(EngineError):
     """The engine is not running (restarting, or stopped for good)."""
 
 
+class UnavailableError(EngineError):
+    """The engine takes no requests at present, and will again: it is paused, or its weights are not whole."""
+
+
+class WeightsError(EngineError):
+    """A command to the weights of an engine was refused, or failed."""
+
+    def __init__(self, message: str, status: int) -> None:
+        """``status``: HTTP's. 400: the command is wrong. 409: the state does not allow it. 503: it failed."""
+        super().__init__(message)
+        self.status = status
+
+
 def import_reason(error: BaseException) -> str:
     """An error's text; of a library that cannot be imported the cause's, which transformers leaves out."""
     while isinstance(error, ImportError) and error.__cause__ is not None:

@@ -66,6 +66,16 @@ class MediaCounts(Checked):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightTransferConfig(Checked):
+    """Groups in which a trainer broadcasts weights. The fields are vLLM's. Raises: ConfigError, which names the field."""
+
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """Library of the group's collectives. auto: nccl on GPUs, gloo on CPUs."""
+    packed_buffer_size_bytes: Annotated[int, OptionSpec(min=1, size=True)] = 2**30
+    """Bytes beyond which a pack of tensors is sent."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class KVEventsConfig(Checked):
     """Publication of changes of the prefix cache. The fields are vLLM's. Raises: ConfigError, which names the field."""
 

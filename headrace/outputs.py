@@ -68,6 +68,18 @@ def position_logprobs(entry: TokenLogprobs, text: TokenText | None = None) -> Po
     return found
 
 
+class WeightSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Output tokens ``[start, end)`` of one sample that were sampled from the logits of one version of the weights."""
+
+    version: str
+    start: int
+    end: int
+
+    @property
+    def json(self) -> dict[str, str | int]:
+        return {"version": self.version, "start": self.start, "end": self.end}
+
+
 class RequestTimes(msgspec.Struct, array_like=True, frozen=True):
     """Marks of a request's life, in seconds of ``time.monotonic()`` on the engine's host."""
 
@@ -225,6 +237,8 @@ class OutputDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     """Times of the request, with the delta that finishes the sequence."""
     attention: AttentionReport | None = None
     """Report of the prompt's attention, with the delta that finishes the sequence, if the prompt attended sparsely."""
+    weight_versions: list[WeightSpan] = []
+    """Versions of the weights that the sample's tokens come from, with the delta that finishes the sequence."""
     routed_experts: RoutedExperts | None = None
     """Choices for all tokens but the last, with the delta that finishes the sequence, if they were requested."""
 
@@ -290,6 +304,8 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     """With ``return_routed_experts``, the choices for all tokens but the last; None: the sample has not finished."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    weight_versions: list[WeightSpan] = []
+    """Versions of the weights that the tokens come from, once the sample has finished."""
 
 
 def most_computed(first: AttentionReport | None, second: AttentionReport | None) -> AttentionReport | None:
@@ -345,6 +361,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
         if delta.finish_reason is not None:
             sample.finish_reason, sample.stop_reason = delta.finish_reason, delta.stop_reason
             sample.routed_experts = delta.routed_experts
+            sample.weight_versions = delta.weight_versions
             self.error = delta.error or self.error
             self.engine_died = delta.engine_died or self.engine_died
             self.pooled = delta.pooled

@@ -18,11 +18,11 @@ from headrace.core.pace import PrefillPace
 from headrace.core.plan import LayerRange, Row, StepPlan, StepResult
 from headrace.core.request import Request
 from headrace.core.sequence import Sequence, SequenceUpdate, Status
-from headrace.core.slots import AdapterSlots, Slots
-from headrace.core.sparse_schedule import SparseSchedule
+from headrace.core.slots import AdapterSlots, Slots, check_places
+from headrace.core.sparse_schedule import SparseSchedule, share_prompt
 from headrace.core.states import StateSchedule
 from headrace.core.step import ConstrainedRow, InFlightStep, StepBuilder
-from headrace.core.stops import collect_pooled, collect_tokens, keep_prompt_logprobs
+from headrace.core.stops import collect_pooled, collect_tokens, count_step, keep_prompt_logprobs
 from headrace.errors import EngineError, RequestError
 from headrace.kv import KVCacheManager, NewBlocks
 from headrace.metrics.stats import EngineStats
@@ -68,6 +68,7 @@ class Scheduler:
         """A piece was abandoned between two layers, and no plan has released its slot, and so its hidden states, since."""
         self._counters = EngineStats()
         self._clock = clock
+        self._weights = "0"  # The name of their version.
 
     # ------------------------------------------------------------------ requests
 
@@ -100,6 +101,24 @@ class Scheduler:
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends a sequence for a reason that the scheduler does not check itself, such as a stop string."""
         self._end(seq, reason, stop_reason)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Unfinished requests."""
+        return list(self._requests)
+
+    def preempt_all(self) -> None:
+        """Takes slots and blocks from all running sequences. No step is in flight."""
+        self._drop_waiting_blocks()
+        for seq in self._running.snapshot():
+            self._preempt(seq)
+
+    def weights_changed(self, version: str, number: int = 0) -> int:
+        """Separates KV and tokens of new weights from those before. No step is in flight. Returns the version's number."""
+        self._weights = version
+        for seq in (seq for sequences in self._requests.values() for seq in sequences):
+            seq.versions.append((seq.num_outputs, version))
+        return self.kv.bump_weight_version(number)
 
     def fail(self, seq: Sequence, error: Failure) -> None:
         """Ends an unfinished sequence with an error, which the next ``update`` reports."""
@@ -239,11 +258,7 @@ class Scheduler:
             self._states.collected(collected.saves, result)
         if collected.num_paced:
             self._pace.measured(collected.num_paced, result.forward_seconds + result.sample_seconds)
-        counters.forward_seconds += result.forward_seconds
-        counters.sample_seconds += result.sample_seconds
-        counters.replayed_steps += result.replayed is True
-        counters.eager_steps += result.replayed is False
-        counters.padding_tokens += result.padding_tokens
+        count_step(counters, result)
         return updates
 
     # ------------------------------------------------------------------ cache and statistics
@@ -264,14 +279,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises EngineError unless blocks, slots and queues agree; without work every block must be free."""
         self.kv.check_integrity()
-        slots = sorted(seq.slot for seq in self._running)
-        if len(set(slots)) != len(self._running) or len(slots) + self._slots.num_free != self._slots.count:
-            raise EngineError(f"slots {slots} of {len(self._running)} running sequences, {self._slots.num_free} free")
-        known = {seq.seq_id for sequences in self._requests.values() for seq in sequences}
-        placed = [seq.seq_id for seq in (*self._running, *self._waiting)]
-        placed += [sibling.seq_id for seq in (*self._running, *self._waiting) for sibling in seq.siblings]
-        if len(placed) != self._num_unfinished or set(placed) != known:
-            raise EngineError(f"{self._num_unfinished} unfinished sequences {sorted(known)}, but queues hold {sorted(placed)}")
+        check_places(self._slots, list(self._running), list(self._waiting), self._requests, self._num_unfinished)
         if not self.has_work() and self.kv.num_used:
             raise EngineError(f"no sequence is left, but {self.kv.num_used} KV blocks are in use")
 
@@ -513,8 +521,6 @@ class Scheduler:
         if seq.siblings and seq.num_collected >= seq.num_prompt:
             self._fork_siblings(seq)
 
-    # ------------------------------------------------------------------ sparse prompts
-
     # ------------------------------------------------------------------ samples of one request
 
     def _make_sequence(self, request: Request, index: int, first: Sequence | None = None) -> Sequence:
@@ -525,7 +531,7 @@ class Scheduler:
         if sparse is not None:
             identity = dataclasses.replace(identity, attention_mode=sparse.config.name, sparse=sparse.identity)
         blocks = self.kv.open(seq_id, request.prompt_token_ids.copy(), identity)
-        return Sequence(seq_id, request, index, blocks, self.config.max_model_len, first, sparse)
+        return Sequence(seq_id, request, index, blocks, self.config.max_model_len, first, sparse, versions=[(0, self._weights)])
 
     def _lead(self, seq: Sequence, siblings: list[Sequence]) -> None:
         """Queues a sequence. Its siblings wait outside the queue until it has computed the prompt."""
@@ -537,13 +543,7 @@ class Scheduler:
         boundary = self.kv.fork_boundary(seq.blocks, seq.num_prompt)
         siblings, seq.siblings = seq.siblings, []
         for sibling in siblings:
-            if seq.sparse is not None and sibling.sparse is not None:
-                sibling.sparse.decision = seq.sparse.decision
-                self.kv.identify(sibling.blocks, sibling.sparse.identity)
-            if boundary and self.kv.can_fork(seq.blocks, boundary):
-                self.kv.fork(seq.blocks, sibling.blocks, boundary)
-                if seq.routed_experts is not None and sibling.routed_experts is not None:
-                    sibling.routed_experts.begin_with(seq.routed_experts, boundary)
+            share_prompt(self.kv, seq, sibling, boundary)
             self._waiting.add(sibling)
         seq.blocks.keep_from = None
         if self.kv.states is not None:

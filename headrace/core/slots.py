@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from headrace.core.sequence import Sequence
+from headrace.errors import EngineError
 
 PATIENCE = 4
 """Steps for which a sequence is passed over, until an adapter makes room for its own."""
@@ -82,3 +83,17 @@ class AdapterSlots:
             if not held and not drained and step - seq.passed_over >= PATIENCE:
                 drained.add(min(self._running, key=lambda other: (self._running[other], other)))
         return None
+
+
+def check_places(
+    slots: Slots, running: list[Sequence], waiting: list[Sequence], requests: dict[str, list[Sequence]], num_unfinished: int
+) -> None:
+    """Raises EngineError unless each running sequence has a slot, and each unfinished one a place in a queue."""
+    taken = sorted(seq.slot for seq in running)
+    if len(set(taken)) != len(running) or len(taken) + slots.num_free != slots.count:
+        raise EngineError(f"slots {taken} of {len(running)} running sequences, {slots.num_free} free")
+    known = {seq.seq_id for sequences in requests.values() for seq in sequences}
+    placed = [seq.seq_id for seq in (*running, *waiting)]
+    placed += [sibling.seq_id for seq in (*running, *waiting) for sibling in seq.siblings]
+    if len(placed) != num_unfinished or set(placed) != known:
+        raise EngineError(f"{num_unfinished} unfinished sequences {sorted(known)}, but queues hold {sorted(placed)}")

@@ -38,3 +38,14 @@ class SparseSchedule:
                 self._decisions.keep(sparse, self._kv.generation)
         if seq.status is Status.RUNNING:
             sparse.count_blocks(start, end, outcome.kept)
+
+
+def share_prompt(kv: KVCacheManager, seq: Sequence, sibling: Sequence, boundary: int) -> None:
+    """Gives a sample what another one of its request has computed of their prompt: its first ``boundary`` tokens."""
+    if seq.sparse is not None and sibling.sparse is not None:
+        sibling.sparse.decision = seq.sparse.decision
+        kv.identify(sibling.blocks, sibling.sparse.identity)
+    if boundary and kv.can_fork(seq.blocks, boundary):
+        kv.fork(seq.blocks, sibling.blocks, boundary)
+        if seq.routed_experts is not None and sibling.routed_experts is not None:
+            sibling.routed_experts.begin_with(seq.routed_experts, boundary)

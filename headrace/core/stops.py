@@ -8,8 +8,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from headrace.core.matcher import TOO_COMPLEX
+from headrace.core.plan import StepResult
 from headrace.core.sequence import Sequence, SequenceUpdate
 from headrace.errors import EngineError
+from headrace.metrics.stats import EngineStats
 from headrace.outputs import Failure, FinishReason, TokenLogprobs
 
 REPETITION = "repetition"
@@ -109,3 +111,12 @@ def _complete_prompt_logprobs(seq: Sequence) -> list[TokenLogprobs]:
     if len(entries) != seq.num_prompt - 1:
         raise EngineError(f"{seq!r} has prompt logprobs for {len(entries)} of {seq.num_prompt - 1} tokens")
     return entries
+
+
+def count_step(counters: EngineStats, result: StepResult) -> None:
+    """Adds what a step took."""
+    counters.forward_seconds += result.forward_seconds
+    counters.sample_seconds += result.sample_seconds
+    counters.replayed_steps += result.replayed is True
+    counters.eager_steps += result.replayed is False
+    counters.padding_tokens += result.padding_tokens

@@ -16,7 +16,8 @@ from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
 from headrace.engine.adapters import LoadedAdapters
 from headrace.engine.outputs import OutputProcessor
-from headrace.errors import EngineError, RequestError
+from headrace.engine.weights import WeightControl
+from headrace.errors import EngineError, RequestError, UnavailableError
 from headrace.kv.prefix_cache import Change
 from headrace.metrics.stats import EngineStats
 from headrace.outputs import OutputDelta
@@ -56,10 +57,11 @@ class EngineCore:
         constraints: Constraints | None = None,
         *,
         pipeline_depth: int = 1,
+        weights_must_be_complete: bool = False,
     ) -> None:
         """``constraints``: None: constrained requests are refused."""
         self.scheduler = scheduler
-        self.executor = executor
+        self.executor: Executor[Any] = executor
         self.outputs = outputs
         self.adapters = LoadedAdapters(scheduler, executor)
         self._depth = pipeline_depth
@@ -68,7 +70,12 @@ class EngineCore:
         """Steps whose results have not been read, oldest first."""
         self._unsampled: tuple[StepPlan, Any] | None = None
         """The last launched step, while its masks wait for tokens in flight. The next is planned after it is sampled."""
+        self.hold = False
+        """No further step is planned: sequences are frozen once those in flight are collected."""
+        self.refusal = ""
+        """Reason why requests are refused; empty: they are taken."""
         self._host_seconds = 0.0
+        self.weights = WeightControl(self, complete=weights_must_be_complete)
         self._before = EngineStats()
         """Counters at the end of the warm-up."""
         self._listeners: list[CacheListener] = []
@@ -92,8 +99,11 @@ class EngineCore:
 
         Raises:
             RequestError, QueueFullError: the request was refused.
+            UnavailableError: no request is taken at present.
             EngineError: taking it in failed. Nothing is left of it, and other requests are not affected.
         """
+        if self.refusal:
+            raise UnavailableError(self.refusal)
         self.adapters.check(request)
         if request.constraint is not None:
             self._constraints.check()
@@ -113,8 +123,25 @@ class EngineCore:
         self._constraints.drop(request_id)
         return self.outputs.close(self.scheduler.abort(request_id), "abort")
 
+    def abort_all(self) -> list[OutputDelta]:
+        """Ends all requests."""
+        return [delta for request_id in self.scheduler.request_ids for delta in self.abort(request_id)]
+
     def has_work(self) -> bool:
         return self.scheduler.has_work()
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a launched step is not collected."""
+        return bool(self._launched)
+
+    def preempt_all(self) -> None:
+        """Takes slots and KV from all running sequences, which are computed again. No step is in flight."""
+        self.scheduler.preempt_all()
+
+    def runnable(self) -> bool:
+        """Whether ``step`` has something to do."""
+        return self.in_flight if self.hold else self.scheduler.has_work()
 
     def step(self) -> list[OutputDelta]:
         """Launches what the pipeline has room for, then reads the oldest step's result.
@@ -128,7 +155,7 @@ class EngineCore:
         if not self._launched:
             if self._constraints.compiling:
                 self._constraints.wait(_COMPILE_SECONDS)
-            elif self.scheduler.has_work():
+            elif self.runnable():
                 raise EngineError("work is pending, and no step of it can be launched")
             return []
         plan, handle = self._launched.popleft()
@@ -149,7 +176,9 @@ class EngineCore:
         return deltas
 
     def _launch(self) -> None:
-        while self._unsampled is None and len(self._launched) < self._depth and (plan := self.scheduler.schedule()) is not None:
+        while self._unsampled is None and len(self._launched) < self._depth:
+            if self.hold or (plan := self.scheduler.schedule()) is None:
+                return
             self._unsampled = plan, self.executor.execute(plan)
             self._launched.append(self._unsampled)
             self._sample(*self._unsampled)
@@ -206,12 +235,12 @@ class EngineCore:
         while self.has_work():
             self.step()
 
-    def weights_changed(self) -> None:
-        """Invalidates cached prefixes. Raises: as ``drain``."""
-        self.drain()
-        self.scheduler.kv.bump_weight_version()
+    def weights_changed(self, version: str, number: int = 0) -> int:
+        """Invalidates cached prefixes. No step is in flight. Returns the version's number."""
+        number = self.scheduler.weights_changed(version, number)
         if self._changes:
             self._report_changes()
+        return number
 
     def warm_up(self, requests: Sequence[Request]) -> None:
         """Serves warm-up requests, then resets the prefix cache and the counters.

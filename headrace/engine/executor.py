@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from headrace.core.plan import RunnerEvent, SamplePlan, StepPlan, StepResult
+from headrace.core.weights import RankCommand, RankReply, Receive
+from headrace.engine.weight_receiver import WeightReceiver
 from headrace.errors import ConfigError, EngineError
 from headrace.models.interface import Model
 from headrace.models.update import weight_update
@@ -15,7 +17,7 @@ from headrace.runner.part import StepHandle
 from headrace.runner.parts.adapters import adapter_tables
 from headrace.runner.runner import ModelRunner
 from headrace.sources.adapter import AdapterFiles
-from headrace.weights.update import Named, WeightUpdate
+from headrace.weights.update import Named, WholeUpdate
 
 Handle = TypeVar("Handle")
 
@@ -43,7 +45,7 @@ class Executor(Protocol[Handle]):
 
         Raises:
             ConfigError: a tensor does not fit; nothing was written.
-            EngineError: writing was cut short; the executor must not be used again.
+            EngineError: writing was cut short: the weights are torn.
         """
         ...
 
@@ -57,6 +59,11 @@ class Executor(Protocol[Handle]):
 
     def drop_adapter(self, digest: str) -> None:
         """Forgets an adapter that no sequence has. Does nothing if it is not there."""
+        ...
+
+    def weights(self, command: RankCommand) -> RankReply:
+        """Answers at once; loads and joins go on, and no step is in flight while a load does. Of several ranks: the first
+        error, and done once all are."""
         ...
 
     def memory(self) -> list[tuple[str, int]]:
@@ -83,10 +90,15 @@ class Executor(Protocol[Handle]):
 class LocalExecutor(Executor[StepHandle]):
     """One runner in this process. Processes that share its model (``ranks``) each have one and get the same calls."""
 
-    def __init__(self, model: Model, runner: ModelRunner, ranks: Agreement) -> None:
+    def __init__(self, model: Model, runner: ModelRunner, ranks: Agreement, *, weight_timeout: float = 600.0) -> None:
+        """``weight_timeout``: seconds in which a group of a trainer must come together, and each broadcast must come."""
         self.model = model
         self.runner = runner
         self._ranks = ranks
+        group, with_encoder = model.group, runner.encoder is not None
+        self._receiver = WeightReceiver(
+            model, with_encoder=with_encoder, rank=group.rank, size=group.size, seconds=weight_timeout
+        )
 
     def execute(self, plan: StepPlan) -> StepHandle:
         return self.runner.execute(plan)
@@ -98,7 +110,7 @@ class LocalExecutor(Executor[StepHandle]):
         return self.runner.collect(handle)
 
     def update_weights(self, tensors: Named) -> int:
-        update: WeightUpdate | None = None
+        update: WholeUpdate | None = None
         refusal: ConfigError | None = None
         try:
             update = weight_update(self.model, tensors, with_encoder=self.runner.encoder is not None)
@@ -112,6 +124,13 @@ class LocalExecutor(Executor[StepHandle]):
             return update.write()
         except Exception as error:
             raise EngineError(f"an update of weights was cut short: {type(error).__name__}: {error}") from error
+        finally:
+            self._receiver.note(update.update)
+
+    def weights(self, command: RankCommand) -> RankReply:
+        if isinstance(command, Receive):
+            self.runner.note(RunnerEvent("weights"))
+        return self._receiver.handle(command)
 
     def load_adapter(self, files: AdapterFiles) -> None:
         adapter_tables(self.runner.parts).load(files)
@@ -133,4 +152,5 @@ class LocalExecutor(Executor[StepHandle]):
         return self.runner.graphs()
 
     def close(self) -> None:
+        self._receiver.close()
         self.runner.close()

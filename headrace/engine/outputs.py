@@ -22,6 +22,7 @@ from headrace.outputs import (
     RequestTimes,
     RoutedExperts,
     TokenLogprobs,
+    WeightSpan,
     merged,
 )
 from headrace.text.detokenizer import IncrementalDetokenizer
@@ -139,6 +140,7 @@ class SequenceText:
         self._held: list[OutputDelta] | None = None
         """Deltas that have not been sent yet, with ``_num_held`` tokens; None before the first delta."""
         self._num_held = 0
+        self._num_tokens = 0
         self._detokenizer: IncrementalDetokenizer | None = None
         self._stops: StopStrings | None = None
         self._automaton: StopAutomaton | None = None
@@ -265,6 +267,7 @@ class SequenceText:
             else:
                 text += self._rest()
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
+        self._num_tokens += len(tokens)
         return OutputDelta(
             request_id=self.request_id,
             index=self._sequence.index,
@@ -284,6 +287,7 @@ class SequenceText:
             times=self._times() if finish is not None else None,
             routed_experts=self._routed_experts() if finish is not None else None,
             attention=self._sequence.sparse.report() if finish is not None and self._sequence.sparse is not None else None,
+            weight_versions=self._weight_versions() if finish is not None else [],
         )
 
     def _routed_experts(self) -> RoutedExperts | None:
@@ -292,6 +296,13 @@ class SequenceText:
         if chosen is None or self._experts is None:
             return None
         return RoutedExperts(chosen.first(self._sequence.num_prompt + self._num_shown - 1), self._experts)
+
+    def _weight_versions(self) -> list[WeightSpan]:
+        """Versions that the tokens come from, or where there are none, the present one."""
+        starts = [(min(start, self._num_tokens), version) for start, version in self._sequence.versions]
+        ends = [*(start for start, _ in starts[1:]), self._num_tokens]
+        spans = [WeightSpan(version, start, end) for (start, version), end in zip(starts, ends, strict=True)]
+        return [span for span in spans if span.start < span.end] or spans[-1:]
 
     def _times(self) -> RequestTimes:
         times = self._sequence.times

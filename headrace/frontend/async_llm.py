@@ -13,13 +13,22 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 from headrace.config import EngineArgs
 from headrace.core.request import Request
 from headrace.engine.info import EngineInfo, Progress
-from headrace.errors import ConfigError, EngineDeadError, EngineError, HeadraceError, QueueFullError, RequestError
+from headrace.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineError,
+    HeadraceError,
+    QueueFullError,
+    RequestError,
+    UnavailableError,
+)
 from headrace.frontend.adapters import LoRARequest, NamedAdapter, RemoteAdapters
 from headrace.frontend.inputs import InputProcessor, Prompt
 from headrace.frontend.pooled_calls import AsyncPooledCalls, Make
 from headrace.frontend.pooling import PoolingInputs
 from headrace.frontend.prepare import described, input_processor
 from headrace.frontend.streams import Inbox, OutputStream, new_output
+from headrace.frontend.weights import Weights
 from headrace.metrics.stats import EngineStats
 from headrace.outputs import OutputDelta, PoolingRequestOutput, RequestOutput
 from headrace.outputs import T as Result
@@ -35,6 +44,7 @@ from headrace.processes.messages import (
     Rejected,
     Stats,
     StepDeltas,
+    WeightReply,
 )
 from headrace.processes.quarantine import Quarantine
 from headrace.processes.replicas import ReplicaSet
@@ -86,6 +96,8 @@ class AsyncLLM(AsyncPooledCalls):
         )
         self._inboxes: dict[str, Inbox] = {}
         self._calls: dict[int, tuple[ControlName, asyncio.Future[bool]]] = {}
+        packed_bytes = self.args.weight_transfer_config.packed_buffer_size_bytes
+        self.weights = Weights(self._supervisor, self.abort_all, packed_bytes)
         self._num_calls = 0
         self._draining = False
         self.adapters = RemoteAdapters(self.args, self._ask, self._tell, self._open_requests)
@@ -156,7 +168,9 @@ class AsyncLLM(AsyncPooledCalls):
         await self.close()
 
     def health(self) -> Health:
-        return self._supervisor.health()
+        """Good while requests are served, or queued; else says why they are not."""
+        health, weights = self._supervisor.health(), self._supervisor.weights
+        return Health(False, weights.reason) if health.ok and weights.reason else health
 
     @property
     def failed(self) -> bool:
@@ -290,6 +304,10 @@ class AsyncLLM(AsyncPooledCalls):
         self._check_owner()
         self._abandon_here([request_id])
 
+    def abort_all(self) -> None:
+        """Ends all requests, those included that no engine has yet."""
+        self._abandon_here(list(self._inboxes))
+
     def _abandon(self, request_ids: list[str]) -> None:
         """Abort from any thread: the garbage collector may drop a stream in another one."""
         try:
@@ -300,7 +318,7 @@ class AsyncLLM(AsyncPooledCalls):
 
     def _abandon_here(self, request_ids: list[str]) -> None:
         running = [request_id for request_id in request_ids if request_id in self._inboxes]
-        if running and self.health().ok:
+        if running and self._supervisor.health().ok:
             logger.debug("abort %s", running)
             for request_id in running:
                 self._inboxes[request_id].bound.add(request_id)
@@ -345,19 +363,6 @@ class AsyncLLM(AsyncPooledCalls):
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. False: prefix caching is disabled."""
         return await self._call("reset_prefix_cache")
-
-    async def update_weights(self, tensors: object) -> int:
-        """Unsupported: only ``LLM`` accepts new weights.
-
-        Raises:
-            ConfigError: always. An engine process that is restarted comes back with the weights of its files, so that
-                requests would be answered by the old model unnoticed.
-        """
-        raise ConfigError(
-            "weights are updated in the engine of the calling process (LLM.update_weights): one in a process of its own would "
-            "come back with the weights of its files when it is restarted",
-            "tensors",
-        )
 
     async def check_integrity(self) -> None:
         """Raises: EngineError: the block pool is inconsistent."""
@@ -406,6 +411,8 @@ class AsyncLLM(AsyncPooledCalls):
                 if (inbox := self._inboxes.pop(request_id, None)) is not None:
                     # A replica may refuse what another one had accepted: its reader must see the end.
                     inbox.lost(request_id, _rejection(kind, text, param))
+            case WeightReply():
+                self.weights.answered(message)
             case ControlReply(call, value, error, param):
                 _, reply = self._calls.get(call, (None, None))
                 if reply is None or reply.done():
@@ -433,6 +440,7 @@ class AsyncLLM(AsyncPooledCalls):
         for _, reply in self._calls.values():
             if not reply.done():
                 reply.set_exception(EngineDeadError(reason))
+        self.weights.lost(reason)
         self._stats = EngineStats()
 
     def _run_again(self, request_id: str, inbox: Inbox) -> bool:
@@ -446,7 +454,7 @@ class AsyncLLM(AsyncPooledCalls):
         return True
 
     def pending(self) -> list[str]:
-        return [*self._inboxes, *(name for name, _ in self._calls.values())]
+        return [*self._inboxes, *(name for name, _ in self._calls.values()), *self.weights.pending()]
 
     def _deliver(self, delta: OutputDelta) -> None:
         inbox = self._inboxes.get(delta.request_id)
@@ -461,6 +469,8 @@ class AsyncLLM(AsyncPooledCalls):
 def _rejection(kind: str, text: str, param: str | None) -> HeadraceError:
     if kind == "engine":
         return EngineError(text)
+    if kind == "unavailable":
+        return UnavailableError(text)
     return (QueueFullError if kind == "queue_full" else RequestError)(text, param)
 
 

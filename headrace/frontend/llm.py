@@ -14,9 +14,10 @@ from headrace.config import EngineArgs
 from headrace.constrain.choice import read_choice, rules_of
 from headrace.constrain.compose import AnswerPlan
 from headrace.core.request import AdapterRef, ParseOptions, Request
+from headrace.core.weights import Rename
 from headrace.engine.endings import failed
 from headrace.engine.info import EngineInfo, Progress
-from headrace.errors import ConfigError, EngineError, QueueFullError, RequestError
+from headrace.errors import ConfigError, EngineError, QueueFullError, RequestError, UnavailableError
 from headrace.frontend.adapters import LoRARequest
 from headrace.frontend.inputs import InputProcessor, Prompt, check_params, has_media
 from headrace.frontend.interrupts import deferred_interrupt
@@ -334,17 +335,11 @@ class LLM(PooledCalls):
         Raises:
             ConfigError: a name is unknown or there twice, a tensor is not of the weight's shape or of no float dtype, or one
                 that is packed with it is missing. Names the weight; nothing was written.
-            EngineError: requests are running; or writing failed, and the engine cannot be used any more.
+            EngineError: requests are running; or writing failed: then nothing is generated until an update has all weights.
         """
         with self._exclusive_local() as engine:
             engine.core.drain()
-            try:
-                count = engine.executor.update_weights(tensors)
-            except EngineError as error:
-                self._unusable = str(error)
-                raise
-            engine.core.weights_changed()
-            return count
+            return engine.core.weights.update(tensors)
 
     def weights_changed(self) -> None:
         """Drops the prefix cache after weights were changed in place.
@@ -356,7 +351,8 @@ class LLM(PooledCalls):
             EngineError: requests are running.
         """
         with self._exclusive_local() as engine:
-            engine.core.weights_changed()
+            engine.core.drain()
+            engine.core.weights.call(Rename(None))
 
     def parity(self, tell: Callable[[str], None] = lambda what: None) -> Parity:
         """Whether the engine computes what the model's own library computes: the report of ``headrace doctor --parity``, of a
@@ -502,6 +498,8 @@ class LLM(PooledCalls):
     def _run(self, requests: PendingRequests, progress: bool) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
         with self._exclusive() as engine:
+            if isinstance(engine, LocalEngine) and engine.core.refusal:
+                raise UnavailableError(engine.core.refusal)
             if self._external is not None and isinstance(engine, LocalEngine):
                 self._follow(self._external, engine, requests.make_all())
             tokenizer = engine.text.tokenizer

@@ -271,9 +271,10 @@ class KVCacheManager:
             pool.forget()
         return self.caching
 
-    def bump_weight_version(self) -> int:
-        """Separates KV computed from now on from KV computed before. Returns the new version."""
-        self._weight_version += 1
+    def bump_weight_version(self, number: int = 0) -> int:
+        """Separates KV computed from now on from KV computed before. Returns the new version: ``number`` if that is higher than
+        the next."""
+        self._weight_version = max(number, self._weight_version + 1)
         self.reset_prefix_cache()
         return self._weight_version
 

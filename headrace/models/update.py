@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable
 from typing import Any
 
 from headrace.errors import ConfigError
@@ -10,7 +11,7 @@ from headrace.layers.linear import Linear
 from headrace.models import registry
 from headrace.models.decoder import Decoder
 from headrace.models.vision.interface import VISION_NAME
-from headrace.weights.update import Named, WeightUpdate
+from headrace.weights.update import Named, TensorFacts, WeightUpdate, WholeUpdate
 
 
 def _packed(model: Decoder) -> dict[str, Linear]:
@@ -23,8 +24,8 @@ def _packed(model: Decoder) -> dict[str, Linear]:
     return found
 
 
-def weight_update(model: Any, tensors: Named, *, with_encoder: bool = False) -> WeightUpdate:
-    """Checks new values, without writing them. Names are those of checkpoints; for a foreign model, its library's.
+def update_plan(model: Any, facts: Iterable[TensorFacts], *, with_encoder: bool = False) -> WeightUpdate:
+    """Finds places for tensors. Names are those of checkpoints; for a foreign model, its library's.
 
     Args:
         with_encoder: the model has a vision encoder, which is not updated.
@@ -32,10 +33,15 @@ def weight_update(model: Any, tensors: Named, *, with_encoder: bool = False) -> 
     Raises:
         ConfigError: as ``WeightUpdate``; or a weight is of the encoder, which would keep its old values.
     """
-    pairs = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
-    for name, _ in pairs:
-        if with_encoder and VISION_NAME.fullmatch(name):
-            raise ConfigError(f"{name} is of the vision encoder, which is not updated: leave it out", "tensors")
+    facts = list(facts)
+    for one in facts:
+        if with_encoder and VISION_NAME.fullmatch(one.name):
+            raise ConfigError(f"{one.name} is of the vision encoder, which is not updated: leave it out", "tensors")
     if isinstance(model, Decoder):
-        return WeightUpdate(registry.name_table(model.spec), dict(model.named_parameters()), pairs, _packed(model))
-    return model.weight_update(pairs)  # type: ignore[no-any-return]
+        return WeightUpdate(registry.name_table(model.spec), dict(model.named_parameters()), facts, _packed(model))
+    return model.update_plan(facts)  # type: ignore[no-any-return]
+
+
+def weight_update(model: Any, tensors: Named, *, with_encoder: bool = False) -> WholeUpdate:
+    """Checks new values, without writing them. Raises: ConfigError: as ``update_plan`` and ``WholeUpdate``."""
+    return WholeUpdate(functools.partial(update_plan, model, with_encoder=with_encoder), tensors)

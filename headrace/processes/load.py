@@ -73,7 +73,14 @@ def load_engine(source: ModelSource, timeline: Timeline | None = None, *, captur
     scheduler = Scheduler(config.scheduler, config.cache)
     outputs = OutputProcessor(text.tokenizer, args.stream_interval, config.experts)
     constraints = text.constraints(args, config.model.vocab_size, lockstep=source.ranks.size > 1)
-    core = EngineCore(scheduler, executor, outputs, constraints, pipeline_depth=config.scheduler.pipeline_depth)
+    core = EngineCore(
+        scheduler,
+        executor,
+        outputs,
+        constraints,
+        pipeline_depth=config.scheduler.pipeline_depth,
+        weights_must_be_complete=args.weights_must_be_complete,
+    )
     with timeline.phase("warm-up"):
         core.warm_up(_warm_up_requests(config))
     memory = ledger(loaded.weights, config, executor.memory(), loaded.profile)

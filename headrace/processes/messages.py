@@ -9,6 +9,7 @@ import msgspec
 
 from headrace.config import EngineArgs
 from headrace.core.request import Request
+from headrace.core.weights import ServedWeights, WeightCommand, WeightResult, WeightStatus
 from headrace.engine.info import EngineInfo, Progress
 from headrace.host.channel import Data
 from headrace.metrics.stats import EngineStats
@@ -35,6 +36,8 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Descriptor of the file for stacks, which the engine's process has inherited."""
     replica: int = 0
     """Number of this engine among the ``args.data_parallel_size`` replicas."""
+    weights: ServedWeights = ServedWeights()
+    """The weights and the pause of the engine before this one."""
 
 
 class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -56,11 +59,18 @@ class Control(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The adapter that is loaded or dropped."""
 
 
+class WeightCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A command to the engine's weights. Answered with WeightReply."""
+
+    call: int
+    command: WeightCommand
+
+
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Stop at once, without an answer."""
 
 
-ToEngine = Start | AddRequest | Abort | Control | Shutdown
+ToEngine = Start | AddRequest | Abort | Control | WeightCall | Shutdown
 
 
 # From the engine
@@ -85,7 +95,7 @@ class Rejected(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The request was refused; the other fields rebuild the error."""
 
     request_id: str
-    error: Literal["request", "queue_full", "engine"]
+    error: Literal["request", "queue_full", "engine", "unavailable"]
     message: str
     param: str | None
 
@@ -116,6 +126,17 @@ class ControlReply(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The parameter at fault, where the error is the caller's."""
 
 
+class WeightsChanged(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Sent at every change of the weights' state, and each second while a command to them is under way."""
+
+    status: WeightStatus
+
+
+class WeightReply(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    call: int
+    result: WeightResult
+
+
 class Fatal(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The last message of an engine that cannot go on."""
 
@@ -128,7 +149,19 @@ class Fatal(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Traceback for the log; empty: the message says it all."""
 
 
-FromEngine = Starting | Ready | Accepted | Rejected | StepDeltas | Stats | CacheChanged | ControlReply | Fatal
+FromEngine = (
+    Starting
+    | Ready
+    | Accepted
+    | Rejected
+    | StepDeltas
+    | Stats
+    | CacheChanged
+    | ControlReply
+    | WeightsChanged
+    | WeightReply
+    | Fatal
+)
 
 encode: Callable[[ToEngine | FromEngine], bytes] = msgspec.msgpack.Encoder().encode
 decode_to_engine: Callable[[Data], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode

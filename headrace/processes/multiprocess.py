@@ -23,6 +23,7 @@ import torch
 
 from headrace.config import EngineArgs
 from headrace.core.plan import SamplePlan, StepPlan, StepResult, encode_plan
+from headrace.core.weights import RankCommand, RankReply
 from headrace.engine.executor import Executor
 from headrace.errors import ConfigError, EngineError, RankKilledError, RankLostError
 from headrace.host.channel import Channel, wait
@@ -44,6 +45,7 @@ from headrace.processes.rank_messages import (
     LoadAdapter,
     Plan,
     RankStart,
+    RankWeights,
     ShowTokens,
     Tokens,
     ToRank,
@@ -51,8 +53,8 @@ from headrace.processes.rank_messages import (
     decode_from_rank,
     decode_to_rank,
     encode,
-    tensor_facts,
     tensor_pieces,
+    tensor_spec,
 )
 from headrace.processes.records import from_plain
 from headrace.processes.watchdog import Watchdog, busy_timeouts, thread_times
@@ -149,7 +151,7 @@ class MultiprocessExecutor(Executor[int]):
 
     def update_weights(self, tensors: Named) -> int:
         pairs = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
-        self.send(UpdateWeights([tensor_facts(name, tensor) for name, tensor in pairs]))
+        self.send(UpdateWeights([tensor_spec(name, tensor) for name, tensor in pairs]))
         for _, tensor in pairs:
             whole = tensor.detach().cpu().contiguous()
             for piece in tensor_pieces(whole):
@@ -163,6 +165,14 @@ class MultiprocessExecutor(Executor[int]):
 
     def drop_adapter(self, digest: str) -> None:
         self.send(DropAdapter(digest))
+
+    def weights(self, command: RankCommand) -> RankReply:
+        self.send(RankWeights(command))
+        replies = self.gather(RankReply)
+        error = next((f"rank {rank}: {reply.error}" for rank, reply in enumerate(replies) if reply.error), "")
+        done = all(reply.done for reply in replies)
+        checksums = {f"{name}#{rank}": value for rank, reply in enumerate(replies) for name, value in reply.checksums.items()}
+        return RankReply(done, error if done else "", replies[0].written, replies[0].missing, checksums)
 
     def memory(self) -> list[tuple[str, int]]:
         """Memory of rank 0; the other ranks use about as much."""

@@ -14,7 +14,15 @@ from headrace.config import EngineArgs
 from headrace.engine.core import EngineCore
 from headrace.engine.info import EngineInfo
 from headrace.engine.timeline import Timeline
-from headrace.errors import ConfigError, EngineError, QueueFullError, RankKilledError, RankLostError, RequestError
+from headrace.errors import (
+    ConfigError,
+    EngineError,
+    QueueFullError,
+    RankKilledError,
+    RankLostError,
+    RequestError,
+    UnavailableError,
+)
 from headrace.host.channel import Channel
 from headrace.host.clock import process_start
 from headrace.host.garbage import freeze_gc
@@ -39,6 +47,9 @@ from headrace.processes.messages import (
     Stats,
     StepDeltas,
     ToEngine,
+    WeightCall,
+    WeightReply,
+    WeightsChanged,
     decode_to_engine,
     encode,
 )
@@ -47,6 +58,8 @@ from headrace.sources.adapter import AdapterFiles
 
 logger = logging.getLogger("headrace.engine")
 
+_POLL_SECONDS = 0.01
+"""Interval at which a command to the weights that is under way is looked after."""
 _IDLE_SECONDS = 5.0
 """Most time that an engine of several processes waits for a message before it asks whether they all still answer."""
 
@@ -66,31 +79,40 @@ class EngineLoop:
 
     def run(self) -> None:
         """Runs until Shutdown, or until the client is gone. Raises whatever ``core.step`` raises."""
-        core, channel = self._core, self._channel
+        core = self._core
         while self._running:
             ended: list[OutputDelta] = []
             while self._running:
+                if core.weights.busy:
+                    core.weights.poll()
                 if (message := self._poll()) is None:
-                    if core.has_work():
+                    if core.runnable():
                         break
-                    # Asks all ranks: one that was stopped by a signal does not answer.
-                    if core.idle():
-                        self._report()
-                        continue
-                    sentinels = core.executor.sentinels()
-                    channel.wait(_IDLE_SECONDS if sentinels else None, sentinels)
-                    core.executor.check()
+                    self._idle()
                     continue
                 ended += self._handle(message)
-                if ended and not core.has_work():
+                if ended and not core.runnable():
                     break
             if not self._running:
                 return
-            deltas = ended + core.step() if core.has_work() else ended
+            deltas = ended + core.step() if core.runnable() else ended
             self._report()
             self._send(StepDeltas(deltas))
             if self._drains and not core.has_work():
                 self._answer_drains()
+
+    def _idle(self) -> None:
+        """Waits for a message, or captures a CUDA graph."""
+        core, sentinels = self._core, self._core.executor.sentinels()
+        if core.weights.busy:
+            self._channel.wait(_POLL_SECONDS, sentinels)
+            return
+        # Asks all ranks: one that was stopped by a signal does not answer.
+        if core.idle():
+            self._report()
+            return
+        self._channel.wait(_IDLE_SECONDS if sentinels else None, sentinels)
+        core.executor.check()
 
     def _send(self, message: FromEngine) -> None:
         self._channel.send(encode(message))
@@ -120,6 +142,8 @@ class EngineLoop:
                 return [delta for request_id in request_ids for delta in self._core.abort(request_id)]
             case Control():
                 self._control(message)
+            case WeightCall(call, command):
+                return self._core.weights.submit(command, lambda result: self._send(WeightReply(call, result)))
             case Shutdown():
                 self._running = False
             case Start():
@@ -133,6 +157,9 @@ class EngineLoop:
         except RequestError as error:
             kind: Literal["queue_full", "request"] = "queue_full" if isinstance(error, QueueFullError) else "request"
             self._send(Rejected(request.request_id, kind, error.message, error.param))
+            return
+        except UnavailableError as error:
+            self._send(Rejected(request.request_id, "unavailable", str(error), None))
             return
         except EngineError as error:
             self._send(Rejected(request.request_id, "engine", str(error), None))
@@ -197,6 +224,8 @@ def serve(load: Load, client: Parent) -> int:
         publish_events(core, start.args, start.replica)
         if start.args.data_parallel_size > 1 and start.args.dp_routing_policy == "prefix":
             core.listen(RoutingReports(core.scheduler.kv, send))
+        core.weights.tell = lambda status: send(WeightsChanged(status))
+        core.weights.start(start.weights)
         freeze_gc()
         send(Ready(info, core.stats()))
         EngineLoop(core, client).run()

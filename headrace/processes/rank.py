@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from headrace.core.plan import SamplePlan, StepPlan, StepResult, decode_plan
+from headrace.core.weights import TensorSpec
 from headrace.engine.executor import LocalExecutor
 from headrace.engine.timeline import Timeline
 from headrace.errors import ConfigError
@@ -33,8 +34,8 @@ from headrace.processes.rank_messages import (
     LoadAdapter,
     Plan,
     RankStart,
+    RankWeights,
     ShowTokens,
-    TensorFacts,
     Tokens,
     ToRank,
     UpdateWeights,
@@ -101,7 +102,7 @@ class Rank:
                 self._done(next((Tokens.of(result) for result in self._results if result.step == step), None))
             case UpdateWeights(tensors):
                 try:
-                    self._done(self._executor.update_weights([(facts.name, self._tensor(facts)) for facts in tensors]))
+                    self._done(self._executor.update_weights([(spec.name, self._tensor(spec)) for spec in tensors]))
                 except ConfigError as error:
                     self._parent.send(encode(ConfigRefused(error.message, error.param)))
             case LoadAdapter(files):
@@ -112,6 +113,8 @@ class Rank:
                     self._parent.send(encode(ConfigRefused(error.message, error.param)))
             case DropAdapter(dropped):
                 self._executor.drop_adapter(dropped)
+            case RankWeights(command):
+                self._done(self._executor.weights(command))
             case Ask("capture_next"):
                 count = self._executor.capture_next()
                 if self._agreement.any(bool(count.failure)):
@@ -124,9 +127,9 @@ class Rank:
             case _:
                 raise ValueError(f"a message {type(message).__name__} was not awaited")
 
-    def _tensor(self, facts: TensorFacts) -> torch.Tensor:
+    def _tensor(self, spec: TensorSpec) -> torch.Tensor:
         """The tensor whose bytes come next."""
-        tensor = empty_tensor(facts)
+        tensor = empty_tensor(spec)
         for piece in tensor_pieces(tensor):
             piece[:] = self._parent.receive()
         return tensor

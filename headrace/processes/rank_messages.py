@@ -15,6 +15,7 @@ import torch
 
 from headrace.config import EngineArgs
 from headrace.core.plan import StepResult
+from headrace.core.weights import RankCommand, TensorSpec
 from headrace.sources.adapter import AdapterFiles
 from headrace.weights.update import check_whole
 
@@ -60,16 +61,16 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag=True):
     name: Literal["capture_next", "memory", "graphs"]
 
 
-class TensorFacts(msgspec.Struct, frozen=True, array_like=True):
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
 class UpdateWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The bytes of the tensors follow, each in separate messages (``tensor_pieces``). Answered with how many were written."""
 
-    tensors: list[TensorFacts]
+    tensors: list[TensorSpec]
+
+
+class RankWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A command to the rank's weights. Answered with RankReply."""
+
+    command: RankCommand
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -90,7 +91,7 @@ class Agreed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     value: int
 
 
-ToRank = RankStart | Plan | Collect | ShowTokens | Ask | UpdateWeights | LoadAdapter | DropAdapter | Agreed
+ToRank = RankStart | Plan | Collect | ShowTokens | Ask | UpdateWeights | RankWeights | LoadAdapter | DropAdapter | Agreed
 
 
 # From a rank
@@ -164,14 +165,14 @@ decode_to_rank: Callable[[bytearray], ToRank] = msgspec.msgpack.Decoder(ToRank).
 decode_from_rank: Callable[[bytearray], FromRank] = msgspec.msgpack.Decoder(FromRank).decode
 
 
-def tensor_facts(name: str, tensor: torch.Tensor) -> TensorFacts:
+def tensor_spec(name: str, tensor: torch.Tensor) -> TensorSpec:
     """Raises: ConfigError: it is no tensor with values, or has a part of them."""
     check_whole(name, tensor)
-    return TensorFacts(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
-def empty_tensor(facts: TensorFacts) -> torch.Tensor:
-    return torch.empty(facts.shape, dtype=getattr(torch, facts.dtype))
+def empty_tensor(spec: TensorSpec) -> torch.Tensor:
+    return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
 
 
 def tensor_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:

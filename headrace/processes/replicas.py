@@ -15,6 +15,7 @@ import msgspec
 
 from headrace.config import EngineArgs
 from headrace.core.request import Request
+from headrace.core.weights import WeightStatus
 from headrace.engine.endings import aborted
 from headrace.engine.info import EngineInfo, Progress
 from headrace.errors import EngineDeadError, EngineError, QueueFullError, RequestError
@@ -34,8 +35,12 @@ from headrace.processes.messages import (
     Stats,
     StepDeltas,
     ToEngine,
+    WeightCall,
+    WeightReply,
+    WeightsChanged,
 )
 from headrace.processes.quarantine import Quarantine
+from headrace.processes.replica_weights import ReplicaWeights
 from headrace.processes.spawn import Spawned
 from headrace.processes.supervisor import Client, EngineSupervisor, Health
 from headrace.routing import Capacity, Router, RouterStats, RoutingDecision, make_policy
@@ -77,6 +82,14 @@ class _Replica(Client):
         with contextlib.suppress(EngineDeadError):
             self.supervisor.send(message)
 
+    @property
+    def weights(self) -> WeightStatus:
+        return self.supervisor.weights
+
+    @property
+    def up(self) -> bool:
+        return self.supervisor.health().ok and self.info is not None
+
     def on_message(self, message: FromEngine) -> None:
         self._replicas.on_message(self, message)
 
@@ -88,7 +101,8 @@ class _Replica(Client):
 
     def reason(self) -> str:
         """Reason why it takes no requests; empty if it does."""
-        return self.supervisor.health().reason or ("" if self.drained is None else "it is drained until it is resumed")
+        reason = self.supervisor.health().reason or self.weights.reason
+        return reason or ("" if self.drained is None else "it is drained until it is resumed")
 
 
 @dataclasses.dataclass(slots=True)
@@ -141,6 +155,7 @@ class ReplicaSet:
                 on_turn=functools.partial(self._on_turn, replica.number),
             )
         self._calls: dict[int, _Call] = {}
+        self._weights = ReplicaWeights(self._replicas, client.on_message)
         self._drains: list[Control] = []
         """Calls to fan out once nothing waits."""
         self._expiry: asyncio.TimerHandle | None = None
@@ -258,6 +273,21 @@ class ReplicaSet:
                 self._router.resume(number)
                 self._bind()
 
+    @property
+    def weights(self) -> WeightStatus:
+        return self._weights.status()
+
+    def _route_whole(self) -> None:
+        """Sends requests to replicas whose weights are whole, if any are; the others refuse them."""
+        up = [replica for replica in self._replicas if replica.up]
+        whole = {replica.number for replica in up if not replica.weights.reason}
+        for replica in up if whole else ():
+            routed = self._router.loads.up[replica.number]
+            if routed and replica.number not in whole:
+                self._router.pause(replica.number)
+            elif not routed and replica.number in whole and replica.drained is None:
+                self._router.resume(replica.number)
+
     def _note_drained(self, replica: _Replica) -> None:
         if replica.drained is not None and not self._router.sent_to(replica.number):
             replica.drained.set()
@@ -277,6 +307,9 @@ class ReplicaSet:
 
     def send(self, message: ToEngine) -> None:
         """Raises: EngineDeadError."""
+        if isinstance(message, WeightCall):
+            self._weights.send(message)
+            return
         self.check()
         match message:
             case AddRequest(request):
@@ -339,7 +372,7 @@ class ReplicaSet:
         self._bind()
 
     def _fan_out(self, message: Control) -> None:
-        up = [replica for replica in self._replicas if replica.supervisor.health().ok and replica.info is not None]
+        up = [replica for replica in self._replicas if replica.up]
         self._calls[message.call] = _Call(message, {replica.number for replica in up})
         for replica in up:
             replica.send(message)
@@ -375,8 +408,16 @@ class ReplicaSet:
                 router.start(number, capacity_of(info))
                 if replica.drained is not None:
                     router.pause(number)
+                self._weights.started(replica)
+                self._route_whole()
                 self._client.on_message(message)
                 self._bind()
+            case WeightsChanged():
+                self._route_whole()
+                self._client.on_message(message)
+                self._bind()
+            case WeightReply():
+                self._weights.answered(number, message)
             case CacheChanged(report):
                 router.cache_changed(number, report)
             case Accepted(request_id):
@@ -428,6 +469,7 @@ class ReplicaSet:
         self._client.on_lost(why, died=False, request_ids=waited)
         for call in list(self._calls):
             self._answer(call, number)
+        self._weights.lost(number)
         if not self._router.loads.num_up:
             drains, self._drains = self._drains, []
             for message in drains:
@@ -442,7 +484,7 @@ class ReplicaSet:
 
     def pending_at(self, replica: _Replica) -> list[str]:
         calls = (call.message.name for call in self._calls.values() if replica.number in call.unanswered)
-        return [*self._router.sent_to(replica.number), *calls]
+        return [*self._router.sent_to(replica.number), *calls, *self._weights.pending_at(replica.number)]
 
 
 def capacity_of(info: EngineInfo) -> Capacity:

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from headrace.config import EngineArgs
 from headrace.core.request import Request
+from headrace.core.weights import ServedWeights, WeightStatus
 from headrace.engine.endings import aborted
 from headrace.engine.info import EngineInfo, Progress
 from headrace.errors import ConfigError, EngineDeadError, EngineError, listed
@@ -31,6 +32,9 @@ from headrace.processes.messages import (
     Starting,
     StepDeltas,
     ToEngine,
+    WeightCall,
+    WeightReply,
+    WeightsChanged,
 )
 from headrace.processes.quarantine import Quarantine
 from headrace.processes.spawn import Spawned, spawn
@@ -130,11 +134,16 @@ class EngineSupervisor:
         self._failed_starts = 0
         """Consecutive starts that failed for lack of resources or hung."""
         self._num_steps = 0
+        """Signs of life of a running engine."""
         self._num_messages = 0
         self._ready_at: float | None = None
         self._device = "cpu"
         """Type of device of the last engine that was ready."""
         self._task: asyncio.Task[None] | None = None
+        self.weights = WeightStatus()
+        """State of the engine's weights, as it said last."""
+        self._weight_calls: set[int] = set()
+        """Commands to the weights that it has not answered."""
 
     async def start(self) -> EngineInfo:
         """Waits until the engine is ready.
@@ -199,6 +208,8 @@ class EngineSupervisor:
                     self._client.on_message(StepDeltas(list(aborted(request))))
             case Control(_, "drain"):
                 self._isolation.release()
+            case WeightCall(call):
+                self._weight_calls.add(call)
         self._send_now(message)
 
     def _send_request(self, request: Request) -> None:
@@ -258,13 +269,16 @@ class EngineSupervisor:
             EngineError: none could be started.
         """
         self._fatal, self._ready_at, self._phase = None, None, ""
+        self._weight_calls.clear()
+        weights = self.weights
+        served = ServedWeights(weights.number, weights.version, None if weights.own_pause else weights.pause)
         spawned, self._spawned = self._spawned or spawn(self._command), None
         self.origin = spawned.origin
         engine_process = self._engine_process = EngineProcess(spawned, self._on_message)
         watchdog: asyncio.Task[Death] | None = None
         try:
             log_level = logging.getLogger("headrace").getEffectiveLevel()
-            engine_process.send(Start(self._args, log_level, spawned.origin, spawned.stacks, self._replica))
+            engine_process.send(Start(self._args, log_level, spawned.origin, spawned.stacks, self._replica, served))
             watchdog = asyncio.create_task(self._watch(engine_process), name="engine-watchdog")
             status = await asyncio.shield(engine_process.exited)
             # A stuck process may end while its stacks are dumped: that is not the cause.
@@ -284,7 +298,9 @@ class EngineSupervisor:
             interval = min(1.0, timeout / 4)
             await asyncio.sleep(interval)
             progress = (starting, self._num_messages if starting else self._num_steps)
-            idle = not starting and not (self._state == "running" and self._client.pending())
+            # Paused, the engine has requests and runs no step. While it answers a command, it tells of its weights.
+            frozen = self.weights.state != "serving" and not self._weight_calls
+            idle = not starting and (frozen or not (self._state == "running" and self._client.pending()))
             if watchdog is None or idle or progress != last:
                 last = progress
                 most = float("inf") if starting else busy_timeouts(self._device)
@@ -323,6 +339,11 @@ class EngineSupervisor:
                 self._client.on_message(message)
             case Fatal():
                 self._fatal = message
+            case WeightsChanged(status):
+                self.weights = status
+                self._num_steps += 1
+                if self._state == "running":
+                    self._client.on_message(message)
             case _:
                 if self._state == "running":
                     self._client.on_message(message)
@@ -342,6 +363,8 @@ class EngineSupervisor:
                         self._quarantine.served(request)
             case Rejected(request_id):
                 self._isolation.ended(request_id)
+            case WeightReply(call):
+                self._weight_calls.discard(call)
 
     # Its end
 

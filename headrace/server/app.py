@@ -16,7 +16,7 @@ import headrace
 from headrace.server.errors import install_handlers
 from headrace.server.generation import cancelled
 from headrace.server.middleware import AllowedHosts, ApiKeys, HeadAsGet, Observe, SameOrigin
-from headrace.server.routes.routers import ROUTERS
+from headrace.server.routes.routers import ROUTERS, TRAINERS
 from headrace.server.settings import ServerSettings
 from headrace.server.sse import SEND
 from headrace.server.state import Serving
@@ -51,6 +51,9 @@ def build_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI:
     install_handlers(app, settings.retry_after)
     for router in ROUTERS:
         app.include_router(router)
+    if settings.enable_rl_api and (settings.admin_keys or not settings.api_keys):
+        for router in TRAINERS:
+            app.include_router(router)
     return app
 
 
@@ -83,7 +86,7 @@ def _middleware(serving: Serving) -> list[Middleware]:
     if settings.allowed_hosts:
         stack.append(Middleware(AllowedHosts, names=settings.allowed_hosts))
     if settings.api_keys:
-        stack.append(Middleware(ApiKeys, keys=settings.api_keys))
+        stack.append(Middleware(ApiKeys, keys=settings.api_keys, admin_keys=settings.admin_keys))
     else:
         stack.append(Middleware(SameOrigin, others=settings.cors_origins))
     stack.append(Middleware(HeadAsGet))

@@ -16,6 +16,8 @@ from headrace.server.settings import ServerSettings
 
 TENANT = "headrace.tenant"
 """Key of the scope: whose request it is, where the server has API keys."""
+ADMIN = "headrace.admin"
+"""Key of the scope: whether its key is an admin's, where the server has API keys."""
 _BODY = "headrace.body"
 """Key of the scope: the request's body while its bytes count."""
 _MAX_CONTENT_TYPE = 256

@@ -16,7 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace.server.body import TENANT, release_body
+from headrace.server.body import ADMIN, TENANT, release_body
 from headrace.server.errors import ApiError, api_error, shown
 from headrace.server.routes.page import PATHS
 from headrace.server.state import Serving
@@ -118,14 +118,17 @@ class _Gate(abc.ABC):
 class ApiKeys(_Gate):
     """Answers 401 unless the request has one of the keys, which are compared in constant time."""
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Iterable[str], admin_keys: Iterable[str]) -> None:
         super().__init__(app)
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        admin = [hashlib.sha256(key.encode()).digest() for key in admin_keys]
+        self._digests = [*(hashlib.sha256(key.encode()).digest() for key in keys), *admin]
+        self._admin = frozenset(digest.hex() for digest in admin)
 
     def refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
         known = self._known(headers)
         if known is not None:
             scope[TENANT] = known
+            scope[ADMIN] = known in self._admin
         elif scope["path"] not in OPEN_PATHS:
             message = "this server needs an API key that it knows: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

@@ -88,6 +88,8 @@ class GenerationBody(SampledBody, frozen=True, kw_only=True):
     """Add token_ids and prompt_token_ids to the answer."""
     return_tokens_as_token_ids: Annotated[bool, OptionSpec(apis=api("vLLM"))] = False
     """Name the tokens of logprobs by their ids, as token_id:872."""
+    return_weight_versions: Annotated[bool, OptionSpec(apis=api("vLLM"))] = False
+    """Add weight_versions to each choice, or to its last chunk: which output tokens come from which version of the weights."""
     return_metrics: Annotated[bool, OptionSpec(apis=api("vLLM"))] = False
     """Add metrics, the times of this request, to the answer or to its last chunk; needs one choice."""
     return_attention_report: Annotated[bool, OptionSpec(apis=api("headrace"))] = False

@@ -20,6 +20,11 @@ def _api_keys() -> tuple[str, ...]:
     return tuple(key.strip() for key in os.environ.get("HEADRACE_API_KEY", "").split(",") if key.strip())
 
 
+def _admin_keys() -> tuple[str, ...]:
+    """The keys in ``HEADRACE_ADMIN_KEY``, separated by commas."""
+    return tuple(key.strip() for key in os.environ.get("HEADRACE_ADMIN_KEY", "").split(",") if key.strip())
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerSettings(Checked):
     """Settings of the server: where it listens, whom it serves, and limits on one request. Frozen.
@@ -80,6 +85,18 @@ class ServerSettings(Checked):
     """API key, which clients send as a bearer token; /, /health, /ready, /live, /ping, /version and /metrics need none.
     Repeatable, so that keys can be rotated. Prefer the environment variable HEADRACE_API_KEY (comma-separated): other users of
     the machine can read a command line."""
+    enable_rl_api: Annotated[bool, OptionSpec(flags=("--enable-rl-api",))] = False
+    """Answer the routes by which trainers pause generation and change the weights, under the names of vLLM and SGLang. Without
+    it, and where there are API keys without --admin-key, they are 404."""
+    admin_keys: Annotated[
+        tuple[str, ...], OptionSpec(min=1, flags=("--admin-key",), default="none", metavar="KEY", secret=True)
+    ] = dataclasses.field(default_factory=_admin_keys, metadata={"environment": "HEADRACE_ADMIN_KEY"})
+    """API key that --enable-rl-api's routes need where there are API keys; it opens the others too. Repeatable. Prefer the
+    environment variable HEADRACE_ADMIN_KEY."""
+    weight_root: Annotated[Path | None, OptionSpec(default="no directory", metavar="DIRECTORY")] = None
+    """Directory below which lie the checkpoints that trainers may name, such as /dev/shm for ones in memory."""
+    pause_timeout: Annotated[float | None, OptionSpec(above=0.0, default="none", metavar="SECONDS")] = None
+    """Seconds of a pause after which the log warns each minute that nobody has resumed. The pause goes on."""
     cors_origins: Annotated[tuple[str, ...], OptionSpec(flags=("--cors-origin",), metavar="ORIGIN")] = ()
     """Web origin whose pages may call the API from a browser, such as https://chat.example.com. Repeatable; * for all."""
     cors_credentials: bool = False

@@ -99,6 +99,13 @@ class Serving:
         self.stopped = asyncio.Event()
         """Set when requests still in flight must end at once."""
         self._facts: ServedModel | None = None
+        self.packed = True
+        """Whether the trainer of vLLM's routes joins tensors to packs."""
+        self.announced: Any = None
+        """The tensors that it announced last."""
+        self.next_version: str | None = None
+        """Version that the update of SGLang's routes will have."""
+        self.pause_watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Starts the engine; keeps the error of a failed start in ``failure``."""
@@ -166,6 +173,10 @@ class Serving:
         if health.ok and self.loading:
             return False, "the engine is starting"
         return health.ok, "" if health.ok else first_line(health.reason)
+
+    def paused(self) -> dict[str, bool]:
+        """Returns the field that /health has while generation is paused."""
+        return {"paused": True} if self.settings.enable_rl_api and self.llm.weights.status().pause is not None else {}
 
     def check_live(self) -> None:
         """Raises: ApiError 503 if the server cannot serve again: its engine did not start, or died repeatedly."""

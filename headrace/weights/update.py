@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, cast
 
 import torch
 
@@ -19,78 +19,176 @@ Named = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
+class TensorFacts(NamedTuple):
+    """Name, dtype and shape of a tensor, which are known before its values."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
 class WeightUpdate:
-    """Tensors that were checked, each with its place, and not written yet.
+    """Places for tensors that were checked by name, shape and dtype. ``put`` writes one, and ``finish`` ends the update.
 
     Weights are written where they are: whatever reads that memory, a captured graph included, reads the new values.
 
     Args:
         table: the names of the model's weights.
         parameters: what the table's parameters are, by their names there.
+        facts: of all tensors of the update, of some weights or all, under the table's names. Of another float dtype than the
+            weight they are rounded, as those of a checkpoint are.
         packed: layers that hold such a parameter in another form, by its name. What is tied to a parameter is one beside it.
-        tensors: new values, of some weights or all, under the table's names. Of another float dtype than the weight they are
-            rounded, as those of a checkpoint are.
 
     Raises:
         ConfigError: a name is unknown or given twice, or a tensor is not one of the shape that its weight has, or of no float
-            dtype, or contradicts what it is tied to; or lacks others that are packed as one matrix with it. Names the weight.
+            dtype; or lacks others that are packed as one matrix with it. Names the weight.
     """
 
     def __init__(
         self,
         table: NameTable,
         parameters: Mapping[str, torch.Tensor],
-        tensors: Named,
+        facts: Iterable[TensorFacts],
         packed: Mapping[str, Linear] | None = None,
     ) -> None:
-        values: dict[str, torch.Tensor] = {}
-        for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
-            if name in values:
-                raise ConfigError(f"{name} is given twice", "tensors")
-            values[name] = tensor
-        self._places: list[tuple[Target, torch.Tensor, torch.Tensor]] = []
-        """(place, parameter, value)"""
-        self._packed: list[tuple[Linear, list[tuple[Target, torch.Tensor]]]] = []
-        """(layer, all that it holds)"""
-        self._count = 0
-        packed = packed or {}
+        given: dict[str, TensorFacts] = {}
+        for one in facts:
+            if one.name in given:
+                raise ConfigError(f"{one.name} is given twice", "tensors")
+            given[one.name] = one
         # A checkpoint may have other tensors in place of the usual ones, and so may an update.
-        table = table.chosen(values)
-        for name, tensor in values.items():
-            if (part := table.part(name)) is not None:
-                layer = packed.get(part.parameter)
-                if layer is None or part.parameter in parameters:
-                    parameter = _held(parameters, part.parameter, name)
-                    self._places.append((part, parameter, tensor))
-                else:
-                    parameter = torch.empty(layer.out_features, layer.in_features, device="meta")
-                _check(name, tensor, part.stored_shape(parameter))
-                self._count += 1
-            elif (tied := table.tied(name)) is not None:
-                held, place = _held(parameters, tied, name), table.tied_part(name)
-                _check_tie(name, tensor, place, values.get(table.names(tied)[0]), held)
-            elif not table.ignored(name):
-                raise ConfigError(f"the model has no weight {name} to update", "tensors")
-        for parameter_name, layer in packed.items():
-            names = table.names(parameter_name)
-            given = [name for name in names if name in values]
-            if given and (missing := [name for name in names if name not in values]):
+        self._table = table = table.chosen(given)
+        self._parameters, self._packed = parameters, packed or {}
+        self._missing = dict.fromkeys(given)
+        """Tensors that have not come."""
+        self._held: dict[str, dict[str, torch.Tensor]] = {}
+        """Parameter -> the tensors that wait for the others that are packed as one matrix with them."""
+        self._ties: dict[str, torch.Tensor] = {}
+        """Tied tensors, which are compared at the end."""
+        self.count = 0
+        """Weights that were written."""
+        self.written: dict[str, set[str]] = {}
+        """Parameter -> the names of its tensors that were written."""
+        for name, one in given.items():
+            self._check(name, one)
+        for parameter in self._packed:
+            names = table.names(parameter)
+            mine = [name for name in names if name in given]
+            if mine and (missing := [name for name in names if name not in given]):
                 raise ConfigError(
-                    f"{given[0]} is packed as one matrix with {listed(missing)}: an update must have them too", "tensors"
+                    f"{mine[0]} is packed as one matrix with {listed(missing)}: an update must have them too", "tensors"
                 )
-            if given:
-                self._packed.append((layer, [(cast(Target, table.part(name)), values[name]) for name in names]))
+
+    def _check(self, name: str, one: TensorFacts) -> None:
+        """Raises: ConfigError: the model has no place for the tensor."""
+        if (part := self._table.part(name)) is not None:
+            _check(one, part.stored_shape(self._shaped(part.parameter, name)))
+        elif (tied := self._table.tied(name)) is not None:
+            _check(one, self._table.tied_part(name).stored_shape(_of(self._parameters, tied, name)))
+        elif not self._table.ignored(name):
+            raise ConfigError(f"the model has no weight {name} to update", "tensors")
+
+    def _is_packed(self, parameter: str) -> bool:
+        return parameter in self._packed and parameter not in self._parameters
+
+    def _shaped(self, parameter: str, name: str) -> torch.Tensor:
+        if self._is_packed(parameter):
+            layer = self._packed[parameter]
+            return torch.empty(layer.out_features, layer.in_features, device="meta")
+        return _of(self._parameters, parameter, name)
+
+    def check_ties(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Compares tied tensors before any is written. ``values``: all of the update.
+
+        Raises:
+            ConfigError: a tensor contradicts what it is tied to.
+        """
+        for name in values:
+            if (tied := self._table.tied(name)) is not None:
+                other = values.get(self._table.names(tied)[0])
+                self._check_tie(name, values[name], _of(self._parameters, tied, name), other)
+
+    def _check_tie(self, name: str, value: torch.Tensor, held: torch.Tensor, other: torch.Tensor | None = None) -> None:
+        """Checks that a tied tensor equals its target in the update (``other``) or in the model (``held``)."""
+        place = self._table.tied_part(name)
+        own = place.take(value).to(held.device, held.dtype)
+        will_be = held if other is None else place.take(other).to(held.device, held.dtype)
+        if not torch.equal(own, will_be):
+            raise ConfigError(f"the model ties {name} to {place.parameter}, and the update gives it another value", "tensors")
 
     @torch.inference_mode()
+    def put(self, name: str, value: torch.Tensor) -> None:
+        """Writes a tensor, rounded as loading rounds it. One that is packed with others is written with the last of them."""
+        del self._missing[name]
+        value = value.detach()
+        if (part := self._table.part(name)) is None:
+            if self._table.tied(name) is not None:
+                self._ties[name] = value
+            return
+        if parameter := part.parameter if part.parameter in self._packed else None:
+            held = self._held.setdefault(parameter, {})
+            held[name] = value
+            names = self._table.names(parameter)
+            if len(held) == len(names):
+                self._pack(self._packed[parameter], {each: held[each] for each in names})
+                del self._held[parameter]
+        if not self._is_packed(part.parameter):
+            part.fill(self._parameters[part.parameter].data, value)
+        self.count += 1
+        self.written.setdefault(part.parameter, set()).add(name)
+
+    def _pack(self, layer: Linear, values: Mapping[str, torch.Tensor]) -> None:
+        device = next(layer.buffers()).device
+        parts = [(cast(Target, self._table.part(name)), value) for name, value in values.items()]
+        stored = [_stored(part, value, device) for part, value in parts if not part.empty]
+        cast(PackedMethod, layer.method).rewrite(layer, stored)
+
+    def finish(self) -> None:
+        """Compares tied tensors with what they are tied to.
+
+        Raises:
+            ConfigError: one contradicts it, or a tensor has not come.
+        """
+        if self._missing:
+            raise ConfigError(f"{listed(list(self._missing))} did not come", "tensors")
+        for name, value in self._ties.items():
+            self._check_tie(name, value, self._parameters[cast(str, self._table.tied(name))])
+
+    def unwritten(self, written: Mapping[str, set[str]]) -> list[str]:
+        """Returns the names of the model's tensors that are not in ``written`` (parameter -> names)."""
+        parameters = {part.parameter: None for _, part in self._table.items()}
+        return [
+            name
+            for parameter in parameters
+            for name in self._table.names(parameter)
+            if name not in written.get(parameter, set())
+        ]
+
+
+class WholeUpdate:
+    """An update whose tensors are all there: checked, and not written yet.
+
+    Raises:
+        ConfigError: as ``WeightUpdate``; or a tensor has no values, or contradicts what it is tied to.
+    """
+
+    def __init__(self, plan: Callable[[list[TensorFacts]], WeightUpdate], tensors: Named) -> None:
+        """``plan``: finds places for tensors."""
+        self._pairs = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
+        self.update = plan([facts_of(name, tensor) for name, tensor in self._pairs])
+        self.update.check_ties(dict(self._pairs))
+
     def write(self) -> int:
-        """Puts the values in their places, rounded as loading rounds them. Returns how many there were."""
-        for part, parameter, value in self._places:
-            part.fill(parameter.data, value.detach())
-        for layer, values in self._packed:
-            device = next(layer.buffers()).device
-            parts = [_stored(part, value.detach(), device) for part, value in values if not part.empty]
-            cast(PackedMethod, layer.method).rewrite(layer, parts)
-        return self._count
+        """Puts the values in their places. Returns how many there were."""
+        for name, tensor in self._pairs:
+            self.update.put(name, tensor)
+        return self.update.count
+
+
+def facts_of(name: str, tensor: torch.Tensor) -> TensorFacts:
+    """Raises: ConfigError: it is no tensor with values, or has a part of them."""
+    check_whole(name, tensor)
+    return TensorFacts(name, tensor.dtype, tuple(tensor.shape))
 
 
 def _stored(part: Target, value: torch.Tensor, device: torch.device) -> StoredMatrix:
@@ -98,7 +196,7 @@ def _stored(part: Target, value: torch.Tensor, device: torch.device) -> StoredMa
     return StoredMatrix(_named(value.dtype), lambda: part.take(value).to(device))
 
 
-def _held(parameters: Mapping[str, torch.Tensor], parameter: str, name: str) -> torch.Tensor:
+def _of(parameters: Mapping[str, torch.Tensor], parameter: str, name: str) -> torch.Tensor:
     if parameter not in parameters:
         raise ConfigError(
             f"{name} is of experts that are packed, which are not updated: load the model with quantization none",
@@ -116,23 +214,12 @@ def check_whole(name: str, tensor: object) -> torch.Tensor:
     return tensor
 
 
-def _check(name: str, value: object, expected: tuple[int, ...]) -> None:
-    tensor = check_whole(name, value)
-    if tensor.dtype not in _FLOATS:
+def _check(one: TensorFacts, expected: tuple[int, ...]) -> None:
+    if one.dtype not in _FLOATS:
         floats = ", ".join(_named(dtype) for dtype in _FLOATS)
-        raise ConfigError(f"{name} is {_named(tensor.dtype)}, and must be one of {floats}", "tensors")
-    if tuple(tensor.shape) != expected:
-        raise ConfigError(f"{name} has the shape {list(expected)}, the update {list(tensor.shape)}", "tensors")
-
-
-def _check_tie(name: str, tensor: torch.Tensor, tied: Target, other: torch.Tensor | None, held: torch.Tensor) -> None:
-    """Checks that a tied tensor equals its target in the update (``other``) or in the model."""
-    expected = tied.stored_shape(held)
-    _check(name, tensor, expected)
-    own = tied.take(tensor).to(held.device, held.dtype)
-    will_be = held if other is None or other.shape != expected else tied.take(other).to(held.device, held.dtype)
-    if not torch.equal(own, will_be):
-        raise ConfigError(f"the model ties {name} to {tied.parameter}, and the update gives it another value", "tensors")
+        raise ConfigError(f"{one.name} is {_named(one.dtype)}, and must be one of {floats}", "tensors")
+    if one.shape != expected:
+        raise ConfigError(f"{one.name} has the shape {list(expected)}, the update {list(one.shape)}", "tensors")
 
 
 def _named(dtype: torch.dtype) -> str:

@@ -21,12 +21,14 @@ from headrace.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, Group, comman
 from headrace.cli.serve import SERVER_OPTIONS
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError, RequestError
-from headrace.option_groups import KVEventsConfig, MediaCounts, StructuredOutputsConfig
+from headrace.option_groups import KVEventsConfig, MediaCounts, StructuredOutputsConfig, WeightTransferConfig
 from headrace.options import Option
 from headrace.sampling_params import SamplingParams, StructuredOutputsParams
 from headrace.server.settings import ServerSettings
 
 OTHER: dict[str, tuple[list[str], Any]] = {
+    "weight_transfer_config": (['{"backend": "gloo"}'], WeightTransferConfig(backend="gloo")),
+    "weight_root": (["/weights"], Path("/weights")),
     "max_model_len": (["321"], 321),
     "kv_cache_memory": (["2GiB"], 2 * 2**30),
     "max_body_bytes": (["3MiB"], 3 * 2**20),

@@ -131,6 +131,22 @@ def free_ports(checkpoint: Path) -> Iterator[tuple[dict[str, Any], dict[str, str
     assert names["event"]["type"] == "BlockStored"
 
 
+@contextlib.contextmanager
+def training(checkpoint: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+    policy = AutoModelForCausalLM.from_pretrained(checkpoint)
+
+    def train(policy: Any, rollouts: Any) -> None:
+        with torch.no_grad():
+            for weight in policy.parameters():
+                weight.add_(0.01 * torch.randn_like(weight))
+
+    names: dict[str, Any] = {"policy": policy, "train": train, "PROMPTS": ["The mill", "A wheel"]}
+    small = f"model={str(checkpoint)!r}, num_kv_blocks=64"
+    yield names, {'model="path/to/checkpoint"': small, "/dev/shm": str(checkpoint.parent), "max_tokens=32": "max_tokens=4"}
+    spans = [[(span.version, span.start) for span in sample] for sample in names["versions"]]
+    assert spans == [[(version, 0)] for version in ("0", "0", "1") for _ in range(4)]
+
+
 CONTEXTS: dict[str, Context] = {
     "architecture.md": one_step,
     "embeddings.md": embedder,
@@ -140,6 +156,7 @@ CONTEXTS: dict[str, Context] = {
     "parallel.md": two_ranks,
     "python.md": trained_model,
     "replicas.md": free_ports,
+    "rl.md": training,
     "structured-output.md": trained_model,
 }
 

@@ -16,13 +16,29 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from safetensors.torch import save_file
+from support.models.export import export
 from support.models.tiny_llama import VOCAB, write_config
+from support.trainer import Trainer
 
 from headrace.config import EngineArgs
 from headrace.core.plan import SamplePlan, StepPlan, StepResult, encode_plan
-from headrace.errors import ConfigError, EngineError, RankKilledError
+from headrace.core.weights import (
+    Begin,
+    DiskSource,
+    Finish,
+    GroupSource,
+    GroupSpec,
+    Join,
+    Leave,
+    Load,
+    Resume,
+    TensorSpec,
+)
+from headrace.errors import ConfigError, EngineError, RankKilledError, WeightsError
 from headrace.frontend.local import LocalEngine, open_local
 from headrace.host.channel import Channel
+from headrace.models import registry
 from headrace.outputs import TokenLogprobs
 from headrace.processes.multiprocess import MultiprocessExecutor, RankAgreement, start_ranks
 from headrace.processes.rank_messages import (
@@ -138,10 +154,48 @@ def test_new_weights_reach_every_rank(folder: Path, ranks: LocalEngine) -> None:
     alone = open_local(FileSource(args_of(folder)))
     for engine in (alone, ranks):
         assert engine.executor.update_weights({"lm_head.weight": head}) == 1
-        engine.core.weights_changed()
+        engine.core.weights_changed("head")
     after = served(ranks)
     assert after != before
     close(after, served(alone))
+
+
+def test_loads_reach_every_rank(folder: Path, ranks: LocalEngine, tmp_path: Path) -> None:
+    """From files, and by broadcasts of which each rank keeps its part."""
+    alone = open_local(FileSource(args_of(folder)))
+    generator = torch.Generator().manual_seed(4)
+    model = alone.executor.model  # type: ignore[attr-defined]
+    stored = {name: value.clone() for name, value in export(registry.name_table(model.spec), model)}
+    new = {name: value + 0.1 * torch.randn(value.shape, generator=generator) for name, value in stored.items()}
+    save_file(new, tmp_path / "model.safetensors")
+    for engine in (alone, ranks):
+        before = served(engine)
+        engine.core.weights.call(Begin())
+        assert engine.core.weights.call(Load(DiskSource(str(tmp_path)))).written == len(new)
+        done = engine.core.weights.call(Finish(0, "files"))
+        assert (done.num_kept, done.weights.version) == (0, "files")
+        engine.core.weights.call(Resume())
+        assert served(engine) != before
+    close(served(ranks), served(alone))
+    trainer = Trainer(3, ("g", "g/", "cpu/"))
+    group = GroupSpec(
+        name="g", address="127.0.0.1", port=trainer.port, rank_offset=1, world_size=3, protocol="torch", backend="gloo"
+    )
+    trainer.beside(trainer.join)
+    assert ranks.core.weights.call(Join(group)).weights.groups == ["g"]
+    trainer.wait()
+    tensors = [TensorSpec(name, "float32", tuple(value.shape)) for name, value in stored.items()]
+    ranks.core.weights.call(Begin())
+    wrong = [*tensors[:-1], TensorSpec(tensors[-1].name, "float32", (1, 1))]
+    with pytest.raises(WeightsError, match="has the shape"):
+        ranks.core.weights.call(Load(GroupSource("g", wrong)))
+    trainer.beside(lambda: trainer.send(stored))
+    ranks.core.weights.call(Load(GroupSource("g", tensors)))
+    trainer.wait()
+    ranks.core.weights.call(Finish(0, None))
+    ranks.core.weights.call(Leave("g"))
+    close(served(ranks), served(open_local(FileSource(args_of(folder)))))
+    trainer.close()
 
 
 def test_a_rank_that_draws_another_token_is_named(ranks: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:

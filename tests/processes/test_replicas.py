@@ -17,6 +17,7 @@ from support.engine.info import engine_info
 
 from headrace.config import EngineArgs
 from headrace.core.request import Request
+from headrace.core.weights import WeightStatus
 from headrace.errors import ConfigError, EngineDeadError, RequestError
 from headrace.frontend.async_llm import AsyncLLM
 from headrace.metrics.stats import EngineStats
@@ -52,6 +53,7 @@ class StubSupervisor:
         self.sent: list[Any] = []
         self.origin, self.pid, self.failed, self.state = 0.0, None, False, "running"
         self.reason = "starting"
+        self.weights = WeightStatus()
         self.made.append(self)
 
     def ready(self, **facts: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from headrace.weights.names import Slice
 from headrace.weights.report import LoadReport
 from headrace.weights.safetensors import SafetensorsCheckpoint
 from headrace.weights.scaled import ScaledCheckpoint
-from headrace.weights.update import WeightUpdate
+from headrace.weights.update import WeightUpdate, WholeUpdate
 
 from .models import config, files, spec, tensors, write_gguf, write_safetensors
 
@@ -349,14 +350,14 @@ def test_an_update_reaches_the_part_that_a_rank_holds() -> None:
     ranks = [part_of(spec(hf_config), rank, 2) for rank in range(2)]
     for model in ranks:
         given = weights | {"lm_head.weight": weights["model.embed_tokens.weight"]}
-        update = WeightUpdate(registry.name_table(model.spec), dict(model.named_parameters()), given)
+        update = WholeUpdate(partial(WeightUpdate, registry.name_table(model.spec), dict(model.named_parameters())), given)
         assert update.write() == len(weights)
         with pytest.raises(ConfigError, match=r"k_proj.weight has the shape \[128, 256\], the update \[64, 256\]"):
             half = {"model.layers.0.self_attn.k_proj.weight": torch.zeros(64, 256)}
-            WeightUpdate(registry.name_table(model.spec), dict(model.named_parameters()), half)
+            WholeUpdate(partial(WeightUpdate, registry.name_table(model.spec), dict(model.named_parameters())), half)
         with pytest.raises(ConfigError, match=r"ties lm_head\.weight to embed_tokens\.weight, and the update gives it another"):
             other = {"lm_head.weight": torch.zeros(96, 256)}
-            WeightUpdate(registry.name_table(model.spec), dict(model.named_parameters()), other)
+            WholeUpdate(partial(WeightUpdate, registry.name_table(model.spec), dict(model.named_parameters())), other)
     whole = registry.build(spec(hf_config), "float32", "cpu")
-    WeightUpdate(registry.name_table(whole.spec), dict(whole.named_parameters()), weights).write()
+    WholeUpdate(partial(WeightUpdate, registry.name_table(whole.spec), dict(whole.named_parameters())), weights).write()
     check_parts(whole, ranks)

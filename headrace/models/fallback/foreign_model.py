@@ -13,7 +13,7 @@ from headrace.models.fallback.contract import ContextCell, check_inputs, finishe
 from headrace.models.interface import ModelInputs
 from headrace.parallel.group import ALONE
 from headrace.weights.names import NameTable
-from headrace.weights.update import Named, WeightUpdate
+from headrace.weights.update import TensorFacts, WeightUpdate
 
 
 class ForeignModel(nn.Module):
@@ -64,9 +64,9 @@ class ForeignModel(nn.Module):
                 table.add(name, name)
         return table
 
-    def weight_update(self, tensors: Named) -> WeightUpdate:
-        """Checks new values under the library's names, for its own tensors. Errors as of ``WeightUpdate``."""
-        return WeightUpdate(self.name_table(), self._weights(), tensors)
+    def update_plan(self, facts: list[TensorFacts]) -> WeightUpdate:
+        """Finds places for tensors under the library's names, in its own. Errors as of ``WeightUpdate``."""
+        return WeightUpdate(self.name_table(), self._weights(), facts)
 
     def _weights(self) -> dict[str, torch.Tensor]:
         """Parameters, and saved buffers of floats: a bias that chooses experts may be one."""

@@ -92,7 +92,7 @@ async def chat_generation(
     check_prompt_logprobs(state, [engine_request], copies=1)
     if room is not None:
         engine_request = msgspec.structs.replace(engine_request, max_tokens=min(engine_request.max_tokens, room))
-    return Generation(state, [engine_request])
+    return Generation(state, [engine_request], keeps_aborted=state.settings.enable_rl_api)
 
 
 class ChatAnswer(ChunkAnswer):
@@ -146,7 +146,9 @@ class ChatAnswer(ChunkAnswer):
                 chunk["token_ids"] = [] if place else delta.token_ids
             yield self.chunk(self._choice(delta.index, shape, **chunk))
         if delta.finish_reason is not None:
-            finish = {"finish_reason": choice.finish_reason, "stop_reason": delta.stop_reason}
+            finish: dict[str, Any] = {"finish_reason": choice.finish_reason, "stop_reason": delta.stop_reason}
+            if body.return_weight_versions:
+                finish["weight_versions"] = choice.weight_versions
             yield self.chunk(self._choice(delta.index, {}, **finish))
 
     def sent(self, piece: Piece) -> bytes:
@@ -182,6 +184,9 @@ class ChatAnswer(ChunkAnswer):
         body = self._body
         reasoning = self._reasoning if body.include_reasoning else ()
         choices = [choice.shape(body.logprobs, body.return_token_ids, reasoning) for choice in self._choices]
+        if body.return_weight_versions:
+            for shape, choice in zip(choices, self._choices, strict=True):
+                shape["weight_versions"] = choice.weight_versions
         shared = {**self._prompt_logprobs, **self._prompt_token_ids, **self.metrics()}
         return {**self._head, "choices": choices, "usage": self.usage(), **shared}
 
@@ -229,6 +234,10 @@ class _ChatChoice:
         if not called:
             return self._finish.finish_reason
         return "function_call" if self._older else "tool_calls"
+
+    @property
+    def weight_versions(self) -> list[dict[str, Any]]:
+        return [] if self._finish is None else [dict(span.json) for span in self._finish.weight_versions]
 
     def shape(self, with_logprobs: bool, with_token_ids: bool, reasoning: Sequence[str]) -> dict[str, Any]:
         """``reasoning``: the fields that have the reasoning."""

@@ -33,7 +33,7 @@ async def completions(state: Serving, body: CompletionBody, request_id: str, cal
     adapter = state.adapter(body.model, body.lora_name)
     prompts = await state.llm.inputs.in_thread(caller.turn, lambda: parse_prompts(body.prompt, state.settings.max_prompts))
     engine_requests = await _engine_requests(state, body, prompts, request_id, caller, adapter)
-    generation = Generation(state, engine_requests)
+    generation = Generation(state, engine_requests, keeps_aborted=state.settings.enable_rl_api)
     echoes = [_echo_text(state, prompt) if body.echo else "" for prompt in prompts]
     return generation, CompletionAnswer(body, state.model, generation, request_id, echoes)
 
@@ -223,6 +223,8 @@ class _CompletionChoice:
             logprobs.extend(self._logprobs.add(tokens, delta.logprobs))
         if self._body.return_token_ids:
             piece["token_ids"] = tokens
+        if self._body.return_weight_versions and finish:
+            piece["weight_versions"] = [span.json for span in delta.weight_versions]
         return piece if first or piece["text"] or finish or logprobs or piece.get("token_ids") else None
 
     def _begin(self, piece: dict[str, Any]) -> None:

@@ -19,6 +19,8 @@ from headrace.server.routes import (
     pooling,
     render,
     responses,
+    rl_sglang,
+    rl_vllm,
     status,
     tokens,
 )
@@ -28,3 +30,5 @@ ROUTERS: tuple[APIRouter, ...] = tuple(
     part.router for part in (*_GENERATING, pooling, render, features, models, inspect, tokens, status, admin, lora, page)
 )
 """In the order in which paths are looked up."""
+TRAINERS = rl_vllm.router, rl_sglang.router
+"""Routes of --enable-rl-api."""

@@ -16,6 +16,8 @@ from headrace.metrics.stats import EngineStats
 from headrace.processes.replicas import ReplicaStatus
 from headrace.routing import RoutingDecision
 from headrace.server.errors import JSON, first_line, unavailable
+from headrace.server.routes.rl import query_word
+from headrace.server.routes.rl_vllm import vllm_config
 from headrace.server.state import Serving, serving
 
 router = APIRouter()
@@ -28,7 +30,7 @@ async def health(request: Request) -> Response:
     """200 if requests are served; else 503 with the reason. Of several replicas, says how many are up."""
     state = serving(request)
     state.check_ready()
-    return JSON({"status": "ok"} | _counted(state))
+    return JSON({"status": "ok"} | _counted(state) | state.paused())
 
 
 @router.get("/ready")
@@ -65,9 +67,11 @@ async def version() -> Response:
 @router.get("/server_info")
 async def server_info(request: Request) -> Response:
     """Describes the server: the model, the engine's arguments and the load; of several replicas the load of each, with the
-    latest routing decisions."""
-    state = serving(request)
-    state.check_ready()
+    latest routing decisions. config_format=json adds what trainers read of vLLM's configuration."""
+    state, config_format = serving(request), query_word(request, "config_format", "text", "json")
+    if config_format == "text":
+        state.check_ready()
+    _ = state.model  # A trainer asks also while the weights are not whole.
     info, args = state.llm.info, state.llm.args
     answer = {
         "version": headrace.__version__,
@@ -82,6 +86,9 @@ async def server_info(request: Request) -> Response:
         answer["dp_routing_policy"] = args.dp_routing_policy
         answer["replicas"] = [_replica(status) for status in replicas.status()]
         answer["routing"] = [_decision(decision) for decision in replicas.decisions()]
+    if config_format == "json":
+        answer["vllm_config"] = vllm_config(state)
+        answer["enable_memory_saver"] = False
     return JSON(answer)
 
 

@@ -30,6 +30,7 @@ from headrace.model_spec import ForeignSpec
 from headrace.models.fallback.foreign_model import ForeignModel
 from headrace.models.fallback.megatron.model import MegatronModel
 from headrace.models.interface import ModelInputs
+from headrace.weights.update import WholeUpdate
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'headrace[megatron]'")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -335,7 +336,7 @@ def test_what_chooses_experts_is_updated_too() -> None:
     value = torch.tensor([1.0, -2.0, 3.0, -4.0])
     ours = ForeignModel(ForeignSpec.__new__(ForeignSpec), torch.float32)
     ours.__dict__["foreign"] = model
-    assert ours.weight_update({name: value}).write() == 1
+    assert WholeUpdate(ours.update_plan, {name: value}).write() == 1
     assert torch.equal(model.get_buffer(name), value)
 
 

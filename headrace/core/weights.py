@@ -1,0 +1,220 @@
+"""Commands that change the weights of a running engine, and what is known of its weights."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+PauseMode = Literal["keep", "recompute", "wait", "abort"]
+"""Ordered from the loosest to the tightest. keep: sequences are frozen, and go on with their KV. recompute: they are preempted.
+wait: they run to their ends. abort: they end with what they have."""
+PAUSE_MODES: tuple[PauseMode, ...] = ("keep", "recompute", "wait", "abort")
+WeightState = Literal["serving", "paused", "open", "writing", "torn", "lost"]
+"""open: an update has begun. writing: a load is under way. torn: an update failed after it had written something. lost: the
+engine was started again, with the weights of its files in place of later ones."""
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor that a sender announces."""
+
+    name: str
+    dtype: str
+    """PyTorch's name of it, without ``torch.``."""
+    shape: tuple[int, ...]
+
+
+# Sources of weights
+
+
+class DiskSource(msgspec.Struct, frozen=True, array_like=True, tag="disk"):
+    """The safetensors files of a directory."""
+
+    path: str
+
+
+class GroupSource(msgspec.Struct, frozen=True, array_like=True, tag="group"):
+    """Broadcasts from rank 0 of a group that the engine has joined."""
+
+    group: str
+    tensors: list[TensorSpec]
+    packed_bytes: int | None = None
+    """Tensors come in packs: one is sent once it has more bytes than this. None: one by one."""
+
+
+Source = DiskSource | GroupSource
+
+
+class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A group of a trainer and all ranks of all replicas, in which the trainer's rank 0 holds the store."""
+
+    name: str
+    address: str
+    port: int
+    rank_offset: int
+    """Rank of the first of the engine's ranks."""
+    world_size: int
+    protocol: Literal["vllm", "torch"]
+    """Keys under which the members find each other in the store: those of vLLM, or those of torch's process groups."""
+    backend: Literal["gloo", "nccl"]
+
+
+# Commands
+
+
+class Pause(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Answered once no step is in flight."""
+
+    mode: PauseMode
+
+
+class Resume(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class Begin(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Begins an update. Where the engine serves, pauses it (keep) until the update ends."""
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Writes weights. Answered once they are written."""
+
+    source: Source
+
+
+class Finish(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Ends an update: from here on the engine has new weights."""
+
+    number: int
+    """The new version's number, unless the engine has a higher one already."""
+    version: str | None = None
+    """Name of the new version; None: its number."""
+
+
+class Fail(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Gives an update up. The weights are torn if something was written."""
+
+    reason: str
+
+
+class Lose(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The other replicas have later weights than this engine."""
+
+    number: int
+    version: str
+
+
+class AcceptFiles(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The weights of the engine's files are meant, although it had later ones."""
+
+
+class Rename(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Makes the present weights a new version, which was written by other means or has another name."""
+
+    version: str | None
+    """Name of the version; None: its number."""
+
+
+class Join(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Answered once all members are there. A group of the same name is left first."""
+
+    group: GroupSpec
+    replica: int = 0
+    """Number of the engine among its replicas."""
+
+
+class Leave(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    name: str
+
+
+class Checksums(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Asks for the sums of all weights."""
+
+
+WeightCommand = Pause | Resume | Begin | Load | Finish | Fail | Lose | AcceptFiles | Rename | Join | Leave | Checksums
+
+
+class ServedWeights(msgspec.Struct, frozen=True, array_like=True):
+    """The weights that an engine should have, and whether it should be paused: what a restarted one is told."""
+
+    number: int = 0
+    version: str = "0"
+    pause: PauseMode | None = None
+
+
+class WeightStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of an engine's weights."""
+
+    state: WeightState = "serving"
+    pause: PauseMode | None = None
+    own_pause: bool = False
+    """The update that is open paused the engine, which its end resumes."""
+    number: int = 0
+    """Counts the versions. It is in the identity of all KV."""
+    version: str = "0"
+    """Name of the version."""
+    reason: str = ""
+    """Reason why no weights can be served; empty: they can."""
+    groups: list[str] = []
+    """Names of the groups that were joined."""
+    num_tensors: int = 0
+    """Tensors that loads have written so far."""
+
+
+class WeightResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to a command."""
+
+    status: int = 200
+    """HTTP's: 400 the command is wrong, 409 the state does not allow it, 503 it failed."""
+    error: str = ""
+    weights: WeightStatus = WeightStatus()
+    written: int = 0
+    """Tensors that the command, or the update that it ended, wrote."""
+    kept: list[str] = []
+    """The first of the tensors that the update did not write."""
+    num_kept: int = 0
+    checksums: dict[str, int] = {}
+
+
+# Of an executor's ranks
+
+
+class Check(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Opens a source, and finds places for its tensors."""
+
+    source: Source
+
+
+class Receive(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Begins to write the tensors of the source that was checked."""
+
+
+class JobEnded(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Asks whether a job has ended: a load, or the joining of a group."""
+
+    job: str
+    """Name of the group; empty: the load."""
+
+
+class Drop(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Closes the source that was checked."""
+
+
+class Forget(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Counts anew which tensors were written."""
+
+
+class Missing(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Asks which tensors were not written since ``Forget``."""
+
+
+RankCommand = Check | Receive | JobEnded | Drop | Forget | Missing | Join | Leave | Checksums
+
+
+class RankReply(msgspec.Struct, frozen=True, array_like=True):
+    done: bool = True
+    error: str = ""
+    written: int = 0
+    """Tensors: of the load so far, or with ``Missing`` since ``Forget``."""
+    missing: list[str] = []
+    checksums: dict[str, int] = {}

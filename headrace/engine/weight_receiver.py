@@ -1,0 +1,183 @@
+"""WeightReceiver: one rank's part of an update. Loads, and the joining of groups, run in threads of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from headrace.core.weights import (
+    Check,
+    Checksums,
+    DiskSource,
+    Drop,
+    Forget,
+    GroupSource,
+    GroupSpec,
+    JobEnded,
+    Join,
+    Leave,
+    Missing,
+    RankCommand,
+    RankReply,
+    Receive,
+    Source,
+)
+from headrace.errors import ConfigError
+from headrace.models.update import update_plan
+from headrace.weights.checksum import checksum
+from headrace.weights.transport.group import OpenBroadcasts, WeightGroup
+from headrace.weights.transport.source import OpenFiles, OpenSource
+from headrace.weights.update import WeightUpdate
+
+logger = logging.getLogger("headrace.engine")
+
+
+class _Job:
+    """Work in a thread, and what became of it."""
+
+    def __init__(self, work: Callable[[], object], name: str) -> None:
+        self.error = ""
+        self._work = work
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:
+            logger.exception("%s failed", self._thread.name)
+            self.error = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+
+class WeightReceiver:
+    """Answers each command at once. The engine sends no step while a load is under way."""
+
+    def __init__(self, model: Any, *, with_encoder: bool, rank: int, size: int, seconds: float) -> None:
+        """
+        Args:
+            with_encoder: the model has a vision encoder, which is not updated.
+            rank, size: among the tensor-parallel ranks of the engine.
+            seconds: time in which a group must come together, and each broadcast must come.
+        """
+        self._model = model
+        self._plan = functools.partial(update_plan, model, with_encoder=with_encoder)
+        self._rank, self._size = rank, size
+        self._seconds = seconds
+        self._groups: dict[str, WeightGroup] = {}
+        self._joins: dict[str, _Job] = {}
+        self._checked: tuple[OpenSource, WeightUpdate] | None = None
+        self._load: _Job | None = None
+        self._table: WeightUpdate | None = None
+        """The last update: it knows the names of all weights."""
+        self._written: dict[str, set[str]] = {}
+        """Parameter -> names of its tensors that were written since ``Forget``."""
+
+    def handle(self, command: RankCommand) -> RankReply:
+        try:
+            return self._handle(command)
+        except ConfigError as error:
+            return RankReply(error=error.message)
+
+    def _handle(self, command: RankCommand) -> RankReply:
+        match command:
+            case Check(source):
+                self._close()
+                opened = self._open(source)
+                try:
+                    self._checked = opened, self._plan(opened.facts)
+                except BaseException:
+                    opened.close()
+                    raise
+            case Receive():
+                self._load = _Job(self._receive, "a load of weights")
+            case JobEnded(job):
+                return self._ended(job)
+            case Drop():
+                self._load = None
+                self._close()
+            case Forget():
+                self._written.clear()
+            case Missing():
+                table = self._table or self._plan([])
+                return RankReply(written=sum(map(len, self._written.values())), missing=table.unwritten(self._written))
+            case Join(spec, replica):
+                self._leave(spec.name)
+                rank = spec.rank_offset + replica * self._size + self._rank
+                self._joins[spec.name] = _Job(functools.partial(self._join, spec, rank), f"joining the group {spec.name}")
+            case Leave(name):
+                self._leave(name)
+            case Checksums():
+                return RankReply(checksums={name: checksum(value) for name, value in self._model.named_parameters()})
+        return RankReply()
+
+    def note(self, update: WeightUpdate) -> None:
+        """Remembers which tensors an update has written."""
+        self._table = update
+        for parameter, names in update.written.items():
+            self._written.setdefault(parameter, set()).update(names)
+
+    def _open(self, source: Source) -> OpenSource:
+        match source:
+            case DiskSource(path):
+                return OpenFiles(path)
+            case GroupSource(name):
+                if name not in self._groups:
+                    known = ", ".join(self._groups) or "none"
+                    raise ConfigError(f"the engine has joined no group {name} (joined: {known})", "group_name")
+                return OpenBroadcasts(self._groups[name], source)
+
+    def _receive(self) -> None:
+        if self._checked is None:
+            raise ValueError("no source was checked")
+        opened, update = self._checked
+        name = ""
+        try:
+            for name, tensor in opened.tensors():
+                update.put(name, tensor)
+            update.finish()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        except Exception as error:
+            at = f"after {name}" if name else "before the first tensor"
+            raise RuntimeError(f"{at}: {error}") from error
+        finally:
+            self.note(update)
+
+    def _ended(self, job: str) -> RankReply:
+        if not job:
+            if self._load is None:
+                return RankReply(error="no load is under way")
+            count = self._checked[1].count if self._checked is not None else 0
+            return RankReply(self._load.done, self._load.error, count)
+        if job not in self._joins:
+            return RankReply(error=f"the group {job} is not being joined")
+        return RankReply(self._joins[job].done, self._joins[job].error)
+
+    def _join(self, spec: GroupSpec, rank: int) -> None:
+        device = next(self._model.parameters()).device
+        self._groups[spec.name] = WeightGroup(spec, rank, device, self._seconds)
+
+    def _leave(self, name: str) -> None:
+        if (group := self._groups.pop(name, None)) is not None:
+            with contextlib.suppress(RuntimeError):
+                group.close()
+
+    def _close(self) -> None:
+        if self._checked is not None:
+            self._checked[0].close()
+            self._checked = None
+
+    def close(self) -> None:
+        self._close()
+        for name in list(self._groups):
+            self._leave(name)

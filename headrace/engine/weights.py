@@ -1,0 +1,400 @@
+"""WeightControl: pauses an engine and changes its weights, so that no token comes from weights that are not whole."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from headrace.core.weights import (
+    PAUSE_MODES,
+    AcceptFiles,
+    Begin,
+    Check,
+    Checksums,
+    Drop,
+    Fail,
+    Finish,
+    Forget,
+    JobEnded,
+    Join,
+    Leave,
+    Load,
+    Lose,
+    Missing,
+    Pause,
+    PauseMode,
+    RankCommand,
+    RankReply,
+    Receive,
+    Rename,
+    Resume,
+    ServedWeights,
+    WeightCommand,
+    WeightResult,
+    WeightState,
+    WeightStatus,
+)
+from headrace.errors import ConfigError, EngineError, WeightsError
+from headrace.outputs import OutputDelta
+
+if TYPE_CHECKING:
+    from headrace.weights.update import Named
+
+Reply = Callable[[WeightResult], None]
+
+BEAT_SECONDS = 1.0
+"""Interval at which the state is told while a command is under way."""
+_SHOWN = 5
+"""Names of tensors in an answer."""
+
+
+class WeightExecutor(Protocol):
+    def weights(self, command: RankCommand) -> RankReply: ...
+
+    def update_weights(self, tensors: Named) -> int: ...
+
+
+class PausableEngine(Protocol):
+    """An engine that can hold its steps and refuse requests."""
+
+    hold: bool
+    refusal: str
+
+    @property
+    def executor(self) -> WeightExecutor: ...
+
+    @property
+    def in_flight(self) -> bool: ...
+
+    def has_work(self) -> bool: ...
+
+    def runnable(self) -> bool: ...
+
+    def step(self) -> list[OutputDelta]: ...
+
+    def abort_all(self) -> list[OutputDelta]: ...
+
+    def preempt_all(self) -> None: ...
+
+    def weights_changed(self, version: str, number: int = 0) -> int: ...
+
+
+class WeightControl:
+    """Takes commands between steps. ``poll`` answers those that take longer, while ``busy``.
+
+    Args:
+        core: whose requests are held and refused.
+        complete: an update must have all tensors.
+        tell: called with every new state.
+    """
+
+    def __init__(
+        self, core: PausableEngine, *, complete: bool = False, tell: Callable[[WeightStatus], None] = lambda status: None
+    ) -> None:
+        self.tell = tell
+        self._core = core
+        self._complete = complete
+        self._pause: PauseMode | None = None
+        self._awaiting: list[Reply] = []
+        """Answers to give once the engine is paused."""
+        self._begins = False
+        """An update begins once the engine is paused."""
+        self._open = False
+        """An update has begun."""
+        self._changed = False
+        """A load of the update has begun to write."""
+        self._own_pause = False
+        """An update paused the engine, which its end resumes."""
+        self._num_updates = 0
+        self._damage: tuple[WeightState, str] | None = None
+        """State and reason, if the weights are not whole."""
+        self._load: Reply | None = None
+        self._joins: dict[str, Reply] = {}
+        self._groups: set[str] = set()
+        self._number, self._version = 0, "0"
+        self._beat_at = 0.0
+        self._num_tensors = 0
+
+    # State
+
+    @property
+    def busy(self) -> bool:
+        """Whether ``poll`` has something to do."""
+        return bool(self._awaiting or self._load or self._joins)
+
+    @property
+    def status(self) -> WeightStatus:
+        state: WeightState = "serving"
+        if self._damage is not None:
+            state = self._damage[0]
+        elif self._load is not None:
+            state = "writing"
+        elif self._open:
+            state = "open"
+        elif self._pause is not None:
+            state = "paused"
+        return WeightStatus(
+            state=state,
+            pause=self._pause,
+            own_pause=self._own_pause,
+            number=self._number,
+            version=self._version,
+            reason="" if self._damage is None else self._damage[1],
+            groups=sorted(self._groups),
+            num_tensors=self._num_tensors,
+        )
+
+    def start(self, served: ServedWeights) -> None:
+        """Takes over what the engine before this one had."""
+        self._pause = served.pause
+        if served.number:
+            self._lose(served.number, served.version)
+        self._apply()
+
+    def _lose(self, number: int, version: str) -> None:
+        self._number, self._version = number, version
+        self._damage = "lost", f"weights lost: version {version} was served, and this engine has those of its files"
+
+    def _apply(self) -> None:
+        """Lets the core do what the state allows, and tells it."""
+        core, pause = self._core, self._pause
+        core.refusal = ""
+        if self._damage is not None:
+            core.hold, core.refusal = True, self._damage[1]
+        else:
+            core.hold = pause is not None and (pause != "wait" or not self._awaiting)
+            if pause in ("wait", "abort"):
+                core.refusal = f"generation is paused ({pause}) while weights are updated"
+        self.tell(self.status)
+
+    # Commands
+
+    def submit(self, command: WeightCommand, reply: Reply) -> list[OutputDelta]:
+        """Carries a command out, or begins to. Returns the deltas of sequences that it ended."""
+        ended: list[OutputDelta] = []
+        try:
+            match command:
+                case Pause(mode):
+                    ended = self._on_pause(mode, reply)
+                case Begin():
+                    self._on_begin(reply)
+                case Load():
+                    self._on_load(command, reply)
+                case Join(group):
+                    self._rank(command)
+                    self._groups.discard(group.name)
+                    self._joins[group.name] = reply
+                case _:
+                    result = self._at_once(command)
+                    self._apply()
+                    reply(result)
+        except WeightsError as error:
+            reply(WeightResult(status=error.status, error=str(error), weights=self.status))
+        return ended
+
+    def _at_once(self, command: WeightCommand) -> WeightResult:
+        result = WeightResult()
+        match command:
+            case Resume():
+                self._on_resume()
+            case Finish():
+                result = self._on_finish(command)
+            case Fail(reason):
+                self._fail(reason)
+            case Lose(number, version):
+                self._open = False
+                self._rank(Forget())
+                self._lose(number, version)
+            case AcceptFiles():
+                if self._damage is None or self._damage[0] != "lost":
+                    raise WeightsError("no weights are lost", 409)
+                self._renew(self._number + 1, None)
+            case Rename(version):
+                if self._damage is not None or self._open:
+                    raise WeightsError("the weights are being updated, or are not whole", 409)
+                self._renew(self._number + 1, version)
+            case Leave(name):
+                self._rank(command)
+                self._groups.discard(name)
+            case Checksums():
+                self._check_idle()
+                result = WeightResult(checksums=self._rank(command).checksums)
+        return msgspec.structs.replace(result, weights=self.status)
+
+    def _on_pause(self, mode: PauseMode, reply: Reply) -> list[OutputDelta]:
+        """A pause may only be tightened."""
+        self._own_pause = False
+        if self._pause is None or PAUSE_MODES.index(mode) > PAUSE_MODES.index(self._pause):
+            self._pause = mode
+        self._awaiting.append(reply)
+        ended = self._core.abort_all() if self._pause == "abort" else []
+        self._apply()
+        return ended
+
+    def _on_resume(self) -> None:
+        if self._damage is not None:
+            raise WeightsError(self._damage[1], 409)
+        if self._open or self._begins:
+            raise WeightsError("an update is open: finish it first", 409)
+        self._own_pause = False
+        awaiting, self._awaiting, self._pause = self._awaiting, [], None
+        for reply in awaiting:
+            reply(WeightResult(status=409, error="the engine was resumed before it was paused", weights=self.status))
+
+    def _on_begin(self, reply: Reply) -> None:
+        if self._damage is None and (self._open or self._begins):
+            raise WeightsError("an update is open already", 409)
+        self._check_idle()
+        if self._damage is None and (self._pause is None or self._awaiting):
+            self._begins = True
+            if self._pause is None:
+                self._pause, self._own_pause = "keep", True
+            self._awaiting.append(lambda result: self._begin(reply))
+            self._apply()
+            return
+        self._begin(reply)
+
+    def _begin(self, reply: Reply) -> None:
+        self._begins = False
+        if not self._open:
+            self._num_updates += 1
+            self._open, self._changed = True, False
+            if self._damage is None:
+                self._rank(Forget())
+        self._apply()
+        reply(WeightResult(weights=self.status))
+
+    def _on_load(self, command: Load, reply: Reply) -> None:
+        self._check_idle()
+        if not self._open:
+            raise WeightsError("no update is open: begin one first", 409)
+        if error := self._rank(Check(command.source)).error:
+            self._rank(Drop())
+            raise WeightsError(error, 400)
+        self._changed = True
+        self._load, self._num_tensors = reply, 0
+        self._rank(Receive())
+        self._apply()
+
+    def _on_finish(self, command: Finish) -> WeightResult:
+        self._check_idle()
+        if not self._open:
+            raise WeightsError(self._damage[1] if self._damage is not None else "no update is open", 409)
+        found = self._rank(Missing())
+        if found.missing and (self._damage is not None or self._complete):
+            what = self._damage[1] if self._damage is not None else "the update is not complete (weights_must_be_complete)"
+            names = ", ".join(found.missing[:_SHOWN])
+            raise WeightsError(f"{what}; {len(found.missing)} tensors were not written: {names}", 409)
+        self._renew(command.number, command.version)
+        missing = found.missing
+        return WeightResult(written=found.written, kept=missing[:_SHOWN], num_kept=len(missing))
+
+    def _renew(self, number: int, version: str | None) -> None:
+        """The weights are whole, and a new version."""
+        number = max(number, self._number + 1)
+        self._version = str(number) if version is None else version
+        self._number = self._core.weights_changed(self._version, number)
+        self._open, self._damage = False, None
+        if self._own_pause:
+            self._pause, self._own_pause = None, False
+        self._rank(Forget())
+
+    def _fail(self, reason: str) -> None:
+        """Ends the update."""
+        if not self._open:
+            return
+        self._open = False
+        self._rank(Forget())
+        if self._changed:
+            self._damage = "torn", f"weights are torn: update {self._num_updates} failed: {reason}"
+        elif self._own_pause and self._damage is None:
+            self._pause, self._own_pause = None, False
+
+    def _check_idle(self) -> None:
+        if self._load is not None:
+            raise WeightsError("a load of weights is under way", 409)
+
+    def _rank(self, command: RankCommand) -> RankReply:
+        return self._core.executor.weights(command)
+
+    # What takes longer
+
+    def poll(self) -> None:
+        """Looks after commands that are under way."""
+        core = self._core
+        if self._awaiting and not (core.has_work() if self._pause == "wait" else core.in_flight):
+            awaiting, self._awaiting = self._awaiting, []
+            if self._pause == "recompute":
+                core.preempt_all()
+            self._apply()
+            for reply in awaiting:
+                reply(WeightResult(weights=self.status))
+        if self._load is not None:
+            self._poll_load(self._load)
+        for name, reply in list(self._joins.items()):
+            if (joined := self._rank(JobEnded(name))).done:
+                del self._joins[name]
+                if not joined.error:
+                    self._groups.add(name)
+                status = 503 if joined.error else 200
+                reply(WeightResult(status=status, error=joined.error, weights=self.status))
+                self.tell(self.status)
+        if self.busy and time.monotonic() >= self._beat_at:
+            self._beat_at = time.monotonic() + BEAT_SECONDS
+            self.tell(self.status)
+
+    def _poll_load(self, reply: Reply) -> None:
+        loaded = self._rank(JobEnded(""))
+        self._num_tensors = loaded.written
+        if not loaded.done:
+            return
+        self._load = None
+        self._rank(Drop())
+        if loaded.error:
+            self._fail(loaded.error)
+        self._apply()
+        error = "" if self._damage is None or not loaded.error else self._damage[1]
+        reply(WeightResult(status=503 if error else 200, error=error, weights=self.status, written=loaded.written))
+
+    # In the calling process
+
+    def update(self, tensors: Named) -> int:
+        """Begins an update, loads tensors of this process, and finishes it. No request is running. Returns how many were
+        written.
+
+        Raises:
+            ConfigError: a tensor does not fit; nothing was written.
+            WeightsError: the weights are torn, and stay so until an update has all of them.
+        """
+        self.call(Begin())
+        try:
+            count = self._core.executor.update_weights(tensors)
+        except ConfigError:
+            self.call(Fail(""))
+            raise
+        except EngineError as error:
+            self._changed = True
+            self.call(Fail(str(error)))
+            raise WeightsError(self.status.reason, 503) from error
+        self.call(Finish(0))
+        return count
+
+    def call(self, command: WeightCommand) -> WeightResult:
+        """Carries a command out while the caller waits. Raises: WeightsError."""
+        results: list[WeightResult] = []
+        self.submit(command, results.append)
+        while not results:
+            self.poll()
+            if self._core.runnable():
+                self._core.step()
+        return checked(results[0])
+
+
+def checked(result: WeightResult) -> WeightResult:
+    """Raises: WeightsError: the command was refused, or failed."""
+    if result.status != 200:
+        raise WeightsError(result.error, result.status)
+    return result

@@ -1,0 +1,151 @@
+"""ReplicaWeights: commands to the weights of several replicas, which all have the same or do not serve."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from headrace.core.weights import (
+    Begin,
+    Fail,
+    Finish,
+    Join,
+    Load,
+    Lose,
+    Pause,
+    WeightCommand,
+    WeightResult,
+    WeightStatus,
+)
+from headrace.errors import EngineDeadError
+from headrace.processes.messages import ToEngine, WeightCall, WeightReply
+
+_STATES = ("serving", "paused", "open", "writing", "lost", "torn")
+"""From the best to the worst: a set of replicas is in the worst state of them."""
+_UNANSWERED = 0
+"""Number of calls whose answer nobody awaits."""
+
+
+class WeighedReplica(Protocol):
+    number: int
+
+    def send(self, message: ToEngine) -> None: ...
+
+    @property
+    def weights(self) -> WeightStatus: ...
+
+    @property
+    def up(self) -> bool:
+        """Whether its engine runs."""
+        ...
+
+
+@dataclasses.dataclass
+class _Call:
+    number: int
+    command: WeightCommand
+    unanswered: set[int]
+    results: dict[int, WeightResult]
+
+
+class ReplicaWeights:
+    """Sends each command to every replica, and answers once all have.
+
+    Args:
+        answer: takes the answers.
+    """
+
+    def __init__(self, replicas: Sequence[WeighedReplica], answer: Callable[[WeightReply], None]) -> None:
+        self._replicas = replicas
+        self._answer = answer
+        self._calls: dict[int, _Call] = {}
+
+    def status(self) -> WeightStatus:
+        """State of all replicas that run: the worst of them."""
+        known = [replica.weights for replica in self._replicas if replica.up] or [WeightStatus()]
+        worst = max(known, key=lambda one: _STATES.index(one.state))
+        # A replica that lost its weights does not serve, and the others do.
+        serving = [one for one in known if not one.reason]
+        return max(serving, key=lambda one: _STATES.index(one.state)) if serving and worst.state == "lost" else worst
+
+    def pending_at(self, number: int) -> list[str]:
+        return [type(call.command).__name__ for call in self._calls.values() if number in call.unanswered]
+
+    def send(self, message: WeightCall) -> None:
+        """Raises: EngineDeadError: no replica runs, or one that must join a group does not."""
+        command = message.command
+        up = [replica for replica in self._replicas if replica.up]
+        if not up or (isinstance(command, Join) and len(up) < len(self._replicas)):
+            raise EngineDeadError(f"{len(up)} of {len(self._replicas)} replicas are up")
+        if isinstance(command, Finish):
+            highest = max(replica.weights.number for replica in self._replicas)
+            command = msgspec.structs.replace(command, number=highest + 1)
+        self._calls[message.call] = _Call(message.call, command, {replica.number for replica in up}, {})
+        for replica in up:
+            if isinstance(command, Join):
+                command = msgspec.structs.replace(command, replica=replica.number)
+            replica.send(WeightCall(message.call, command))
+
+    def answered(self, number: int, reply: WeightReply) -> None:
+        """Takes one replica's answer."""
+        if (call := self._calls.get(reply.call)) is not None and number in call.unanswered:
+            call.unanswered.discard(number)
+            call.results[number] = reply.result
+            self._end(call)
+
+    def lost(self, number: int) -> None:
+        """A replica is gone. Its next engine has the weights of its files."""
+        for call in list(self._calls.values()):
+            if number in call.unanswered:
+                call.unanswered.discard(number)
+                if isinstance(call.command, (Load, Join)) or not (call.unanswered or call.results):
+                    call.results[number] = WeightResult(status=503, error="its engine is gone")
+                self._end(call)
+
+    def started(self, replica: WeighedReplica) -> None:
+        """A replica runs again: it must have what the others have."""
+        others = [other.weights for other in self._replicas if other is not replica and other.up]
+        if not others:
+            return
+        pause = next((other.pause for other in others if other.pause is not None and not other.own_pause), None)
+        newest = max(others, key=lambda one: one.number)
+        if pause is not None and replica.weights.pause is None:
+            replica.send(WeightCall(_UNANSWERED, Pause(pause)))
+        if newest.number > replica.weights.number:
+            replica.send(WeightCall(_UNANSWERED, Lose(newest.number, newest.version)))
+
+    def _end(self, call: _Call) -> None:
+        if call.unanswered:
+            return
+        del self._calls[call.number]
+        failed = {number: result for number, result in call.results.items() if result.status != 200}
+        results = list(call.results.values())
+        if not failed:
+            sums = {f"{name}@{at}": value for at, one in call.results.items() for name, value in one.checksums.items()}
+            self._answer(WeightReply(call.number, msgspec.structs.replace(results[0], checksums=sums)))
+            return
+        number, first = next(iter(failed.items()))
+        error = f"replica {number}: {first.error}"
+        self._mend(call, failed, error)
+        self._answer(WeightReply(call.number, msgspec.structs.replace(first, error=error)))
+
+    def _mend(self, call: _Call, failed: dict[int, WeightResult], error: str) -> None:
+        """Some replicas failed: brings all of them to a state without an update, or with torn weights."""
+        succeeded = [replica for replica in self._replicas if replica.number in call.results.keys() - failed.keys()]
+        refused = all(result.status == 400 for result in failed.values())
+        match call.command:
+            case Begin():
+                for replica in succeeded:
+                    replica.send(WeightCall(_UNANSWERED, Fail("")))
+            case Load() if succeeded or not refused:
+                for replica in self._replicas:
+                    if replica.up and replica.number in call.results:
+                        replica.send(WeightCall(_UNANSWERED, Fail(error)))
+            case Finish(version_number, version) if succeeded:
+                for replica in self._replicas:
+                    if replica.number in failed:
+                        name = str(version_number) if version is None else version
+                        replica.send(WeightCall(_UNANSWERED, Lose(version_number, name)))

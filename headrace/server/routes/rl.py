@@ -1,0 +1,137 @@
+"""Parts that the routes of both dialects for trainers share: who may call them, bodies, and directories of weights."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request
+
+from headrace.core.weights import GroupSpec
+from headrace.errors import RequestError, WeightsError
+from headrace.server.body import ADMIN, json_object
+from headrace.server.errors import ApiError, shown
+from headrace.server.state import Serving, serving
+
+logger = logging.getLogger("headrace.server")
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_REMINDER_SECONDS = 60.0
+
+
+def admin(request: Request) -> None:
+    """Raises: ApiError 403: the request's key is not an admin's."""
+    if serving(request).settings.api_keys and not request.scope.get(ADMIN):
+        raise ApiError(403, "this route needs an admin key (--admin-key)", code="admin_key_needed")
+
+
+class RlBody(msgspec.Struct, forbid_unknown_fields=True):
+    """A body of a trainer's call. Fields that it does not know are refused."""
+
+
+def query_word(request: Request, name: str, *words: str) -> str:
+    """Returns a parameter of the query, the first of ``words`` by default. Raises: RequestError: it is another word."""
+    word = request.query_params.get(name, words[0])
+    if word not in words:
+        raise RequestError(f"{name} must be one of {', '.join(words)}, not {shown(word)!r}", name)
+    return word
+
+
+def query_flag(request: Request, name: str) -> bool:
+    """Returns a parameter of the query that is a boolean, and true by default. Raises: RequestError: it is none."""
+    return query_word(request, name, "true", "false", "True", "False", "1", "0") in ("true", "True", "1")
+
+
+async def rl_body(request: Request, kind: type[T]) -> T:
+    """Reads a body, which may be absent, with its Content-Type.
+
+    Raises:
+        ApiError, RequestError: it is not what the route takes.
+    """
+    state, fields = serving(request), dict[str, Any]()
+    empty = request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers
+    if not empty:
+        fields = await json_object(request, state.settings, state.bodies, state.max_json_values)
+    try:
+        return msgspec.convert(fields, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise RequestError(str(error)) from None
+
+
+def weight_directory(state: Serving, path: str, param: str) -> Path:
+    """Returns the directory of a checkpoint.
+
+    Raises:
+        RequestError: it is not below --weight-root.
+    """
+    root = state.settings.weight_root
+    if root is None:
+        raise RequestError("the server reads no weights from files: start it with --weight-root DIRECTORY", param)
+    folder = Path(path).resolve()
+    if not folder.is_relative_to(root.resolve()):
+        raise RequestError(f"{param} must lie below {root} (--weight-root)", param)
+    return folder
+
+
+def world_size(state: Serving) -> int:
+    """Ranks of all replicas."""
+    args = state.llm.args
+    return args.tensor_parallel_size * args.data_parallel_size
+
+
+def backend_of(state: Serving, wanted: str | None = None) -> Any:
+    """Returns the library of a group's collectives. ``wanted``: by the request; None: the server's."""
+    backend = wanted or state.llm.args.weight_transfer_config.backend
+    if backend == "auto":
+        backend = "nccl" if state.llm.info.device.startswith("cuda") else "gloo"
+    if backend not in ("gloo", "nccl"):
+        raise RequestError(f"backend must be gloo or nccl, not {backend!r}", "backend")
+    return backend
+
+
+def check_announced(names: list[str], dtypes: list[str], shapes: list[list[int]]) -> None:
+    """Raises: RequestError: the lists differ in length."""
+    if not len(names) == len(dtypes) == len(shapes):
+        raise RequestError(f"there are {len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes", "names")
+
+
+async def join(state: Serving, group: GroupSpec) -> None:
+    """Raises: RequestError: the group has no room for all ranks. WeightsError: its members did not come together."""
+    own, end = world_size(state), group.rank_offset + world_size(state)
+    if not 1 <= group.rank_offset < end <= group.world_size:
+        text = f"ranks {group.rank_offset} to {end - 1} ({own} of the server) do not fit a group of {group.world_size}"
+        raise RequestError(f"{text}, whose rank 0 is the trainer's", "world_size")
+    await state.llm.weights.join(group)
+
+
+def watch_pause(state: Serving) -> None:
+    """Warns in the log while a pause lasts longer than ``pause_timeout``."""
+    if state.settings.pause_timeout is None or (state.pause_watch is not None and not state.pause_watch.done()):
+        return
+    state.pause_watch = asyncio.create_task(_remind(state, state.settings.pause_timeout))
+
+
+async def _remind(state: Serving, seconds: float) -> None:
+    lasted, wait = 0.0, seconds
+    while state.llm.weights.status().pause is not None:
+        await asyncio.sleep(wait)
+        lasted, wait = lasted + wait, _REMINDER_SECONDS
+        if (mode := state.llm.weights.status().pause) is not None:
+            logger.warning("generation has been paused (%s) for %.0f s", mode, lasted)
+
+
+@contextlib.asynccontextmanager
+async def open_update(state: Serving) -> Any:
+    """An update that is given up where the block fails."""
+    await state.llm.weights.begin()
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(WeightsError):
+            await state.llm.weights.fail(str(error))
+        raise

@@ -1,0 +1,226 @@
+"""Routes of trainers under SGLang's names. An update has no begin or end there: between pause and continue, the first call that
+writes begins one, and continue finishes it; while generation runs, each call is an update of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Literal
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from headrace.core.weights import GroupSpec, PauseMode
+from headrace.errors import EngineDeadError, RequestError, WeightsError
+from headrace.server.errors import JSON
+from headrace.server.routes.rl import (
+    RlBody,
+    admin,
+    backend_of,
+    check_announced,
+    join,
+    open_update,
+    query_word,
+    rl_body,
+    watch_pause,
+    weight_directory,
+)
+from headrace.server.state import Serving, serving
+
+router = APIRouter(dependencies=[Depends(admin)])
+
+_MODES: dict[str, PauseMode] = {"abort": "abort", "retract": "recompute", "in_place": "keep"}
+
+
+class _Pause(RlBody):
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class _Disk(RlBody):
+    model_path: str
+    weight_version: str | None = None
+    load_format: Literal["auto", "safetensors"] | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+
+
+class _Group(RlBody):
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str
+    backend: str | None = None
+
+
+class _Distributed(RlBody):
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str
+    weight_version: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+
+
+class _Leave(RlBody):
+    group_name: str
+
+
+class _Version(RlBody):
+    new_version: str
+    abort_all_requests: bool = False
+
+
+class _Abort(RlBody):
+    rid: str = ""
+    abort_all: bool = False
+
+
+async def _answered(work: Awaitable[object], message: str) -> Response:
+    """SGLang's answer: 400 says that the command failed."""
+    try:
+        await work
+    except (WeightsError, RequestError, EngineDeadError) as error:
+        return JSON({"success": False, "message": str(error)}, 400)
+    return JSON({"success": True, "message": message})
+
+
+@router.post("/pause_generation")
+async def pause_generation(request: Request) -> Response:
+    """Pauses generation. abort: requests end with what they have. retract: they are computed again. in_place: they are
+    frozen."""
+    body, state = await rl_body(request, _Pause), serving(request)
+    answer = await _answered(state.llm.weights.pause(_MODES[body.mode]), "generation is paused")
+    watch_pause(state)
+    return answer
+
+
+@router.post("/continue_generation")
+async def continue_generation(request: Request) -> Response:
+    """Finishes the open update, and goes on with requests."""
+    await rl_body(request, RlBody)
+    return await _answered(_continue(serving(request)), "generation goes on")
+
+
+async def _continue(state: Serving) -> None:
+    weights = state.llm.weights
+    if weights.status().state not in ("serving", "paused"):
+        await weights.finish(state.next_version)
+        state.next_version = None
+    await weights.resume()
+
+
+@router.get("/flush_cache")
+@router.post("/flush_cache")
+async def flush_cache(request: Request) -> Response:
+    """Forgets every cached prefix, at once: no request that runs keeps it from that."""
+    await serving(request).llm.reset_prefix_cache()
+    return JSON({"success": True, "message": "the cache was flushed"})
+
+
+@router.post("/update_weights_from_disk")
+async def update_weights_from_disk(request: Request) -> Response:
+    """An update from the safetensors files of a directory below --weight-root. flush_cache changes nothing: KV of other weights
+    is never found."""
+    body, state = await rl_body(request, _Disk), serving(request)
+    if body.abort_all_requests:
+        state.llm.abort_all()
+
+    async def update() -> None:
+        await state.llm.weights.update_from_disk(weight_directory(state, body.model_path, "model_path"), body.weight_version)
+
+    return await _answered(update(), "the weights were updated")
+
+
+@router.post("/init_weights_update_group")
+async def init_weights_update_group(request: Request) -> Response:
+    """Joins a group of torch's kind, one of several. Answered once all members are there."""
+    body, state = await rl_body(request, _Group), serving(request)
+    group = GroupSpec(
+        name=body.group_name,
+        address=body.master_address,
+        port=body.master_port,
+        rank_offset=body.rank_offset,
+        world_size=body.world_size,
+        protocol="torch",
+        backend=backend_of(state, body.backend),
+    )
+    return await _answered(join(state, group), "the group was joined")
+
+
+@router.post("/destroy_weights_update_group")
+async def destroy_weights_update_group(request: Request) -> Response:
+    body = await rl_body(request, _Leave)
+    return await _answered(serving(request).llm.weights.leave(body.group_name), "the group was left")
+
+
+@router.post("/update_weights_from_distributed")
+async def update_weights_from_distributed(request: Request) -> Response:
+    """Writes tensors that rank 0 of a group broadcasts, one by one."""
+    body, state = await rl_body(request, _Distributed), serving(request)
+    if body.abort_all_requests:
+        state.llm.abort_all()
+    check_announced(body.names, body.dtypes, body.shapes)
+    return await _answered(_receive(state, body), "the weights were written")
+
+
+async def _receive(state: Serving, body: _Distributed) -> None:
+    weights = state.llm.weights
+    names, dtypes, shapes = body.names, body.dtypes, body.shapes
+    state.next_version = body.weight_version or state.next_version
+    if weights.status().state == "serving":
+        async with open_update(state):
+            await weights.receive(body.group_name, names, dtypes, shapes)
+        await weights.finish(state.next_version)
+        state.next_version = None
+        return
+    if weights.status().state != "open":
+        await weights.begin()
+    await weights.receive(body.group_name, names, dtypes, shapes)
+
+
+@router.get("/get_weight_version")
+async def get_weight_version(request: Request) -> Response:
+    return JSON({"weight_version": serving(request).llm.weights.status().version})
+
+
+@router.post("/update_weight_version")
+async def update_weight_version(request: Request) -> Response:
+    """Gives the present weights another version. Requests are aborted only where the body says so."""
+    body, state = await rl_body(request, _Version), serving(request)
+    if body.abort_all_requests:
+        state.llm.abort_all()
+    return await _answered(state.llm.weights.rename(body.new_version), "the weights have the version")
+
+
+@router.post("/abort_request")
+async def abort_request(request: Request) -> Response:
+    """Ends a request, or all, with what they have."""
+    body, state = await rl_body(request, _Abort), serving(request)
+    if body.abort_all:
+        state.llm.abort_all()
+    elif body.rid:
+        await state.llm.abort(body.rid)
+    return JSON({"success": True, "message": "aborted"})
+
+
+@router.get("/health_generate")
+async def health_generate(request: Request) -> Response:
+    """200 if requests are served, or wait for a pause to end."""
+    state = serving(request)
+    state.check_ready()
+    return JSON({"status": "ok"} | state.paused())
+
+
+@router.get("/v1/loads")
+async def loads(request: Request) -> Response:
+    """Sequences that run and wait. include=core is all that there is."""
+    query_word(request, "include", "core", "all")
+    stats = serving(request).llm.stats
+    counts = {
+        "num_running_reqs": stats.num_running,
+        "num_waiting_reqs": stats.num_waiting,
+        "num_total_reqs": stats.num_running + stats.num_waiting,
+        "num_reqs": stats.num_running + stats.num_waiting,
+    }
+    return JSON({**counts, "loads": [{"dp_rank": 0, **counts}]})

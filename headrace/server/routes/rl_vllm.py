@@ -1,0 +1,240 @@
+"""Routes of trainers under vLLM's names, with prime-rl's form of /update_weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, cast
+
+import msgspec
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from headrace.core.weights import GroupSpec, PauseMode, WeightResult
+from headrace.errors import RequestError
+from headrace.server.errors import JSON
+from headrace.server.routes.rl import (
+    RlBody,
+    admin,
+    backend_of,
+    check_announced,
+    join,
+    query_flag,
+    query_word,
+    rl_body,
+    watch_pause,
+    weight_directory,
+    world_size,
+)
+from headrace.server.state import Serving, serving
+
+router = APIRouter(dependencies=[Depends(admin)])
+
+GROUP = "vllm"
+"""Name of the one group that these routes join."""
+
+
+class _Start(RlBody):
+    is_checkpoint_format: bool = True
+
+
+class _Finish(RlBody):
+    weight_version: str | None = None
+
+
+class _UpdateInfo(RlBody):
+    names: list[str] = []
+    dtype_names: list[str] = []
+    shapes: list[list[int]] = []
+    packed: bool | None = None
+
+
+class _Update(RlBody):
+    update_info: _UpdateInfo | None = None
+    weight_dir: str | None = None
+
+
+class _InitInfo(RlBody):
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    packed: bool = True
+
+
+class _Init(RlBody):
+    init_info: _InitInfo
+
+
+class _Abort(RlBody):
+    request_ids: list[str] | None = None
+
+
+class _Checker(RlBody):
+    action: Literal["checksum", "compare"] = "checksum"
+    baseline: dict[str, int] = {}
+
+
+def _done(message: str, result: WeightResult) -> Response:
+    weights = result.weights
+    facts: dict[str, Any] = {"state": weights.state, "version": weights.version, "written": result.written}
+    if result.num_kept:
+        facts |= {"kept": result.num_kept, "kept_names": result.kept}
+    return JSON({"message": message, **facts})
+
+
+@router.post("/pause")
+async def pause(request: Request) -> Response:
+    """Pauses generation, with mode abort (default): requests end with what they have; wait: they run to their ends; keep: they
+    are frozen, and with kv=recompute computed again. clear_cache changes nothing: KV of other weights is never found."""
+    await rl_body(request, RlBody)
+    mode, kv = query_word(request, "mode", "abort", "wait", "keep"), query_word(request, "kv", "keep", "recompute")
+    query_flag(request, "clear_cache")
+    if kv == "recompute" and mode != "keep":
+        raise RequestError(f"kv=recompute goes with mode=keep, not {mode}", "kv")
+    state = serving(request)
+    result = await state.llm.weights.pause(cast(PauseMode, "recompute" if kv == "recompute" else mode))
+    watch_pause(state)
+    return _done("generation is paused", result)
+
+
+@router.post("/resume")
+async def resume(request: Request) -> Response:
+    """Goes on with requests. 409 while an update is open, or the weights are not whole."""
+    await rl_body(request, RlBody)
+    return _done("generation goes on", await serving(request).llm.weights.resume())
+
+
+@router.get("/is_paused")
+async def is_paused(request: Request) -> Response:
+    return JSON({"is_paused": serving(request).llm.weights.status().pause is not None})
+
+
+@router.get("/get_world_size")
+async def get_world_size(request: Request) -> Response:
+    """Ranks of all replicas, or with include_dp=false of one."""
+    state, all_replicas = serving(request), query_flag(request, "include_dp")
+    return JSON({"world_size": world_size(state) if all_replicas else state.llm.args.tensor_parallel_size})
+
+
+@router.post("/init_weight_transfer_engine")
+async def init_weight_transfer_engine(request: Request) -> Response:
+    """Joins the trainer's group. Answered once all members are there."""
+    info, state = (await rl_body(request, _Init)).init_info, serving(request)
+    backend = backend_of(state)
+    if backend != "gloo":
+        raise RequestError(
+            "groups of vLLM's kind are joined over gloo: start the server with --weight-transfer-config "
+            '\'{"backend": "gloo"}\', or use /init_weights_update_group, or files',
+            "init_info",
+        )
+    group = GroupSpec(
+        name=GROUP,
+        address=info.master_address,
+        port=info.master_port,
+        rank_offset=info.rank_offset,
+        world_size=info.world_size,
+        protocol="vllm",
+        backend=backend,
+    )
+    await join(state, group)
+    state.packed = info.packed
+    return JSON({"message": "the group was joined"})
+
+
+@router.post("/shutdown_weight_transfer_engine")
+async def shutdown_weight_transfer_engine(request: Request) -> Response:
+    await rl_body(request, RlBody)
+    await serving(request).llm.weights.leave(GROUP)
+    return JSON({"message": "the group was left"})
+
+
+@router.post("/start_weight_update")
+async def start_weight_update(request: Request) -> Response:
+    """Begins an update. ``is_checkpoint_format`` says that names are those of checkpoints; other names are not known."""
+    if not (await rl_body(request, _Start)).is_checkpoint_format:
+        raise RequestError("tensors are named as in checkpoints: is_checkpoint_format must be true", "is_checkpoint_format")
+    return _done("the update has begun", await serving(request).llm.weights.begin())
+
+
+@router.post("/update_weights")
+async def update_weights(request: Request) -> Response:
+    """Writes the tensors that the trainer broadcasts (update_info), or all of a directory in an update of its own
+    (weight_dir)."""
+    body, state = await rl_body(request, _Update), serving(request)
+    info, folder = body.update_info, body.weight_dir
+    if (info is None) == (folder is None):
+        raise RequestError("give either update_info or weight_dir", "update_info")
+    if folder is not None:
+        path = weight_directory(state, folder, "weight_dir")
+        return _done("the weights were updated", await state.llm.weights.update_from_disk(path))
+    if info is None:
+        raise RequestError("update_info is missing", "update_info")
+    if not info.names:  # As before.
+        info = msgspec.structs.replace(state.announced or info, packed=info.packed)
+    state.announced = info
+    check_announced(info.names, info.dtype_names, info.shapes)
+    packed = state.packed if info.packed is None else info.packed
+    result = await state.llm.weights.receive(GROUP, info.names, info.dtype_names, info.shapes, packed=packed)
+    return _done("the weights were written", result)
+
+
+@router.post("/finish_weight_update")
+async def finish_weight_update(request: Request) -> Response:
+    """Ends the update. 409 after a failure, until an update has written all weights."""
+    body = await rl_body(request, _Finish)
+    return _done("the update is finished", await serving(request).llm.weights.finish(body.weight_version))
+
+
+@router.get("/weight_info")
+async def weight_info(request: Request) -> Response:
+    """State and version of the weights, and the groups that were joined."""
+    return JSON(serving(request).llm.weights.status())
+
+
+@router.post("/weights/accept_files")
+async def accept_files(request: Request) -> Response:
+    """Serves the weights of the model's files, although others were served before the engine was started again."""
+    await rl_body(request, RlBody)
+    return _done("the files' weights are served", await serving(request).llm.weights.accept_files())
+
+
+@router.post("/weight_checker")
+async def weight_checker(request: Request) -> Response:
+    """64-bit sums of all parameters, or with compare those that differ from a baseline."""
+    body = await rl_body(request, _Checker)
+    sums = await serving(request).llm.weights.checksums()
+    if body.action == "checksum":
+        return JSON({"checksums": sums})
+    differing = sorted(name for name in sums.keys() | body.baseline.keys() if sums.get(name) != body.baseline.get(name))
+    return JSON({"equal": not differing, "differing": differing})
+
+
+@router.post("/abort_requests")
+async def abort_requests(request: Request) -> Response:
+    """Ends requests with what they have: those of the ids, or all."""
+    body, state = await rl_body(request, _Abort), serving(request)
+    if body.request_ids is None:
+        state.llm.abort_all()
+    for request_id in body.request_ids or ():
+        await state.llm.abort(request_id)
+    return JSON({"message": "the requests were aborted"})
+
+
+@router.get("/liveness")
+async def liveness(request: Request) -> Response:
+    serving(request).check_live()
+    return JSON({"status": "ok"})
+
+
+def vllm_config(state: Serving) -> dict[str, Any]:
+    """Returns the fields of vLLM's configuration that TRL reads."""
+    args, info = state.llm.args, state.llm.info
+    return {
+        "model_config": {"model": info.model, "dtype": f"torch.{info.dtype}", "max_model_len": info.max_model_len},
+        "lora_config": None,
+        "parallel_config": {
+            "data_parallel_size": args.data_parallel_size,
+            "tensor_parallel_size": args.tensor_parallel_size,
+        },
+        "weight_transfer_config": dataclasses.asdict(args.weight_transfer_config) | {"backend": backend_of(state)},
+    }

@@ -1,0 +1,112 @@
+"""WeightGroup: a group of a trainer and the ranks of engines, in which rank 0, the trainer's, broadcasts weights.
+
+The group is built on torch's store and backends alone, without torch's table of process groups: a rank may be in several.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from headrace.core.weights import GroupSource, GroupSpec
+from headrace.errors import ConfigError
+from headrace.weights.transport.source import OpenSource, announced
+from headrace.weights.update import TensorFacts
+
+_SENDER = 0
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class WeightGroup:
+    """One rank's membership.
+
+    Raises:
+        Exception: the members did not come together in time.
+    """
+
+    def __init__(self, spec: GroupSpec, rank: int, device: torch.device, seconds: float) -> None:
+        """``rank``: in the group. ``device``: of the model, and with nccl of what is received."""
+        self.spec = spec
+        timeout = timedelta(seconds=seconds)
+        libuv = spec.protocol == "torch"
+        # A client that names no world size is not counted, and the store's host would wait for it in vain.
+        store = TCPStore(spec.address, spec.port, spec.world_size, False, timeout, multi_tenant=libuv, use_libuv=libuv)
+        self.device = device if spec.backend == "nccl" else torch.device("cpu")
+        prefixed = _prefixed(store, spec)
+        if spec.backend == "gloo":
+            self._group: Any = dist.ProcessGroupGloo(prefixed, rank, spec.world_size, timeout)
+        else:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._group = dist.ProcessGroupNCCL(prefixed, rank, spec.world_size, options)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Fills the tensor with that of the trainer. Raises: RuntimeError: it was not sent in time."""
+        options = dist.BroadcastOptions()
+        options.rootRank = _SENDER
+        self._group.broadcast([tensor], options).wait()
+
+    def close(self) -> None:
+        """Leaves the group. A transfer that is under way fails."""
+        self._group.abort()
+
+
+def _prefixed(store: Store, spec: GroupSpec) -> Store:
+    """The store, with the prefixes that the trainer's side gives its keys."""
+    if spec.protocol == "vllm":
+        return PrefixStore("weights", store)
+    device = "cpu" if spec.backend == "gloo" else "cuda"
+    for prefix in (spec.name, f"{spec.name}/", f"{device}/"):
+        store = PrefixStore(prefix, store)
+    return store
+
+
+class OpenBroadcasts(OpenSource):
+    """Tensors that the trainer broadcasts, in the order in which it announced them.
+
+    Raises:
+        ConfigError: an announced tensor cannot be.
+    """
+
+    def __init__(self, group: WeightGroup, source: GroupSource) -> None:
+        self._group = group
+        self.facts = announced(source.tensors)
+        self._most = source.packed_bytes
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for pack in self._packs():
+            sizes = [math.prod(fact.shape) * fact.dtype.itemsize for fact in pack]
+            if self._most is None:
+                (fact,) = pack
+                received = torch.empty(fact.shape, dtype=fact.dtype, device=self._group.device)
+            else:
+                received = torch.empty(sum(sizes), dtype=torch.uint8, device=self._group.device)
+            # All bits set is NaN in every float type: values that never came are noticed.
+            received.view(-1).view(torch.uint8).fill_(255)
+            self._group.broadcast(received)
+            for fact, part in zip(pack, torch.split(received.view(-1).view(torch.uint8), sizes), strict=True):
+                aligned = part if part.storage_offset() % fact.dtype.itemsize == 0 else part.clone()
+                if bool((aligned.view(_INTEGERS[fact.dtype.itemsize]) == -1).any()):
+                    raise ConfigError(f"values of {fact.name} did not come", "tensors")
+                yield fact.name, aligned.view(fact.dtype).view(fact.shape)
+
+    def _packs(self) -> Iterator[list[TensorFacts]]:
+        """Tensors are added to a pack until it has more bytes than the limit."""
+        pack: list[TensorFacts] = []
+        for fact in self.facts:
+            pack.append(fact)
+            size = sum(math.prod(one.shape) * one.dtype.itemsize for one in pack)
+            if self._most is None or size > self._most:
+                yield pack
+                pack = []
+        if pack:
+            yield pack
+
+    def close(self) -> None:
+        pass

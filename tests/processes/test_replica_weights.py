@@ -1,0 +1,142 @@
+"""Commands to the weights of several replicas, which all have the same or do not serve."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from headrace.core.weights import (
+    Begin,
+    Checksums,
+    DiskSource,
+    Fail,
+    Finish,
+    GroupSpec,
+    Join,
+    Load,
+    Lose,
+    Pause,
+    WeightCommand,
+    WeightResult,
+    WeightStatus,
+)
+from headrace.errors import EngineDeadError
+from headrace.processes.messages import ToEngine, WeightCall, WeightReply
+from headrace.processes.replica_weights import ReplicaWeights
+
+LOAD = Load(DiskSource("/weights"))
+GROUP = GroupSpec(name="g", address="127.0.0.1", port=1, rank_offset=1, world_size=3, protocol="torch", backend="gloo")
+
+
+@dataclasses.dataclass
+class FakeReplica:
+    number: int
+    weights: WeightStatus = dataclasses.field(default_factory=WeightStatus)
+    up: bool = True
+    sent: list[WeightCommand] = dataclasses.field(default_factory=list)
+
+    def send(self, message: ToEngine) -> None:
+        assert isinstance(message, WeightCall)
+        self.sent.append(message.command)
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.replicas = [FakeReplica(number) for number in range(2)]
+        self.answers: list[WeightReply] = []
+        self.weights = ReplicaWeights(self.replicas, self.answers.append)
+
+    def call(self, command: WeightCommand, *results: WeightResult) -> WeightResult | None:
+        self.weights.send(WeightCall(1, command))
+        for number, result in enumerate(results):
+            assert not self.answers
+            self.weights.answered(number, WeightReply(1, result))
+        return self.answers.pop().result if self.answers else None
+
+    @property
+    def last(self) -> list[WeightCommand]:
+        return [replica.sent[-1] for replica in self.replicas]
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+OK, REFUSED, FAILED = WeightResult(written=2), WeightResult(status=400, error="no"), WeightResult(status=503, error="torn")
+
+
+def test_all_answer(bench: Bench) -> None:
+    assert bench.call(Pause("keep"), OK, OK) == OK
+    assert bench.call(Checksums(), WeightResult(checksums={"a": 1}), WeightResult(checksums={"a": 2})) == WeightResult(
+        checksums={"a@0": 1, "a@1": 2}
+    )
+    assert bench.call(Join(GROUP), OK, OK) == OK
+    assert bench.last == [Join(GROUP, 0), Join(GROUP, 1)]
+    bench.replicas[1].weights = WeightStatus(number=4)
+    assert bench.call(Finish(0, "v"), OK, OK) == OK
+    assert bench.last == [Finish(5, "v"), Finish(5, "v")]
+
+
+def test_what_all_refuse_changes_nothing(bench: Bench) -> None:
+    result = bench.call(LOAD, REFUSED, REFUSED)
+    assert result == WeightResult(status=400, error="replica 0: no")
+    assert bench.last == [LOAD, LOAD]
+
+
+@pytest.mark.parametrize("bad", [REFUSED, FAILED])
+def test_torn_in_one_is_torn_in_all(bench: Bench, bad: WeightResult) -> None:
+    result = bench.call(LOAD, OK, bad)
+    assert result is not None and result.status == bad.status and result.error.startswith("replica 1: ")
+    assert bench.last == [Fail(result.error), Fail(result.error)]
+
+
+def test_an_update_begins_in_all_or_none(bench: Bench) -> None:
+    result = bench.call(Begin(), OK, WeightResult(status=409, error="open"))
+    assert result is not None and result.status == 409
+    assert bench.last == [Fail(""), Begin()]
+
+
+def test_a_replica_that_does_not_finish_has_lost_its_weights(bench: Bench) -> None:
+    result = bench.call(Finish(0, None), OK, WeightResult(status=409, error="no update is open"))
+    assert result is not None and result.status == 409
+    assert bench.last == [Finish(1, None), Lose(1, "1")]
+
+
+def test_a_replica_that_is_lost_under_a_load_fails_it(bench: Bench) -> None:
+    assert bench.call(LOAD, OK) is None
+    bench.replicas[1].up = False
+    bench.weights.lost(1)
+    assert bench.answers.pop().result == WeightResult(status=503, error="replica 1: its engine is gone")
+    assert bench.replicas[0].sent[-1] == Fail("replica 1: its engine is gone")
+    # Other commands are those of the replicas that are left.
+    assert bench.call(Pause("keep"), OK) == OK
+    with pytest.raises(EngineDeadError, match="1 of 2 replicas"):
+        bench.call(Join(GROUP))
+    bench.replicas[0].up = False
+    with pytest.raises(EngineDeadError):
+        bench.call(Pause("keep"))
+
+
+def test_a_replica_that_starts_again_is_told_what_the_others_have(bench: Bench) -> None:
+    first, second = bench.replicas
+    bench.weights.started(second)
+    assert not second.sent
+    first.weights = WeightStatus(state="paused", pause="wait", number=3, version="v3")
+    bench.weights.started(second)
+    assert second.sent == [Pause("wait"), Lose(3, "v3")]
+    assert not first.sent
+
+
+def test_the_state_of_all_is_the_worst(bench: Bench) -> None:
+    first, second = bench.replicas
+    first.weights = WeightStatus(state="paused", pause="keep")
+    assert bench.weights.status().state == "paused"
+    second.weights = WeightStatus(state="torn", reason="torn")
+    assert bench.weights.status().state == "torn"
+    # The others serve while one has lost its weights.
+    second.weights = WeightStatus(state="lost", reason="lost")
+    assert bench.weights.status().state == "paused"
+    first.up = False
+    assert bench.weights.status().state == "lost"

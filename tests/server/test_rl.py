@@ -1,0 +1,308 @@
+"""Routes by which trainers change the weights of a running server, as TRL, prime-rl and slime call them."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.models.tiny_llama import write_model
+from support.server.fakes import FakeLLM
+from support.server.harness import Api, Running, running
+from support.trainer import Trainer
+
+from headrace.config import EngineArgs
+from headrace.core.weights import WeightResult, WeightStatus
+from headrace.frontend.async_llm import AsyncLLM
+from headrace.option_groups import WeightTransferConfig
+from headrace.server.settings import ServerSettings
+
+PACK = 50_000
+ASK: dict[str, Any] = {
+    "prompt": list(range(40, 60)),
+    "max_tokens": 6,
+    "temperature": 1.0,
+    "seed": 2**62,
+    "ignore_eos": True,
+    "logprobs": 0,
+    "return_token_ids": True,
+    "return_weight_versions": True,
+}
+LONG = ASK | {"max_tokens": 200}
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("weights")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, root: Path) -> Iterator[Running]:
+    args = EngineArgs(
+        model=str(folder),
+        dtype="float32",
+        device="cpu",
+        num_threads=1,
+        num_kv_blocks=64,
+        weight_timeout=3.0,
+        weight_transfer_config=WeightTransferConfig(backend="gloo", packed_buffer_size_bytes=PACK),
+    )
+    with running(AsyncLLM(args), ServerSettings(enable_rl_api=True, weight_root=root)) as server:
+        yield server
+
+
+@pytest.fixture
+def http(server: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        yield http
+
+
+def weights_of(folder: Path, seed: int) -> Weights:
+    generator = torch.Generator().manual_seed(seed)
+    weights = load_file(folder / "model.safetensors")
+    return {name: value + 0.05 * torch.randn(value.shape, generator=generator) for name, value in weights.items()}
+
+
+def saved(folder: Path, weights: Weights) -> Path:
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def post(http: httpx.Client, path: str, body: Any = None, status: int = 200) -> Any:
+    answer = http.post(path) if body is None else http.post(path, json=body)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def versions(answer: dict[str, Any]) -> list[tuple[str, int, int]]:
+    return [tuple(span.values()) for span in answer["choices"][0]["weight_versions"]]
+
+
+def announced(weights: Weights) -> dict[str, Any]:
+    """TRL's form of the tensors to come."""
+    dtypes = [str(value.dtype).removeprefix("torch.") for value in weights.values()]
+    return {"names": list(weights), "dtype_names": dtypes, "shapes": [list(value.shape) for value in weights.values()]}
+
+
+class Rollout:
+    """A completion in a thread."""
+
+    def __init__(self, http: httpx.Client, body: dict[str, Any]) -> None:
+        self.answer: dict[str, Any] = {}
+        self._thread = threading.Thread(target=self._ask, args=(http, body))
+        self._thread.start()
+
+    def _ask(self, http: httpx.Client, body: dict[str, Any]) -> None:
+        self.answer = http.post("/v1/completions", json=body).json()
+
+    def wait(self) -> dict[str, Any]:
+        self._thread.join(60)
+        return self.answer
+
+
+def running_requests(http: httpx.Client) -> int:
+    return int(http.get("/v1/loads?include=core").json()["num_reqs"])
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def joined(http: httpx.Client) -> Trainer:
+    """What TRL's client sends at its start."""
+    config = http.get("/server_info?config_format=json").json()["vllm_config"]
+    assert config["model_config"]["dtype"] == "torch.float32"
+    assert config["lora_config"] is None and config["weight_transfer_config"]["backend"] == "gloo"
+    assert config["parallel_config"]["data_parallel_size"] == 1
+    size = http.get("/get_world_size").json()["world_size"]
+    trainer = Trainer(size + 1, seconds=5.0)
+    trainer.beside(trainer.join)
+    init = {"master_address": "127.0.0.1", "master_port": trainer.port, "rank_offset": 1, "world_size": size + 1}
+    post(http, "/init_weight_transfer_engine", {"init_info": init | {"packed": True}})
+    trainer.wait()
+    return trainer
+
+
+def sync(http: httpx.Client, trainer: Trainer, weights: Weights, number: str) -> Any:
+    """What TRL's client sends for each of its steps."""
+    post(http, "/pause?mode=keep")
+    assert http.get("/is_paused").json() == {"is_paused": True}
+    post(http, "/start_weight_update", {"is_checkpoint_format": True})
+    trainer.beside(lambda: trainer.send(weights, PACK))
+    post(http, "/update_weights", {"update_info": announced(weights)})
+    trainer.wait()
+    answer = post(http, "/finish_weight_update", {"weight_version": number})
+    post(http, "/resume")
+    return answer
+
+
+def test_trl(http: httpx.Client, folder: Path) -> None:
+    trainer = joined(http)
+    before = post(http, "/v1/completions", ASK)
+    assert versions(before) == [("0", 0, 6)]
+    rollout = Rollout(http, LONG)
+    until(lambda: running_requests(http))
+    done = sync(http, trainer, weights_of(folder, 1), "step-1")
+    assert (done["version"], "kept" in done) == ("step-1", False)
+    spans = versions(rollout.wait())
+    assert [version for version, _, _ in spans] == ["0", "step-1"] and spans[-1][-1] == 200
+    after = post(http, "/v1/completions", ASK)
+    assert versions(after) == [("step-1", 0, 6)]
+    assert after["choices"][0]["logprobs"]["token_logprobs"] != before["choices"][0]["logprobs"]["token_logprobs"]
+    # A tied or frozen tensor that is not sent is named.
+    some = dict(list(weights_of(folder, 1).items())[1:])
+    done = sync(http, trainer, some, "step-2")
+    assert (done["written"], done["kept"], done["kept_names"]) == (len(some), 1, ["lm_head.weight"])
+    # The sender fails: its clean-up ends nothing, and a new run heals all.
+    post(http, "/pause?mode=keep")
+    post(http, "/start_weight_update", {"is_checkpoint_format": True})
+    trainer.close()
+    assert "torn" in post(http, "/update_weights", {"update_info": announced(some)}, 503)["error"]["message"]
+    post(http, "/finish_weight_update", status=409)
+    post(http, "/resume", status=409)
+    refused = http.post("/v1/completions", json=ASK)
+    assert refused.status_code == 503 and refused.headers["Retry-After"]
+    assert "torn" in refused.json()["error"]["message"]
+    assert http.get("/health").status_code == 503 and http.get("/live").status_code == 200
+    again = joined(http)
+    sync(http, again, weights_of(folder, 3), "step-3")
+    assert http.get("/health").json() == {"status": "ok"}
+    assert versions(post(http, "/v1/completions", ASK)) == [("step-3", 0, 6)]
+    post(http, "/shutdown_weight_transfer_engine")
+    again.close()
+
+
+def test_prime_rl(http: httpx.Client, folder: Path, root: Path) -> None:
+    path = saved(root / "prime", weights_of(folder, 4))
+    rollout = Rollout(http, LONG)
+    until(lambda: running_requests(http))
+    post(http, "/pause?mode=keep&clear_cache=false")
+    assert http.get("/health").json()["paused"] is True
+    waiting = Rollout(http, ASK)
+    post(http, "/update_weights", {"weight_dir": str(path)})
+    shutil.rmtree(path)
+    post(http, "/resume")
+    assert len(versions(rollout.wait())) == 2
+    assert len(versions(waiting.wait())) == 1, "a request that arrives during a pause runs after it"
+    assert http.get("/liveness").status_code == 200
+    for body, text in (
+        ({"weight_dir": str(path)}, "there is no directory"),
+        ({"weight_dir": str(root / ".." / "elsewhere")}, "--weight-root"),
+        ({}, "either update_info or weight_dir"),
+        ({"weight_dir": "/", "update_info": {}}, "either update_info or weight_dir"),
+        ({"weight_directory": "/"}, "weight_directory"),
+        ({"update_info": {"names": ["a"], "dtype_names": [], "shapes": []}}, "1 names, 0 dtypes"),
+    ):
+        assert text in post(http, "/update_weights", body, 400)["error"]["message"]
+    for path, text in (("/pause?mode=halt", "mode must be one of abort, wait, keep"), ("/pause?kv=recompute", "mode=keep")):
+        assert text in post(http, path, status=400)["error"]["message"]
+    assert http.get("/weight_info").json()["state"] == "serving"
+
+
+def test_slime(http: httpx.Client, folder: Path, root: Path) -> None:
+    rollout = Rollout(http, LONG)
+    until(lambda: running_requests(http))
+    post(http, "/pause_generation", {})
+    answer = rollout.wait()
+    assert answer["choices"][0]["finish_reason"] == "abort" and answer["choices"][0]["token_ids"]
+    assert versions(answer)[-1][-1] == len(answer["choices"][0]["token_ids"])
+    refused = http.post("/v1/completions", json=ASK)
+    assert (refused.status_code, refused.headers["Retry-After"]) == (503, "5")
+    assert http.get("/flush_cache").status_code == 200
+    trainer = Trainer(2, ("slime-pp_0", "slime-pp_0/", "cpu/"), seconds=5.0)
+    trainer.beside(trainer.join)
+    group = {"master_address": "127.0.0.1", "master_port": trainer.port, "rank_offset": 1, "world_size": 2}
+    post(http, "/init_weights_update_group", group | {"group_name": "slime-pp_0", "backend": "gloo"})
+    trainer.wait()
+    items = list(weights_of(folder, 5).items())
+    for bucket in (dict(items[:5]), dict(items[5:])):
+        body = announced(bucket)
+        body = {"names": body["names"], "dtypes": body["dtype_names"], "shapes": body["shapes"]}
+        trainer.beside(lambda bucket=bucket: trainer.send(bucket))  # type: ignore[misc]
+        more = {"group_name": "slime-pp_0", "flush_cache": False, "weight_version": "7"}
+        assert post(http, "/update_weights_from_distributed", body | more)["success"] is True
+        trainer.wait()
+    post(http, "/continue_generation", {})
+    assert versions(post(http, "/v1/completions", ASK)) == [("7", 0, 6)]
+    post(http, "/pause_generation", {"mode": "retract"})
+    assert http.get("/flush_cache").status_code == 200
+    path = saved(root / "weight_v000008", weights_of(folder, 6))
+    post(http, "/update_weights_from_disk", {"model_path": str(path), "weight_version": "8"})
+    shutil.rmtree(path)
+    assert http.get("/get_weight_version").json() == {"weight_version": "8"}
+    post(http, "/continue_generation", {})
+    assert versions(post(http, "/v1/completions", ASK)) == [("8", 0, 6)]
+    wrong = {"names": ["no.such"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "slime-pp_0"}
+    refused = post(http, "/update_weights_from_distributed", wrong, 400)
+    assert refused["success"] is False and "no.such" in refused["message"]
+    post(http, "/destroy_weights_update_group", {"group_name": "slime-pp_0"})
+    assert http.get("/weight_info").json()["state"] == "serving"
+    assert http.get("/health_generate").status_code == 200
+    post(http, "/update_weight_version", {"new_version": "9"})
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "return_weight_versions": True}
+    answer = post(http, "/v1/chat/completions", chat)
+    assert [span["version"] for span in answer["choices"][0]["weight_versions"]] == ["9"]
+    trainer.close()
+
+
+def test_sums_of_weights(http: httpx.Client, folder: Path, root: Path) -> None:
+    """The same weights have the same sums, whichever way they came, and others do not."""
+    sums = []
+    for seed in (7, 8, 7):
+        path = saved(root / "sums", weights_of(folder, seed))
+        post(http, "/update_weights", {"weight_dir": str(path)})
+        shutil.rmtree(path)
+        sums.append(post(http, "/weight_checker", {"action": "checksum"})["checksums"])
+    assert sums[0] == sums[2] and all(sums[0][name] != sums[1][name] for name in sums[0])
+    assert post(http, "/weight_checker", {"action": "compare", "baseline": sums[2]})["equal"] is True
+    compared = post(http, "/weight_checker", {"action": "compare", "baseline": sums[1]})
+    assert len(compared["differing"]) == len(sums[1])
+
+
+class FakeWeights:
+    """Pauses nothing."""
+
+    async def pause(self, mode: str) -> WeightResult:
+        return WeightResult()
+
+    def status(self) -> WeightStatus:
+        return WeightStatus()
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "status"),
+    [
+        ({}, None, 404),
+        ({"enable_rl_api": True}, None, 200),
+        ({"enable_rl_api": True, "api_keys": ("user",)}, "user", 404),
+        ({"enable_rl_api": True, "api_keys": ("user",), "admin_keys": ("admin",)}, "user", 403),
+        ({"enable_rl_api": True, "api_keys": ("user",), "admin_keys": ("admin",)}, "other", 401),
+        ({"enable_rl_api": True, "api_keys": ("user",), "admin_keys": ("admin",)}, "admin", 200),
+    ],
+)
+def test_who_may_call_them(settings: dict[str, Any], key: str | None, status: int) -> None:
+    llm = FakeLLM()
+    llm.weights = FakeWeights()  # type: ignore[attr-defined]
+    api = Api(llm, ServerSettings(**settings))
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    for path in ("/pause?mode=keep", "/pause_generation"):
+        assert api.post(path, headers=headers).status_code == status
+    if status == 200:
+        assert api.get("/v1/models", headers=headers).status_code == 200

@@ -1,0 +1,74 @@
+"""A trainer's side of a group: rank 0, which broadcasts weights over gloo."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+
+import torch
+from torch import distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+class Trainer:
+    """Must be joined in a thread while the engine joins: ``beside`` starts work in one."""
+
+    def __init__(self, world_size: int, prefixes: tuple[str, ...] = ("weights",), seconds: float = 30.0) -> None:
+        self.port = free_port()
+        self.world_size = world_size
+        self._prefixes = prefixes
+        self._timeout = timedelta(seconds=seconds)
+        self._thread: threading.Thread | None = None
+        self.errors: list[Exception] = []
+
+    def join(self) -> None:
+        libuv = len(self._prefixes) > 1
+        store = TCPStore("127.0.0.1", self.port, self.world_size, True, self._timeout, multi_tenant=libuv, use_libuv=libuv)
+        for prefix in self._prefixes:
+            store = PrefixStore(prefix, store)
+        self._group = dist.ProcessGroupGloo(store, 0, self.world_size, self._timeout)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        self._group.broadcast([tensor], dist.BroadcastOptions()).wait()
+
+    def send(self, weights: Mapping[str, torch.Tensor], most: int | None = None) -> None:
+        """Sends tensors one by one; ``most``: in packs, each as soon as it has more bytes."""
+        pack: list[torch.Tensor] = []
+        for tensor in weights.values():
+            if most is None:
+                self.broadcast(tensor.contiguous())
+                continue
+            pack.append(tensor.contiguous().view(-1).view(torch.uint8))
+            if sum(map(len, pack)) > most:
+                self.broadcast(torch.cat(pack))
+                pack = []
+        if pack:
+            self.broadcast(torch.cat(pack))
+
+    def beside(self, work: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:
+                self.errors.append(error)
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        assert self._thread is not None
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+        if self.errors:
+            raise self.errors[0]
+
+    def close(self) -> None:
+        self._group.abort()

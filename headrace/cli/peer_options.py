@@ -12,6 +12,7 @@ SAME: Mapping[str, str] = {
     "--tp-size": "--tensor-parallel-size",
     "--dp-size": "--data-parallel-size",
     "--enable-fp32-lm-head": "--head-dtype=float32",
+    "--lora-paths": "--lora-modules",
     "--context-length": "--max-model-len",
     "--ctx-size": "--max-model-len",
     "--max-running-requests": "--max-num-seqs",

@@ -123,10 +123,10 @@ class RunOptions(Checked):
         return Path(self.input) if self.input and self.input != "-" else None
 
 
-# The engine has an option of the name sparse_prefill, which says how prompts attend.
+# The engine has options of these names: how prompts attend, and which logprobs an answer has.
 @command(
     args=ENGINE_OPTIONS.changed("model", positional=False),
-    sampling=SAMPLING_OPTIONS.without("sparse_prefill"),
+    sampling=SAMPLING_OPTIONS.without("sparse_prefill", "logprobs_mode"),
     options=Group.of(RunOptions),
 )
 def run(args: EngineArgs, sampling: dict[str, Any], options: RunOptions) -> None:

@@ -93,7 +93,7 @@ class Sequence:
     """Logprobs of prompt tokens 1, 2, ..., filled in as they are computed; None: not requested, or delivered already."""
     routed_experts: TokenExperts | None = None
     """Choices for the tokens that are computed, filled in with their steps; None: not requested."""
-    versions: list[tuple[int, str]] = dataclasses.field(default_factory=list)
+    versions: list[tuple[int, str]] = dataclasses.field(default_factory=lambda: [(0, "0")])
     """(output tokens before it, name) of each version of the weights that the sequence has met."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

@@ -53,9 +53,7 @@ class ServerSettings(Checked):
     model_alias: Annotated[tuple[str, ...], OptionSpec(min=1, default="no aliases", metavar="PATTERN=NAME")] = ()
     """Further names of the model, as a pattern with * and ?, and a NAME of --served-model-name that they stand for:
     'claude-*=qwen'. Repeatable. Answers have the name that the client used."""
-    lora_modules: Annotated[
-        tuple[str, ...], OptionSpec(min=3, flags=("--lora-modules", "--lora-paths"), default="no adapters", metavar="NAME=PATH")
-    ] = ()
+    lora_modules: Annotated[tuple[str, ...], OptionSpec(min=3, default="no adapters", metavar="NAME=PATH")] = ()
     """LoRA adapter to load before requests are taken, with --enable-lora: the name that requests use, and its directory.
     Repeatable."""
     lora_root: Annotated[Path | None, OptionSpec(default="none", metavar="DIRECTORY")] = None

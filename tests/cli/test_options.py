@@ -50,6 +50,8 @@ OTHER: dict[str, tuple[list[str], Any]] = {
     "tls_key": ([__file__], Path(__file__)),
     "codex_instructions": ([__file__], Path(__file__)),
     "model_alias": (["claude-*=m"], ("claude-*=m",)),
+    "lora_modules": (["a=first", "b=second"], ("a=first", "b=second")),
+    "lora_root": (["something"], Path("something")),
     "tool_call_parser": (["hermes"], "hermes"),
     "reasoning_parser": (["qwen3"], "qwen3"),
     "chat_template": (["{{ messages }}"], "{{ messages }}"),

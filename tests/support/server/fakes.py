@@ -123,7 +123,7 @@ class FakeLLM:
         self._health = Health(True, "")
 
     replicas = None
-    files = SimpleNamespace(gguf_file=None)
+    text = SimpleNamespace(files=SimpleNamespace(gguf_file=None))
     args = EngineArgs()
     limits = LIMITS
     """Arguments of the gate."""

@@ -62,8 +62,8 @@ def test_an_unknown_architecture_lists_the_known(architectures: list[str] | None
 
 
 def test_another_head_on_the_same_body_is_not_the_model() -> None:
-    with pytest.raises(ConfigError, match="LlamaForSequenceClassification is not supported"):
-        spec_of(llama(architectures=["LlamaForSequenceClassification"]))
+    with pytest.raises(ConfigError, match="LlamaForQuestionAnswering is not supported"):
+        spec_of(llama(architectures=["LlamaForQuestionAnswering"]))
 
 
 def test_llama() -> None:

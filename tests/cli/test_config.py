@@ -71,7 +71,7 @@ def test_the_command_line_then_the_environment_then_the_file(
     option: Option, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group: Group[Any] = ENGINE_OPTIONS if option.owner is EngineArgs else SERVER_OPTIONS
-    kind = (lambda text: (text,)) if option.name == "api_keys" else int
+    kind = (lambda text: (text,)) if option.name.endswith("_keys") else int
     path = write(f"{option.key}: {'31' if kind is int else 'the-31'}\n")
 
     def value(*words: str) -> Any:

@@ -235,8 +235,8 @@ class Serving:
 
     @property
     def weight_version(self) -> str:
-        """Version of the weights that serve; those of an engine in its own process do not change."""
-        return "0"
+        """Version of the weights that serve."""
+        return self.llm.weights.status().version
 
     def reports(self, tenant: str) -> BoundedCache[str, AttentionReport]:
         """Returns the attention reports of a tenant's last requests, by id."""

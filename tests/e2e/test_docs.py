@@ -15,6 +15,7 @@ import pytest
 import torch
 import typer
 from support.models import tiny_llama, tiny_pooling, tiny_vision
+from support.models.adapters import write_adapter
 from support.pages import ROOT, blocks, command_lines, pages, run_blocks
 from support.server.running import Server
 from transformers import AutoModelForCausalLM
@@ -132,6 +133,15 @@ def free_ports(checkpoint: Path) -> Iterator[tuple[dict[str, Any], dict[str, str
 
 
 @contextlib.contextmanager
+def adapters(checkpoint: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+    poet = write_adapter(checkpoint, checkpoint.parent / "poet")
+    names: dict[str, Any] = {}
+    yield names, {'"Qwen/Qwen3-0.6B"': f"{str(checkpoint)!r}, num_kv_blocks=40", '"adapters/poet"': repr(str(poet))}
+    with_adapter, without = (result.outputs[0].token_ids for result in names["results"])
+    assert with_adapter != without
+
+
+@contextlib.contextmanager
 def training(checkpoint: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
     policy = AutoModelForCausalLM.from_pretrained(checkpoint)
 
@@ -154,6 +164,7 @@ CONTEXTS: dict[str, Context] = {
     "megatron.md": trainer,
     "multimodal.md": pictures,
     "parallel.md": two_ranks,
+    "lora.md": adapters,
     "python.md": trained_model,
     "replicas.md": free_ports,
     "rl.md": training,

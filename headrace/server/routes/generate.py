@@ -156,9 +156,11 @@ async def inference(state: Serving, body: InferenceBody, request_id: str, caller
 @router.get("/health_generate")
 @router.post("/health_generate")
 async def health_generate(request: Request) -> Response:
-    """200 if the engine generates: a token of its own, or within 20 seconds the steps of others; else 503."""
+    """200 if the engine generates, a token of its own or within 20 seconds the steps of others, or is paused; else 503."""
     state = serving(request)
     state.check_ready()
+    if paused := state.paused():
+        return JSON({"status": "ok"} | paused)
     await cancel_on_disconnect(state, request.receive, _probe(state, caller(request)))
     return JSON({"status": "ok"})
 

@@ -71,11 +71,6 @@ class _Version(RlBody):
     abort_all_requests: bool = False
 
 
-class _Abort(RlBody):
-    rid: str = ""
-    abort_all: bool = False
-
-
 async def _answered(work: Awaitable[object], message: str) -> Response:
     """SGLang's answer: 400 says that the command failed."""
     try:
@@ -191,25 +186,6 @@ async def update_weight_version(request: Request) -> Response:
     if body.abort_all_requests:
         state.llm.abort_all()
     return await _answered(state.llm.weights.rename(body.new_version), "the weights have the version")
-
-
-@router.post("/abort_request")
-async def abort_request(request: Request) -> Response:
-    """Ends a request, or all, with what they have."""
-    body, state = await rl_body(request, _Abort), serving(request)
-    if body.abort_all:
-        state.llm.abort_all()
-    elif body.rid:
-        await state.llm.abort(body.rid)
-    return JSON({"success": True, "message": "aborted"})
-
-
-@router.get("/health_generate")
-async def health_generate(request: Request) -> Response:
-    """200 if requests are served, or wait for a pause to end."""
-    state = serving(request)
-    state.check_ready()
-    return JSON({"status": "ok"} | state.paused())
 
 
 @router.get("/v1/loads")

@@ -103,7 +103,7 @@ class _Shared(NamedTuple):
     texts: TokenTexts | None
     """Texts of the tokens in logprobs; None: they are not shown."""
     version: str
-    """Version of the weights."""
+    """Version of the weights when the request arrived."""
     vocab_size: int
 
 
@@ -161,7 +161,10 @@ class _Sample:
             "completion_tokens": len(self._ids),
             "cached_tokens": cached_tokens,
         }
-        head = {"id": self._name, "weight_version": self._shared.version, "finish_reason": self._finish_reason()}
+        spans = [] if self._finish is None else self._finish.weight_versions
+        version = spans[-1].version if spans else self._shared.version
+        head: dict[str, Any] = {"id": self._name, "weight_version": version, "finish_reason": self._finish_reason()}
+        head |= {"weight_versions": [span.json for span in spans]} if spans else {}
         text = {"text": self._text} if self._request.sampling.detokenize else {}
         return {**text, "output_ids": self._ids, "meta_info": {**head, **counts, **scores, **self.experts}}
 
@@ -231,6 +234,8 @@ class InferenceAnswer(DataAnswer):
         finish: dict[str, Any] = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
         if delta.index in self._experts:
             finish["routed_experts"] = self._experts[delta.index]
+        if delta.weight_versions:
+            finish["weight_versions"] = [span.json for span in delta.weight_versions]
         masks = {"sampling_mask": [entry.sampling_mask for entry in delta.logprobs or ()]} if self._masks else {}
         if self._body.stream:
             if delta.token_ids or delta.finish_reason:

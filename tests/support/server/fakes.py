@@ -18,6 +18,7 @@ import msgspec
 from headrace.config import EngineArgs
 from headrace.constrain.factory import GrammarFactory
 from headrace.core.request import Request
+from headrace.core.weights import WeightStatus
 from headrace.engine.info import LayerLine
 from headrace.errors import EngineDeadError, EngineError, QueueFullError, RequestError
 from headrace.frontend.adapters import AdapterNames
@@ -124,6 +125,7 @@ class FakeLLM:
 
     replicas = None
     text = SimpleNamespace(files=SimpleNamespace(gguf_file=None))
+    weights = SimpleNamespace(status=WeightStatus)
     args = EngineArgs()
     limits = LIMITS
     """Arguments of the gate."""

@@ -7,17 +7,19 @@ import dataclasses
 import tempfile
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
 from headrace.config import EngineArgs
 from headrace.core.request import AdapterRef, Request
-from headrace.engine.core import EngineCore
 from headrace.errors import ConflictError, UnknownModelError
 from headrace.options import INT64_MAX, Checked, OptionSpec
 from headrace.processes.messages import Control
 from headrace.sources.adapter import PARAM, AdapterFiles, read_adapter
+
+if TYPE_CHECKING:
+    from headrace.engine.core import EngineCore
 
 _DEFAULT_COUNT = 16
 

@@ -41,6 +41,7 @@ class Waiting:
 
 
 class Answer:
+    media_type = "text/event-stream"
     ping = b""
 
     def sent(self, piece: Piece) -> bytes:

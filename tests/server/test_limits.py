@@ -409,4 +409,4 @@ def test_every_limit_is_documented() -> None:
     names = [name for name in options(ServerSettings) if name.startswith("max_") or name.endswith("_timeout")]
     assert "max_connections" in names and "header_timeout" in names
     missing = [name for name in names if f"`--{name.replace('_', '-')}`" not in table]
-    assert missing == ["drain_timeout"], "which limits no client"
+    assert missing == ["drain_timeout", "pause_timeout"], "which limit no client"

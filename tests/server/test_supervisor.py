@@ -35,7 +35,7 @@ def another(server: Process, before: psutil.Process) -> psutil.Process:
     return serving_process(server)
 
 
-@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT])
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL, pytest.param(signal.SIGABRT, marks=pytest.mark.slow)])
 def test_a_process_that_a_signal_ends_is_followed_by_another(tmp_path: Path, number: signal.Signals) -> None:
     with process(tmp_path, supervised=True) as server:
         url = server.ready()
@@ -98,7 +98,7 @@ sys.exit(3)
     assert (done.stdout, done.returncode) == ("start 0\nstart 1\nstart 2\n", 3), done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("load", [0, 60])
 def test_signals_are_passed_on_once(tmp_path: Path, number: signal.Signals, load: int) -> None:
     """A second one would end the stream at once."""

@@ -29,6 +29,7 @@ def test_no_process_is_left(tiny_folder: Path) -> None:
     assert not started()
 
 
+@pytest.mark.slow
 def test_replicas_generate_what_one_engine_does(tiny_folder: Path) -> None:
     prompts = [f"prompt {number}" * (1 + number % 5) for number in range(24)]
     params = [SamplingParams(temperature=1.0, max_tokens=4 + number % 7, n=1 + number % 2) for number in range(24)]

@@ -156,7 +156,7 @@ async def idle(llm: AsyncLLM) -> None:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_soak(device: str, dtype: str, folder_of: Callable[[str], Path], report: Callable[[str, dict[str, Any]], None]) -> None:
     if (device, dtype) == ("cpu", "bfloat16"):

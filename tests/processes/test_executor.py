@@ -223,6 +223,7 @@ def test_a_model_that_cannot_be_loaded_is_refused_as_in_one_process(folder: Path
     assert refused.value.param == "max_model_len"
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_engine(folder: Path) -> None:
     engine = open_local(FileSource(args_of(folder, tensor_parallel_size=2)))
     executor: MultiprocessExecutor = engine.executor  # type: ignore[assignment]

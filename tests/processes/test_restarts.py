@@ -233,7 +233,9 @@ def test_a_step_that_computes_for_many_timeouts_is_not_stuck(make: Callable[...,
     run(work())
 
 
-@pytest.mark.parametrize("trouble", ["scarce", pytest.param("still", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "trouble", [pytest.param("scarce", marks=pytest.mark.slow), pytest.param("still", marks=pytest.mark.slow)]
+)
 def test_a_restart_that_lacks_something_is_tried_until_it_is_there(
     trouble: str,
     make: Callable[..., AsyncLLM],
@@ -273,6 +275,7 @@ def test_a_restart_that_lacks_something_is_tried_until_it_is_there(
     assert "cannot be started" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_first_start_that_stands_still_is_tried_again(make: Callable[..., AsyncLLM], tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     mark.touch()
@@ -306,6 +309,7 @@ def test_a_stuck_engine_that_dies_over_its_stacks_was_stuck(make: Callable[..., 
     run(work())
 
 
+@pytest.mark.slow
 def test_a_crash_loop_stops(make: Callable[..., AsyncLLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "MAX_DEATHS", 2)
 

@@ -35,7 +35,14 @@ def another(server: Process, before: psutil.Process) -> psutil.Process:
     return serving_process(server)
 
 
-@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL, pytest.param(signal.SIGABRT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGSEGV,
+        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(signal.SIGABRT, marks=pytest.mark.slow),
+    ],
+)
 def test_a_process_that_a_signal_ends_is_followed_by_another(tmp_path: Path, number: signal.Signals) -> None:
     with process(tmp_path, supervised=True) as server:
         url = server.ready()
@@ -99,7 +106,7 @@ sys.exit(3)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("load", [0, 60])
+@pytest.mark.parametrize("load", [pytest.param(0, marks=pytest.mark.slow), 60])
 def test_signals_are_passed_on_once(tmp_path: Path, number: signal.Signals, load: int) -> None:
     """A second one would end the stream at once."""
     with process(tmp_path, supervised=True, step=0.05, load=load) as server, ThreadPoolExecutor(1) as pool:

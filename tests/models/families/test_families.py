@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.models.cases import CASES, SMALL, VOCAB, greedy, pair, prompt
-from support.models.harness import Bench, Seq, random_model
+from support.models.harness import Bench, Seq, in_company, random_model
 
 from headrace.attention import select
 from headrace.models import registry
@@ -58,30 +58,10 @@ def test_chunks_hits_preemption_and_company_change_nothing(name: str) -> None:
     tokens = [prompt(33), prompt(21)]
     steps = 7
     (one, two), (one_logits, two_logits) = Bench(ours, seed=5).generate(tokens, steps)
-    bench = Bench(ours, block_size=4, seed=1)
-    chunked, late = bench.sequence(tokens[0]), bench.sequence(tokens[1])
-    bench.step([(chunked, 1)])
-    bench.step([(chunked, 19), (late, 2)])
-    hit = bench.share(chunked, tokens[0])
-    bench.step([(late, 5), (hit, 6), (chunked, 4)])
-    bench.preempt(late)
-    first = bench.step([(hit, 7), (late, 21), (chunked, 9)])
-    got = [[first[6]], [first[27]], [first[36]]]
-    rows = [hit, late, chunked]
-    for step in range(1, steps):
-        for sequence, logits in zip(rows, got, strict=True):
-            sequence.tokens.append(int(logits[-1].argmax()))
-        if step == 3:
-            bench.preempt(hit)
-            resumed = bench.step([(chunked, 1), (hit, len(hit.tokens)), (late, 1)])
-            out = torch.stack((resumed[-2], resumed[-1], resumed[0]))
-        else:
-            out = bench.step([(sequence, 1) for sequence in rows], decodes=3)
-        for logits, row in zip(got, out, strict=True):
-            logits.append(row)
+    got = in_company(ours, tokens, steps)
     for logits, wanted, wanted_logits in zip(got, (one, two, one), (one_logits, two_logits, one_logits), strict=True):
-        assert [int(row.argmax()) for row in logits] == wanted
-        close(torch.stack(logits), wanted_logits)
+        assert logits.argmax(-1).tolist() == wanted
+        close(logits, wanted_logits)
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 5, 16, 31])

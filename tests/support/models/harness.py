@@ -273,3 +273,34 @@ class Bench:
             for index, rows in enumerate(logits):
                 rows.append(out[index])
         return [[int(row.argmax()) for row in rows] for rows in logits], [torch.stack(rows) for rows in logits]
+
+
+def in_company(model: Decoder, tokens: Sequence[list[int]], steps: int, *, padding: bool = False) -> list[torch.Tensor]:
+    """Logits ``[steps, vocab]`` of the first prompt, of the second and of the first again, greedily in one cache: in chunks
+    beside others, from another's blocks and state, and taken away and resumed.
+
+    Args:
+        padding: whether some steps have padding rows.
+    """
+    bench = Bench(model, block_size=4, seed=1)
+    chunked, late = bench.sequence(tokens[0]), bench.sequence(tokens[1])
+    bench.step([(chunked, 1)])
+    bench.step([(chunked, 19), (late, 2)])
+    hit = bench.share(chunked, tokens[0])
+    bench.step([(late, 5), (hit, 6), (chunked, 4)], padding=2 * padding)
+    bench.preempt(late)
+    first = bench.step([(hit, 7), (late, 21), (chunked, 9)])
+    got = [[first[6]], [first[27]], [first[36]]]
+    rows = [hit, late, chunked]
+    for step in range(1, steps):
+        for sequence, logits in zip(rows, got, strict=True):
+            sequence.tokens.append(int(logits[-1].argmax()))
+        if step == 3:
+            bench.preempt(hit)
+            resumed = bench.step([(chunked, 1), (hit, len(hit.tokens)), (late, 1)])
+            out = torch.stack((resumed[-2], resumed[-1], resumed[0]))
+        else:
+            out = bench.step([(sequence, 1) for sequence in rows], decodes=3, padding=step % 2 * padding)
+        for logits, row in zip(got, out, strict=True):
+            logits.append(row)
+    return list(map(torch.stack, got))

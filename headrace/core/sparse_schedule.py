@@ -28,7 +28,7 @@ class SparseSchedule:
             self._kv.identify(seq.blocks, seq.sparse.identity)
 
     def collected(self, seq: Sequence, start: int, end: int, outcome: SparseOutcome) -> None:
-        """Takes what a step tells about tokens ``start`` to ``end`` of a prompt."""
+        """Records the outcome of a step for tokens ``start`` to ``end`` of a prompt."""
         sparse = seq.sparse
         if sparse is None:
             return

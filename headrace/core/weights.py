@@ -135,7 +135,7 @@ WeightCommand = Pause | Resume | Begin | Load | Finish | Fail | Lose | AcceptFil
 
 
 class ServedWeights(msgspec.Struct, frozen=True, array_like=True):
-    """The weights that an engine should have, and whether it should be paused: what a restarted one is told."""
+    """The weights that a restarted engine should have, and whether it should be paused."""
 
     number: int = 0
     version: str = "0"

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 Reply = Callable[[WeightResult], None]
 
 BEAT_SECONDS = 1.0
-"""Interval at which the state is told while a command is under way."""
+"""Interval of reports of the state while a command is under way."""
 _SHOWN = 5
 """Names of tensors in an answer."""
 
@@ -159,7 +159,7 @@ class WeightControl:
         self._damage = "lost", f"weights lost: version {version} was served, and this engine has those of its files"
 
     def _apply(self) -> None:
-        """Lets the core do what the state allows, and tells it."""
+        """Makes the core hold and refuse what the state demands, and reports the state."""
         core, pause = self._core, self._pause
         core.refusal = ""
         if self._damage is not None:

@@ -31,7 +31,7 @@ class LoRARequest(Checked):
     lora_name: Annotated[str, OptionSpec(min=1, max=256)]
     """Name of the adapter."""
     lora_int_id: Annotated[int | None, OptionSpec(min=1, max=INT64_MAX)] = None
-    """vLLM's number of the adapter: a name keeps the one that it was loaded with. Adapters are told apart by their content."""
+    """vLLM's number of the adapter, which is fixed when its name is loaded. The identity of an adapter is its content."""
     lora_path: str = ""
     """Directory of the adapter; empty: the name is loaded already. Another one than before replaces the adapter."""
     load_inplace: bool = False
@@ -163,7 +163,7 @@ class RemoteAdapters:
 
     Args:
         ask: sends a control message to all engines, and waits until they have answered.
-        tell: sends one, numbered 0, whose answer nobody awaits.
+        tell: sends a control message, numbered 0, and does not wait for the answer.
         requests: gives those that have not ended.
     """
 

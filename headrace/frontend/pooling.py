@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Literal
+from typing import Any, Generic
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,6 @@ from headrace.pooling_params import PoolingParams
 from headrace.sampling_params import SamplingParams
 from headrace.sources.pooling import EmbeddingConfig, PoolingConfig, ScoringConfig
 
-InputType = Literal["query", "document"]
 INPUT_TYPES = ("query", "document")
 Vector = npt.NDArray[np.float32]
 Texts = Prompt | list[int]

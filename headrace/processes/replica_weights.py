@@ -26,7 +26,7 @@ from headrace.processes.messages import ToEngine, WeightCall, WeightReply
 _STATES = ("serving", "paused", "open", "writing", "lost", "torn")
 """From the best to the worst: a set of replicas is in the worst state of them."""
 _UNANSWERED = 0
-"""Number of calls whose answer nobody awaits."""
+"""Number of calls that wait for no answer."""
 
 
 class WeighedReplica(Protocol):

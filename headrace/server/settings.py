@@ -94,7 +94,7 @@ class ServerSettings(Checked):
     weight_root: Annotated[Path | None, OptionSpec(default="no directory", metavar="DIRECTORY")] = None
     """Directory below which lie the checkpoints that trainers may name, such as /dev/shm for ones in memory."""
     pause_timeout: Annotated[float | None, OptionSpec(above=0.0, default="none", metavar="SECONDS")] = None
-    """Seconds of a pause after which the log warns each minute that nobody has resumed. The pause goes on."""
+    """Length of a pause from which on the log has a warning each minute. The pause itself is not ended."""
     cors_origins: Annotated[tuple[str, ...], OptionSpec(flags=("--cors-origin",), metavar="ORIGIN")] = ()
     """Web origin whose pages may call the API from a browser, such as https://chat.example.com. Repeatable; * for all."""
     cors_credentials: bool = False

@@ -162,13 +162,11 @@ async def update_weights(request: Request) -> Response:
     (weight_dir)."""
     body, state = await rl_body(request, _Update), serving(request)
     info, folder = body.update_info, body.weight_dir
-    if (info is None) == (folder is None):
-        raise RequestError("give either update_info or weight_dir", "update_info")
-    if folder is not None:
+    if info is None and folder is not None:
         path = weight_directory(state, folder, "weight_dir")
         return _done("the weights were updated", await state.llm.weights.update_from_disk(path))
-    if info is None:
-        raise RequestError("update_info is missing", "update_info")
+    if info is None or folder is not None:
+        raise RequestError("give either update_info or weight_dir", "update_info")
     if not info.names:  # As before.
         info = msgspec.structs.replace(state.announced or info, packed=info.packed)
     state.announced = info

@@ -61,49 +61,48 @@ def test_a_mistyped_model(folder: Path) -> None:
         assert said == f"error: there is no file or directory {folder / 'qwen33'}; did you mean {folder / 'qwen3'}?\n", name
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["serve", "--tool-call-parser", "hermez"], "there is no format hermez; did you mean hermes?"),
-        (["run", "--reasoning-parser", "qwen4", "hello"], "there is no format qwen4; did you mean qwen3?"),
-        (["serve", "--chat-template", "FOLDER/templat.jinja"], "did you mean FOLDER/template.jinja?"),
-        (["chat", "--chat-template", "FOLDER/templat.jinja"], "did you mean FOLDER/template.jinja?"),
-        (["serve", "--chat-template", "FOLDER/broken.jinja"], "not valid Jinja: line 1"),
-        (["chat", "--chat-template", "{% if %}"], "not valid Jinja: line 1"),
-        (["serve", "--record-steps", "FOLDER/qwen/steps"], "there is no directory FOLDER/qwen; did you mean FOLDER/qwen3?"),
-        (["run", "--record-steps", "FOLDER", "hello"], "cannot write FOLDER: it is a directory"),
-    ],
-)
-def test_other_names(words: list[str], said: str, folder: Path) -> None:
-    named = [word.replace("FOLDER", str(folder)) for word in words]
-    ((code, error),) = outcomes([[*named, *(["qwen3"] if named[0] != "run" else ["--model", "qwen3"])]])
-    assert code == 2 and error.count("error:") == 1
-    assert said.replace("FOLDER", str(folder)) in error
+NAMES = [
+    (["serve", "--tool-call-parser", "hermez"], "there is no format hermez; did you mean hermes?"),
+    (["run", "--reasoning-parser", "qwen4", "hello"], "there is no format qwen4; did you mean qwen3?"),
+    (["serve", "--chat-template", "FOLDER/templat.jinja"], "did you mean FOLDER/template.jinja?"),
+    (["chat", "--chat-template", "FOLDER/templat.jinja"], "did you mean FOLDER/template.jinja?"),
+    (["serve", "--chat-template", "FOLDER/broken.jinja"], "not valid Jinja: line 1"),
+    (["chat", "--chat-template", "{% if %}"], "not valid Jinja: line 1"),
+    (["serve", "--record-steps", "FOLDER/qwen/steps"], "there is no directory FOLDER/qwen; did you mean FOLDER/qwen3?"),
+    (["run", "--record-steps", "FOLDER", "hello"], "cannot write FOLDER: it is a directory"),
+]
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "said"),
-    [
-        (
-            "--structured-outputs",
-            '{"regex": "["}',
-            'structured_outputs.regex: regex cannot be held: at 1(8): invalid regex "["',
-        ),
-        ("--structured-outputs", '{"json": {"type": "strin"}}', "structured_outputs.json: the schema at #/type: must be one"),
-        ("--structured-outputs", '{"grammar": "start: a"}', "structured_outputs.grammar: grammar cannot be held"),
-        ("--logprobs", "50", "logprobs asks for 50, and this engine gives at most 20 (max_logprobs)"),
-        ("--stop", "a" * 4000, "stop has a string of 4000 characters"),
-    ],
-)
-def test_sampling_options(option: str, value: str, said: str) -> None:
+def test_other_names(folder: Path) -> None:
+    commands = []
+    for words, _ in NAMES:
+        named = [word.replace("FOLDER", str(folder)) for word in words]
+        commands.append([*named, *(["qwen3"] if named[0] != "run" else ["--model", "qwen3"])])
+    for (code, error), (words, said) in zip(outcomes(commands), NAMES, strict=True):
+        assert code == 2 and error.count("error:") == 1, words
+        assert said.replace("FOLDER", str(folder)) in error, words
+
+
+SAMPLING = [
+    (
+        "--structured-outputs",
+        '{"regex": "["}',
+        'structured_outputs.regex: regex cannot be held: at 1(8): invalid regex "["',
+    ),
+    ("--structured-outputs", '{"json": {"type": "strin"}}', "structured_outputs.json: the schema at #/type: must be one"),
+    ("--structured-outputs", '{"grammar": "start: a"}', "structured_outputs.grammar: grammar cannot be held"),
+    ("--logprobs", "50", "logprobs asks for 50, and this engine gives at most 20 (max_logprobs)"),
+    ("--stop", "a" * 4000, "stop has a string of 4000 characters"),
+]
+
+
+def test_sampling_options() -> None:
     """The process of the engine, which imports heavy things, is there, and gets no model."""
-    ((code, error),) = outcomes([["run", option, value, "hello"]])
-    assert code == 2 and error.startswith("error: ") and said in error
-
-
-def test_sampling_options_of_a_conversation() -> None:
-    ((code, error),) = outcomes([["chat", "--structured-outputs", '{"regex": "["}']])
-    assert code == 2 and "regex cannot be held" in error
+    commands = [["run", option, value, "hello"] for option, value, _ in SAMPLING]
+    commands.append(["chat", "--structured-outputs", '{"regex": "["}'])
+    said = [*(said for _, _, said in SAMPLING), "regex cannot be held"]
+    for (code, error), words in zip(outcomes(commands), said, strict=True):
+        assert code == 2 and error.startswith("error: ") and words in error
 
 
 def test_a_constraint_that_names_tokens_is_left_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

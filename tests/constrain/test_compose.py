@@ -133,7 +133,12 @@ def tail_of(opening: str, made: World) -> str:
     return thought.open if opening == "reasoning" and thought is not None else ""
 
 
-WORLDS = [(name, tokens) for name in FORMATS for tokens in (True, False) if tokens or name != "openai"]
+WORLDS = [
+    pytest.param(name, tokens, marks=() if tokens == bool(place % 2) or name == "openai" else pytest.mark.slow)
+    for place, name in enumerate(FORMATS)
+    for tokens in (True, False)
+    if tokens or name != "openai"
+]
 """Harmony's vocabulary has its markers."""
 
 

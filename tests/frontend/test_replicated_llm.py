@@ -16,6 +16,7 @@ def build(folder: Path, **args: Any) -> LLM:
     return LLM(str(folder), load_format="dummy", max_num_seqs=4, num_kv_blocks=200, num_threads=1, **args)
 
 
+@pytest.mark.slow
 def test_no_process_is_left(tiny_folder: Path) -> None:
     def started() -> set[psutil.Process]:
         return {*psutil.Process().children(recursive=True)} - before

@@ -157,7 +157,7 @@ async def idle(llm: AsyncLLM) -> None:
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), CUDA])
 def test_soak(device: str, dtype: str, folder_of: Callable[[str], Path], report: Callable[[str, dict[str, Any]], None]) -> None:
     if (device, dtype) == ("cpu", "bfloat16"):
         pytest.skip("float32 says more on a CPU")

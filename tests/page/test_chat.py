@@ -193,14 +193,14 @@ def test_axe_finds_nothing_serious(open_page: Open, scheme: str, path: str) -> N
         say(page, "hi")
         reply(page)
     else:
-        page.get_by_text("POST /v1/chat/completions").click()
+        page.get_by_text("POST /v1/chat/completions", exact=True).click()
     found = axe.Axe().run(page).response["violations"]
     assert [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")] == []
 
 
 def test_the_api_has_a_page(open_page: Open) -> None:
     page = open_page("ok", path="/docs")
-    page.get_by_text("POST /v1/chat/completions").click()
+    page.get_by_text("POST /v1/chat/completions", exact=True).click()
     schema = httpx.get(page.url.replace("/docs", "/openapi.json")).json()
     field = schema["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"][
         "properties"

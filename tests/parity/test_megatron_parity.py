@@ -57,6 +57,7 @@ def args(folder: Path, **changes: Any) -> EngineArgs:
     return EngineArgs(model=str(folder), **fields | {"num_threads": 1} | changes)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_agrees_with_megatrons_modules(saved: Path) -> None:
     """Its core attention and rotary embedding cannot run on a CPU: the report says what ran instead."""
     parity = measure(args(saved, dtype="bfloat16"))
@@ -88,6 +89,7 @@ def spoil_second_load(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
     monkeypatch.setattr(megatron_checkpoint, "_fill", spoilt)
 
 
+@pytest.mark.slow
 def test_a_layer_of_a_checkpoint_that_is_off_is_named(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil_second_load(monkeypatch, 1.5)
     parity = measure(args(saved, dtype="float32"))
@@ -97,6 +99,7 @@ def test_a_layer_of_a_checkpoint_that_is_off_is_named(saved: Path, monkeypatch: 
     assert "largest difference" in line.note
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [pytest.param(1.0, marks=pytest.mark.slow), 1.5])
 def test_the_exit_code_says_it(saved: Path, monkeypatch: pytest.MonkeyPatch, value: float) -> None:
     spoil_second_load(monkeypatch, value)
@@ -146,12 +149,14 @@ def test_a_live_model_agrees_with_its_modules(kind: str) -> None:
     assert any("ask for a CUDA device" in note for note in parity.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["experts with a bias", "latent, YaRN"])
 def test_a_live_model_agrees_with_its_own_forward(kind: str) -> None:
     with megatron.no_device_asked_for():
         assert_exact(engine(megatron.gpt(**OWN[kind])).parity(), OWN_NAME)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [True, False])
 def test_a_live_model_of_few_bits_is_measured_in_its_dtype(own: bool) -> None:
     """Nothing is converted for good: in float32 its modules compute one by one, and are found as they were."""
@@ -212,6 +217,7 @@ def test_a_reference_that_is_not_finite_is_no_reference() -> None:
         llm.parity()
 
 
+@pytest.mark.slow
 def test_it_leaves_model_and_engine_as_they_were() -> None:
     """Modes, gradients, cached prefixes; and a trainer's steps go on."""
     model = megatron.gpt(hidden_dropout=0.0, attention_dropout=0.0).train()
@@ -228,6 +234,7 @@ def test_it_leaves_model_and_engine_as_they_were() -> None:
     assert llm.parity().passed
 
 
+@pytest.mark.slow
 def test_what_a_running_engine_has_and_parity_does_not_measure_is_said() -> None:
     llm = engine(megatron.gpt())
     (note,) = [note for note in llm.parity().notes if note.startswith("not measured")]

@@ -79,7 +79,7 @@ def test_what_the_engine_refuses_at_start_names_the_parameter(tiny_folder: Path)
     ("before", "environment", "expected"),
     [
         *((f"import headrace.{room}", {}, "GOMP_SPINCOUNT=1000") for room in ("startup", "frontend")),
-        ("import headrace.parity", {}, "GOMP_SPINCOUNT=1000"),
+        pytest.param("import headrace.parity", {}, "GOMP_SPINCOUNT=1000", marks=pytest.mark.slow),
         ("import headrace.engine", {"OMP_WAIT_POLICY": "ACTIVE"}, "OMP_WAIT_POLICY=ACTIVE"),
         ("import torch, headrace.engine", {}, "OpenMP's default"),
     ],

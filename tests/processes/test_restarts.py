@@ -116,6 +116,7 @@ def test_kills_from_outside_refuse_nobody(shared: Shared, kills: int) -> None:
     shared.run(work(), 1200)
 
 
+@pytest.mark.slow
 def test_an_idle_engine_that_is_killed_from_outside_is_in_no_crash_loop(shared: Shared) -> None:
     one = shared.llm._supervisor
     state = one._state, one._reason
@@ -172,6 +173,7 @@ def test_a_request_that_crashes_the_engine_is_refused_and_no_other(shared: Share
     shared.run(work())
 
 
+@pytest.mark.slow
 def test_a_suspect_that_waits_can_be_aborted(shared: Shared) -> None:
     async def work() -> None:
         llm = shared.llm
@@ -223,6 +225,7 @@ def test_a_stopped_engine_is_found_out_and_replaced(make: Callable[..., AsyncLLM
     assert "fake_process.py" in logged, "the stacks say where it was"
 
 
+@pytest.mark.slow
 def test_a_step_that_computes_for_many_timeouts_is_not_stuck(make: Callable[..., AsyncLLM]) -> None:
     async def work() -> None:
         async with make("prompts", step_timeout=0.6) as llm:
@@ -359,6 +362,7 @@ def test_a_first_start_that_fails_says_why(make: Callable[..., AsyncLLM], mode: 
     run(work())
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_there_leaves_no_process(make: Callable[..., AsyncLLM]) -> None:
     async def work() -> None:
         llm = make(tokenizer="/nowhere/at/all")

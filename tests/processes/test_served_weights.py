@@ -191,6 +191,7 @@ def test_updates_through_files(shared: Shared, folder: Path, tmp_path: Path) -> 
     run_updates(shared, folder, tmp_path, 2, 0, None)
 
 
+@pytest.mark.slow
 def test_updates_through_a_group(shared: Shared, folder: Path, tmp_path: Path) -> None:
     trainer = Trainer(2)
     joined(shared, trainer)

@@ -31,7 +31,7 @@ def test_a_change_of_what_is_installed_runs_all() -> None:
     assert {"models", "kernels", "text"} <= {Path(each).parts[1] for each in slow_subjects("pyproject.toml")}
 
 
-@pytest.mark.parametrize("name", ["sim/examples", "sim/sleeping_process"])
+@pytest.mark.parametrize("name", ["sim/examples", pytest.param("sim/sleeping_process", marks=pytest.mark.slow)])
 def test_a_change_of_a_fake_runs_the_slow_tests_that_use_it(name: str) -> None:
     """Through other fakes, and as a program; not those beside them."""
     found = slow_subjects(f"tests/support/{name}.py")

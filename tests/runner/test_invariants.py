@@ -40,8 +40,8 @@ from headrace.runner.replay import replay
 REQUESTS = list(FEATURES.values())
 STATES = "short convolutions"
 """States in the cache's own dtype, and KV in two groups."""
-QUICK = ("qwen3", "uneven", "windows" + IN_FP8)
-"""One stands for plain layers, one for layers of several sizes with windows, one for rounded and shared KV."""
+QUICK = ("uneven", "windows" + IN_FP8)
+"""One stands for layers of several sizes with windows, one for rounded and shared KV."""
 
 
 def of(names: Iterable[str], quick: Collection[str] = QUICK) -> pytest.MarkDecorator:

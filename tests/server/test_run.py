@@ -86,7 +86,7 @@ def process(folder: Path, **options: Any) -> Iterator[Process]:
         started.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_idle_servers_end_at_once(tmp_path: Path, number: int) -> None:
     with process(tmp_path) as server:
         server.ready()
@@ -114,6 +114,7 @@ def test_draining_finishes_what_runs_and_refuses_what_comes(tmp_path: Path) -> N
         assert "aborted 0 closed True" in server.text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impatient", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_outlasts_the_drain_timeout_is_aborted(tmp_path: Path, impatient: bool) -> None:
     """``impatient``: a second signal ends the wait."""

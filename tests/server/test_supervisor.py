@@ -59,6 +59,7 @@ def test_a_process_that_a_signal_ends_is_followed_by_another(tmp_path: Path, num
         assert server.text().count("closed True") == 1
 
 
+@pytest.mark.slow
 def test_crashes_of_servers_that_took_requests_never_add_up(tmp_path: Path) -> None:
     with process(tmp_path, supervised=True, quick_seconds=0) as server:
         for _ in range(3):
@@ -70,6 +71,7 @@ def test_crashes_of_servers_that_took_requests_never_add_up(tmp_path: Path) -> N
         assert server.text().count("is started again in 1 s") == 3
 
 
+@pytest.mark.slow
 def test_a_process_that_crashes_before_it_takes_requests_is_given_up(tmp_path: Path) -> None:
     with process(tmp_path, supervised=True, load=60) as server:
         server.url()
@@ -123,6 +125,7 @@ def test_signals_are_passed_on_once(tmp_path: Path, number: signal.Signals, load
         assert "started again" not in server.text()
 
 
+@pytest.mark.slow
 def test_a_stop_ends_the_pause_before_a_restart(tmp_path: Path) -> None:
     with process(tmp_path, supervised=True) as server:
         server.ready()

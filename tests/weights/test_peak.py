@@ -78,8 +78,14 @@ def build() -> Any:
 
 
 @pytest.mark.usefixtures("with_or_without_native")
-@pytest.mark.parametrize("kind", ["dummy", "safetensors"])
-@pytest.mark.parametrize("quantization", ["none", "int4", "int8", "fp8", "fp8_per_block"])
+@pytest.mark.parametrize(
+    ("quantization", "kind"),
+    [
+        *((name, "safetensors") for name in ("none", "int4", "fp8_per_block")),
+        *(pytest.param(name, "safetensors", marks=pytest.mark.slow) for name in ("int8", "fp8")),
+        *(pytest.param(name, "dummy", marks=pytest.mark.slow) for name in ("none", "int4", "int8", "fp8", "fp8_per_block")),
+    ],
+)
 def test_loading_takes_two_matrices_beside_what_is_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str, kind: str
 ) -> None:

@@ -61,7 +61,9 @@ REFUSED = {
 """Some take fewer tokens than models are looked at with, compute in float32 alone, or need padding: none of this is why."""
 
 
-@pytest.mark.parametrize("kind", RUN)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind in ("bart", "gemma2", "gptj", "llama") else ()) for kind in RUN]
+)
 def test_tokens_and_logprobs_are_transformers_own(kind: str) -> None:
     """The run has chunks, mixed batches, preemptions and prefix hits."""
     verdict = survey_one(kind)

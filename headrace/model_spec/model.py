@@ -158,6 +158,9 @@ class ForeignSpec(ModelFacts):
     """Tokens of the vocabulary; ``vocab_size`` counts the columns of the logits, some of which may be padding."""
     num_weights: int
     """Numbers in all its weights, tied ones once."""
+    matrices: tuple[tuple[int, int], ...] = ()
+    """(outputs, inputs) of the matrices that headrace multiplies, and may hold in another number format; the library multiplies
+    the others."""
     no_graphs: str = ""
     """Reason for which no step may be captured as a CUDA graph; empty: capture is tried."""
 

@@ -31,7 +31,7 @@ def adapter_bytes(model: AnySpec, dtype: str, args: EngineArgs) -> int:
 def weight_bytes(
     model: AnySpec, dtype: str, quantization: str, device: str, quantize_head: str = "auto", ignore: Sequence[str] = ()
 ) -> int:
-    """Returns the bytes of the weights: exact for an unquantised native model, otherwise those of a model whose matrices are
+    """Returns the bytes of the weights: exact for an unquantised model, otherwise those of a model whose matrices are
     all packed, with a copy of each in ``dtype`` where the quantization may keep one. A head that is kept as stored counts as
     floats.
 
@@ -41,7 +41,11 @@ def weight_bytes(
         ignore: ``quantization_ignore``.
     """
     if isinstance(model, ForeignSpec):
-        return model.num_weights * DTYPE_BYTES[dtype]
+        if quantization == "none":
+            return model.num_weights * DTYPE_BYTES[dtype]
+        packed = sum(map(math.prod, model.matrices))
+        rest = (model.num_weights - packed) * DTYPE_BYTES[dtype]
+        return rest + math.ceil(packed * find(quantization, device).nbytes)
     built = registry.build(model, dtype, "meta")
     nbytes = sum(parameter.nbytes for parameter in built.parameters())
     head = head_quantization(quantize_head, quantization, device)

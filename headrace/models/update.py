@@ -8,6 +8,7 @@ from typing import Any
 
 from headrace.errors import ConfigError
 from headrace.layers.linear import Linear
+from headrace.layers.moe import Experts
 from headrace.models import registry
 from headrace.models.decoder import Decoder
 from headrace.models.vision.interface import VISION_NAME
@@ -24,6 +25,17 @@ def _packed(model: Decoder) -> dict[str, Linear]:
     return found
 
 
+def _packed_experts(model: Decoder) -> dict[str, Experts]:
+    """The same of experts."""
+    return {
+        f"{path}.{matrix}": layer
+        for path, layer in model.named_modules()
+        if isinstance(layer, Experts)
+        for matrix in layer.shapes
+        if matrix not in layer._parameters
+    }
+
+
 def update_plan(model: Any, facts: Iterable[TensorFacts], *, with_encoder: bool = False) -> WeightUpdate:
     """Finds places for tensors. Names are those of checkpoints; for a foreign model, its library's.
 
@@ -38,7 +50,8 @@ def update_plan(model: Any, facts: Iterable[TensorFacts], *, with_encoder: bool 
         if with_encoder and VISION_NAME.fullmatch(one.name):
             raise ConfigError(f"{one.name} is of the vision encoder, which is not updated: leave it out", "tensors")
     if isinstance(model, Decoder):
-        return WeightUpdate(registry.name_table(model.spec), dict(model.named_parameters()), facts, _packed(model))
+        table, parameters = registry.name_table(model.spec), dict(model.named_parameters())
+        return WeightUpdate(table, parameters, facts, _packed(model), _packed_experts(model))
     return model.update_plan(facts)  # type: ignore[no-any-return]
 
 

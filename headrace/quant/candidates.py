@@ -11,7 +11,7 @@ import torch
 
 from headrace.layers.linear import LinearMethod
 from headrace.layers.stored import Codes, StoredMatrix
-from headrace.model_spec import ModelSpec
+from headrace.model_spec import AnySpec, ModelSpec, MoeSpec
 
 
 class Limit(NamedTuple):
@@ -33,9 +33,14 @@ class EngineFacts:
     asked_dtype: bool
     """Whether the user named the dtype."""
     deterministic: bool
-    model: ModelSpec
+    model: AnySpec
     matrices: Sequence[tuple[int, int]]
-    """(outputs, inputs) of every matrix of the layers."""
+    """(outputs, inputs) of every matrix of the layers that may be held in another format."""
+
+    @property
+    def mixture(self) -> bool:
+        """Whether a native model has layers of experts. Those of another library's model stay floats."""
+        return isinstance(self.model, ModelSpec) and any(isinstance(mlp, MoeSpec) for mlp in self.model.mlps)
 
     @property
     def compiled(self) -> bool:

@@ -231,9 +231,7 @@ class CodedExperts(ExpertsMethod):
     def load(self, layer: Experts, matrix: str, stored: StoredMatrix, expert: int | None = None, start: int = 0) -> None:
         own = self.formats[matrix]
         if not self.takes_codes:
-            floats = stored.exact().to(self._device)
-            for index, one in enumerate(floats if expert is None else floats[None]):
-                self._fill(layer, matrix, index if expert is None else expert, start, self._rounded(one.float(), own))
+            self.load_floats(layer, matrix, stored.exact(), expert, start)
             return
         codes = stored.codes
         if codes is None:
@@ -242,6 +240,15 @@ class CodedExperts(ExpertsMethod):
         for index in stacked:
             one = codes if expert is not None else take_experts(codes, index, index + 1)
             self._fill(layer, matrix, index, start, encode(one, own, self._device))
+
+    def rounds(self, matrix: str) -> bool:
+        return self.formats[matrix].codec == "e4m3"
+
+    def load_floats(self, layer: Experts, matrix: str, floats: torch.Tensor, expert: int | None, start: int) -> None:
+        held = floats.to(self._device)
+        for index, one in enumerate(held if expert is None else held[None]):
+            encoded = self._rounded(one.float(), self.formats[matrix])
+            self._fill(layer, matrix, index if expert is None else expert, start, encoded)
 
     def _fill(self, layer: Experts, matrix: str, expert: int, start: int, encoded: Encoded) -> None:
         codes, scales, zeros = encoded

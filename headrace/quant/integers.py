@@ -12,7 +12,6 @@ from headrace.kernels import native
 from headrace.kernels.native import NativeKernels
 from headrace.layers.linear import LinearMethod
 from headrace.layers.stored import StoredMatrix
-from headrace.model_spec import MoeSpec
 from headrace.quant.candidates import Candidate, EngineFacts, LayerFacts, Limit
 from headrace.quant.formats.gguf import INT4_TYPES, INT8_TYPES
 from headrace.quant.groups import GROUP
@@ -148,7 +147,7 @@ class TorchIntegers(Integers):
 
     def limits(self, engine: EngineFacts) -> list[Limit]:
         limits = super().limits(engine)
-        if any(isinstance(mlp, MoeSpec) for mlp in engine.model.mlps):
+        if engine.mixture:
             limits.append(Limit("PyTorch's packed kernels are not for the experts of a mixture: set quantization none"))
         if engine.dtype != "bfloat16":
             made = f"PyTorch's packed int{self.bits} kernel is made for bfloat16"
@@ -179,7 +178,7 @@ def integers_of_file(engine: EngineFacts, types: Counter[str] | None) -> tuple[i
     Returns:
         Bits of the integers that are kept, 0: weights become floats; and why.
     """
-    if any(isinstance(mlp, MoeSpec) for mlp in engine.model.mlps):
+    if engine.mixture:
         return 0, "the experts of a mixture are not packed"
     if types is None:
         return 0, "the checkpoint is not a quantised GGUF file"

@@ -58,9 +58,7 @@ class NativeExperts(ExpertsMethod):
     def load(self, layer: Experts, matrix: str, stored: StoredMatrix, expert: int | None = None, start: int = 0) -> None:
         """Raises ConfigError if the checkpoint's codes are not what its description means."""
         if not self.takes_codes:
-            floats = stored.exact()
-            for index, one in enumerate(floats if expert is None else floats[None]):
-                self._fill(layer, matrix, index if expert is None else expert, start, self._rounded(one, matrix))
+            self.load_floats(layer, matrix, stored.exact(), expert, start)
             return
         codes = stored.codes
         if codes is None:
@@ -71,6 +69,13 @@ class NativeExperts(ExpertsMethod):
                 self._fill(layer, matrix, index, start, _packed_fp8(one))
             else:
                 self._fill(layer, matrix, index, start, self._kept(layer, matrix, index, one))
+
+    def rounds(self, matrix: str) -> bool:
+        return not self.takes_codes
+
+    def load_floats(self, layer: Experts, matrix: str, floats: torch.Tensor, expert: int | None, start: int) -> None:
+        for index, one in enumerate(floats if expert is None else floats[None]):
+            self._fill(layer, matrix, index if expert is None else expert, start, self._rounded(one, matrix))
 
     def _kept(self, layer: Experts, matrix: str, expert: int, codes: Codes) -> torch.Tensor:
         integers = integer_codes(codes)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from headrace.errors import ConfigError
 from headrace.kernels.linear.fp8_reference import GROUP
 from headrace.layers.stored import ScaleGroup
-from headrace.model_spec import MoeSpec
+from headrace.model_spec import ModelSpec
 from headrace.quant.candidates import Candidate, EngineFacts, Limit
 from headrace.quant.experts import ExpertsCandidate, KeepExperts, RoundExperts
 from headrace.quant.formats.find import method_name
@@ -206,11 +206,11 @@ def head_quantization(asked: str, quantization: str, device: str) -> str:
     return quantization if quantization != "none" and find(quantization, device).packs_head else "none"
 
 
-def head_refusal(name: str, engine: EngineFacts) -> str | None:
+def head_refusal(name: str, engine: EngineFacts, model: ModelSpec) -> str | None:
     """Returns why an engine cannot have its output head so; None: it can."""
     if limit := refusal(name, engine):
         return limit.reason
-    shape = engine.model.hidden_size, engine.model.head_rows, engine.device
+    shape = model.hidden_size, model.head_rows, engine.device
     reasons = [candidate.supports(*shape) for candidate in find(name, engine.device).rounding]
     return reasons[0][0] if all(reasons) else None
 
@@ -237,7 +237,7 @@ def _kept(candidates: Sequence[Candidate | ExpertsCandidate]) -> frozenset[str]:
 
 
 def automatic(engine: EngineFacts, types: Counter[str] | None, stored: Scheme | None) -> tuple[str, str]:
-    """Chooses the quantization of a native model where the user leaves it open.
+    """Chooses the quantization where the user leaves it open.
 
     Args:
         types: the matrices of a GGUF file by type; None: it is none.
@@ -246,7 +246,7 @@ def automatic(engine: EngineFacts, types: Counter[str] | None, stored: Scheme | 
     Returns:
         Its name, or none; and why.
     """
-    mixture = any(isinstance(mlp, MoeSpec) for mlp in engine.model.mlps)
+    mixture = engine.mixture
     if stored is None and (engine.device == "cpu" or (mixture and types is not None)):
         bits, why = integers_of_file(engine, types)
         limit = refusal(f"int{bits}", engine) if bits else None

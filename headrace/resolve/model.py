@@ -91,7 +91,7 @@ def compute_dtype(
     return "bfloat16"
 
 
-def engine_facts(args: EngineArgs, model: ModelSpec, dtype: str, device: DeviceFacts) -> EngineFacts:
+def engine_facts(args: EngineArgs, model: AnySpec, dtype: str, device: DeviceFacts) -> EngineFacts:
     """Collects what number formats of weights depend on."""
     return EngineFacts(
         device=device.device,
@@ -100,7 +100,7 @@ def engine_facts(args: EngineArgs, model: ModelSpec, dtype: str, device: DeviceF
         asked_dtype=args.dtype != "auto",
         deterministic=args.deterministic,
         model=model,
-        matrices=tuple(matrices(model)),
+        matrices=tuple(matrices(model)) if isinstance(model, ModelSpec) else model.matrices,
     )
 
 
@@ -122,9 +122,10 @@ def quantization(
     """
     if requested == "none":
         return requested
-    if isinstance(model, ForeignSpec):
+    if isinstance(model, ForeignSpec) and (not model.matrices or (requested == "auto" and stored is None)):
         if requested != "auto":
-            raise ConfigError(f"quantization {requested} is for native models: leave it at auto or none", "quantization")
+            why = "another library multiplies by this model's matrices"
+            raise ConfigError(f"quantization {requested}: {why}: leave it at auto or none", "quantization")
         log.note("quantization", "none", "another library built the model: its weights stay as they are")
         return "none"
     engine = engine_facts(args, model, dtype, device)
@@ -150,7 +151,7 @@ def check_head(args: EngineArgs, model: AnySpec, dtype: str, packed: str, device
     if asked not in ("auto", "none"):
         if isinstance(model, ForeignSpec):
             raise ConfigError(f"quantize_head {asked} is for native models: leave it at auto or none", "quantize_head")
-        if why := registry.head_refusal(asked, engine_facts(args, model, dtype, device)):
+        if why := registry.head_refusal(asked, engine_facts(args, model, dtype, device), model):
             raise ConfigError(f"quantize_head {asked}: {why}", "quantize_head")
         log.note("quantize_head", asked, "asked for")
     if args.head_dtype == "float32" and isinstance(model, ForeignSpec) and dtype != "float32":

@@ -9,6 +9,7 @@ import torch
 
 from headrace.errors import ConfigError, listed
 from headrace.layers.linear import Linear
+from headrace.layers.moe import Experts
 from headrace.layers.stored import StoredMatrix
 from headrace.quant.packed import PackedMethod
 from headrace.weights.names import NameTable, Target
@@ -38,6 +39,7 @@ class WeightUpdate:
         facts: of all tensors of the update, of some weights or all, under the table's names. Of another float dtype than the
             weight they are rounded, as those of a checkpoint are.
         packed: layers that hold such a parameter in another form, by its name. What is tied to a parameter is one beside it.
+        experts: the same of stacked experts.
 
     Raises:
         ConfigError: a name is unknown or given twice, or a tensor is not one of the shape that its weight has, or of no float
@@ -50,6 +52,7 @@ class WeightUpdate:
         parameters: Mapping[str, torch.Tensor],
         facts: Iterable[TensorFacts],
         packed: Mapping[str, Linear] | None = None,
+        experts: Mapping[str, Experts] | None = None,
     ) -> None:
         given: dict[str, TensorFacts] = {}
         for one in facts:
@@ -58,7 +61,7 @@ class WeightUpdate:
             given[one.name] = one
         # A checkpoint may have other tensors in place of the usual ones, and so may an update.
         self._table = table = table.chosen(given)
-        self._parameters, self._packed = parameters, packed or {}
+        self._parameters, self._packed, self._experts = parameters, packed or {}, experts or {}
         self._missing = dict.fromkeys(given)
         """Tensors that have not come."""
         self._held: dict[str, dict[str, torch.Tensor]] = {}
@@ -84,7 +87,7 @@ class WeightUpdate:
         if (part := self._table.part(name)) is not None:
             _check(one, part.stored_shape(self._shaped(part.parameter, name)))
         elif (tied := self._table.tied(name)) is not None:
-            _check(one, self._table.tied_part(name).stored_shape(_of(self._parameters, tied, name)))
+            _check(one, self._table.tied_part(name).stored_shape(self._parameters[tied]))
         elif not self._table.ignored(name):
             raise ConfigError(f"the model has no weight {name} to update", "tensors")
 
@@ -95,7 +98,16 @@ class WeightUpdate:
         if self._is_packed(parameter):
             layer = self._packed[parameter]
             return torch.empty(layer.out_features, layer.in_features, device="meta")
-        return _of(self._parameters, parameter, name)
+        if parameter in self._experts:
+            experts, matrix = self._experts[parameter], parameter.rpartition(".")[2]
+            if experts.method.rounds(matrix):
+                return torch.empty(experts.shapes[matrix], device="meta")
+            raise ConfigError(
+                f"{name} is of experts that are kept as {experts.method.format}, to which new values are not rounded: load the "
+                "model with quantization none",
+                "quantization",
+            )
+        return self._parameters[parameter]
 
     def check_ties(self, values: Mapping[str, torch.Tensor]) -> None:
         """Compares tied tensors before any is written. ``values``: all of the update.
@@ -106,7 +118,7 @@ class WeightUpdate:
         for name in values:
             if (tied := self._table.tied(name)) is not None:
                 other = values.get(self._table.names(tied)[0])
-                self._check_tie(name, values[name], _of(self._parameters, tied, name), other)
+                self._check_tie(name, values[name], self._parameters[tied], other)
 
     def _check_tie(self, name: str, value: torch.Tensor, held: torch.Tensor, other: torch.Tensor | None = None) -> None:
         """Checks that a tied tensor equals its target in the update (``other``) or in the model (``held``)."""
@@ -132,7 +144,11 @@ class WeightUpdate:
             if len(held) == len(names):
                 self._pack(self._packed[parameter], {each: held[each] for each in names})
                 del self._held[parameter]
-        if not self._is_packed(part.parameter):
+        if part.parameter in self._experts:
+            if not part.empty:
+                layer, matrix = self._experts[part.parameter], part.parameter.rpartition(".")[2]
+                layer.method.load_floats(layer, matrix, part.take(value), part.index, part.start)
+        elif not self._is_packed(part.parameter):
             part.fill(self._parameters[part.parameter].data, value)
         self.count += 1
         self.written.setdefault(part.parameter, set()).add(name)
@@ -194,15 +210,6 @@ def facts_of(name: str, tensor: torch.Tensor) -> TensorFacts:
 def _stored(part: Target, value: torch.Tensor, device: torch.device) -> StoredMatrix:
     """The value as a matrix to be packed."""
     return StoredMatrix(_named(value.dtype), lambda: part.take(value).to(device))
-
-
-def _of(parameters: Mapping[str, torch.Tensor], parameter: str, name: str) -> torch.Tensor:
-    if parameter not in parameters:
-        raise ConfigError(
-            f"{name} is of experts that are packed, which are not updated: load the model with quantization none",
-            "quantization",
-        )
-    return parameters[parameter]
 
 
 def check_whole(name: str, tensor: object) -> torch.Tensor:

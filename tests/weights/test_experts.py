@@ -20,6 +20,7 @@ from headrace.layers.moe import Experts
 from headrace.models import registry
 from headrace.models.decoder import Decoder
 from headrace.models.size import weight_bytes
+from headrace.models.update import weight_update
 from headrace.parallel.layout import ParallelSizes, shard_model
 from headrace.quant.experts import CodedExperts
 from headrace.quant.registry import QUANTIZATIONS, STORED, find
@@ -364,3 +365,40 @@ def test_floats_are_rounded_while_they_load(quantization: str, tmp_path: Path) -
                 error = (rounded - meant).norm() / meant.norm()
                 assert 0.01 < error < 0.04
                 assert error <= ours.method.error() * 1.1
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "fp8_per_block", "int8"])
+def test_new_values_are_rounded_as_loading_rounds_them(quantization: str, tmp_path: Path) -> None:
+    """In the memory of the old ones, which captured graphs read."""
+    hf_config = Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], **{**SIZES, **QWEN, "num_key_value_heads": 4})
+    old = tensors(hf_config)
+    new = {name: one.flip(0) if "_proj" in name else one for name, one in old.items()}
+    models = []
+    for weights in (old, new):
+        save_file({name: one.contiguous() for name, one in weights.items()}, tmp_path / "model.safetensors")
+        models.append(loaded(hf_config, tmp_path, quantization)[0])
+    before = {name: buffer.data_ptr() for name, buffer in models[0].named_buffers()}
+    assert weight_update(models[0], new).write() == len(new)
+    assert {name: buffer.data_ptr() for name, buffer in models[0].named_buffers()} == before
+    for (name, ours), (_, theirs) in zip(models[0].named_buffers(), models[1].named_buffers(), strict=True):
+        assert torch.equal(*(one.view(torch.uint8) if one.dtype == torch.float8_e4m3fn else one for one in (ours, theirs))), (
+            name
+        )
+
+
+@pytest.mark.parametrize(("name", "kept"), [("blocks", True), ("gptq", False)])
+def test_new_values_of_kept_codes(name: str, kept: bool, tmp_path: Path) -> None:
+    """Those in FP8 are rounded to the checkpoint's tiles; others are refused before anything is written."""
+    hf_config = saved(tmp_path, Qwen3MoeConfig, QWEN, name)
+    model, _ = loaded(hf_config, tmp_path, "stored")
+    new = {full: one for full, one in tensors(hf_config).items() if ".experts." in full}
+    if not kept:
+        with pytest.raises(ConfigError, match="kept as int4, groups of 32, to which new values are not rounded") as caught:
+            weight_update(model, new)
+        assert caught.value.param == "quantization"
+        return
+    weight_update(model, new).write()
+    experts = model.get_submodule("layers.0.mlp.experts")
+    assert isinstance(experts, Experts)
+    meant = torch.stack([new[f"model.layers.0.mlp.experts.{each}.down_proj.weight"] for each in range(4)])
+    assert 0 < (experts.method.dequantize(experts, "down_proj") - meant).norm() / meant.norm() < 0.04

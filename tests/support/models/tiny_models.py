@@ -174,16 +174,17 @@ def _every_kind(factory: type[PretrainedConfig], fields: set[str]) -> dict[str, 
     return values
 
 
-def model(kind: str) -> PreTrainedModel:
+def model(kind: str, **changes: Any) -> PreTrainedModel:
     """Makes a model with random values everywhere, norms and biases too, so that nothing is left out of a comparison.
-    Float32."""
+    Float32. ``changes``: fields of its configuration."""
     torch.manual_seed(sum(map(ord, kind)))
-    factory = getattr(transformers, families()[kind])
+    factory, own = getattr(transformers, families()[kind]), config(kind)
+    own.update(changes)
     with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in factory._from_config(config(kind)).parameters())
+        size = sum(parameter.numel() for parameter in factory._from_config(own).parameters())
     if size > _MOST:
         raise ValueError(f"the small configuration of {kind} makes {size:,} weights: give it an entry of its own")
-    made: PreTrainedModel = factory._from_config(config(kind), attn_implementation="eager", dtype=torch.float32)
+    made: PreTrainedModel = factory._from_config(own, attn_implementation="eager", dtype=torch.float32)
     made.train(False)
     with torch.no_grad():
         for parameter in made.parameters():

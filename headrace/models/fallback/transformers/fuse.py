@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from headrace.kernels.linear import linear
+from headrace.layers.linear import Linear
 
 
 def fuse_linears(model: nn.Module, groups: Sequence[Sequence[str]]) -> int:
@@ -42,16 +42,24 @@ def _fusible(modules: Sequence[nn.Module]) -> bool:
     )
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def layer_of(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    """A layer over tensors that are there."""
+    layer = Linear(weight.shape[1], weight.shape[0], dtype=weight.dtype, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    layer.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    return layer
+
+
+def product(x: torch.Tensor, layer: Linear) -> torch.Tensor:
     """``[..., in] -> [..., out]`` by the engine's own matrix product, which takes rows."""
-    return linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
+    return layer.forward(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], layer.out_features)
 
 
 class Product:
     """The product of one input with all matrices of a group; kept until the next input comes or all parts are taken."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, rows: list[int]) -> None:
-        self.weight, self.bias, self.rows = weight, bias, rows
+    def __init__(self, layer: Linear, rows: list[int]) -> None:
+        self.layer, self.rows = layer, rows
         self._input: torch.Tensor | None = None
         self._parts: dict[int, torch.Tensor] = {}
 
@@ -59,7 +67,7 @@ class Product:
         """``[..., rows of the part]``"""
         if x is not self._input or index not in self._parts:
             self._input = x
-            self._parts = dict(enumerate(torch.split(product(x, self.weight, self.bias), self.rows, dim=-1)))
+            self._parts = dict(enumerate(torch.split(product(x, self.layer), self.rows, dim=-1)))
         part = self._parts.pop(index)
         if not self._parts:
             self._input = None
@@ -90,7 +98,7 @@ def _fuse(modules: Sequence[nn.Linear]) -> list[FusedPart]:
     weight = torch.cat([module.weight.data for module in modules])
     biases = [module.bias.data for module in modules if module.bias is not None]
     bias = torch.cat(biases) if biases else None
-    product = Product(weight, bias, rows)
+    product = Product(layer_of(weight, bias), rows)
     ends = torch.tensor(rows).cumsum(0).tolist()
     return [
         FusedPart(

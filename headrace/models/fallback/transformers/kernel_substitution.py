@@ -16,13 +16,12 @@ from torch.utils.hooks import RemovableHandle
 
 from headrace.attention.layer import Attention
 from headrace.kernels.activation import gelu_tanh_mul, silu_mul
-from headrace.kernels.linear import linear
 from headrace.kernels.norm import add_rms_norm, rms_norm
 from headrace.kernels.rotary.reference import rotate_ref
 from headrace.model_spec import AttentionSpec
 from headrace.models.fallback.hooks import hooked
 from headrace.models.fallback.layout import TRANSFORMERS, TRANSFORMERS_OUT
-from headrace.models.fallback.transformers.fuse import FusedPart, product
+from headrace.models.fallback.transformers.fuse import FusedPart, layer_of, product
 from headrace.models.fallback.transformers.model import TransformersModel
 from headrace.models.fallback.transformers.verify import own_values, run
 
@@ -100,10 +99,10 @@ class MatrixProduct:
     """Computes a plain linear module with the engine's own matrix product."""
 
     def __init__(self, module: nn.Linear) -> None:
-        self._module = module
+        self.layer = layer_of(module.weight, module.bias)
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        return product(input, self._module.weight, self._module.bias)
+        return product(input, self.layer)
 
 
 # Norms
@@ -167,7 +166,7 @@ class FusedMLP:
         self._act = act
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self._down(self._act(product(x, self._gate_up.weight, self._gate_up.bias)))
+        out: torch.Tensor = self._down(self._act(product(x, self._gate_up.layer)))
         return out
 
 
@@ -182,8 +181,8 @@ def substitute_mlp(module: nn.Module, dtype: torch.dtype) -> bool:
         return False
     # Wide enough for activations to differ, whatever the size of the weights.
     x = _random(gate.weight, 1, _ACTIVATIONS // width + 1, gate.in_features, size=1.0)
-    x *= 3.0 / product(x, gate.weight, None).float().std().clamp_min(1e-6).to(x.dtype)
-    left, right = product(x, gate.product.weight, gate.product.bias).float().chunk(2, dim=-1)
+    x *= 3.0 / (x @ gate.weight.T).float().std().clamp_min(1e-6).to(x.dtype)
+    left, right = product(x, gate.product.layer).float().chunk(2, dim=-1)
     # Where an activation is a small difference of two numbers near 1, the rounding is float32's.
     absolute = _SMALL * (left * right).abs().clamp_min(0.1)
 
@@ -231,7 +230,7 @@ class FusedAttention:
         index = self._calls.turn(self._module)
         parts, fused = self._parts, self._parts.qkv.product
         cos_sin = self._angles.of(position_embeddings) if self._attention.spec.rotary_dim else None
-        qkv = linear(hidden_states[0], fused.weight, fused.bias)
+        qkv = fused.layer.forward(hidden_states[0])
         if self._calls.substitute is None:
             out = self._attention.forward_qkv(qkv, self._cell.context(self._where), cos_sin, parts.q_norm, parts.k_norm)
         else:

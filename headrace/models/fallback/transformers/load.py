@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
+from contextlib import suppress
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from headrace.models.fallback.transformers.config_check import check_config, rec
 from headrace.models.fallback.transformers.fuse import fuse_linears
 from headrace.models.fallback.transformers.kernel_substitution import substitute_kernels
 from headrace.models.fallback.transformers.model import TransformersModel
+from headrace.models.fallback.transformers.pack import pack, packable
 from headrace.models.fallback.transformers.rotary import context_limit, fix_frequencies
 from headrace.models.fallback.transformers.trace import TOKENS, Trace, forget_padding, trace
 from headrace.models.fallback.transformers.verify import verify
@@ -26,7 +27,8 @@ from headrace.models.registry import to_transformers_fields
 from headrace.quant.formats.find import find_scheme
 from headrace.sources.files import ModelFiles
 from headrace.weights.load import Progress
-from headrace.weights.report import LoadReport, unquantized_report
+from headrace.weights.report import LoadReport, memory
+from headrace.weights.report import decisions as conversion_decisions
 
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx", "seq_length")
 """Fields of configurations with the context length."""
@@ -68,15 +70,26 @@ class Described:
             not_compared = verify(model, config.scheduler.max_model_len)
         forget_padding(foreign)
         substitutions = substitute_kernels(model)
+        conversions = pack(model, files, config)
         decisions = (
             *notes,
             *not_compared,
             Decision("fused matrices", str(fused), "those of one input are multiplied as one"),
             Decision("our kernels for", substitutions, "on a probe input they compute what the model's own modules compute"),
+            *conversion_decisions(conversions),
         )
         nbytes = sum(file.stat().st_size for file in files.weight_files)
         progress(nbytes, nbytes)
-        return model, unquantized_report(foreign, config.dtype, time.perf_counter() - start, nbytes, decisions)
+        report = LoadReport(
+            seconds=time.perf_counter() - start,
+            nbytes_read=nbytes,
+            num_tensors=sum(1 for _ in model.name_table().items()),
+            quantization=config.quantization,
+            memory=memory(model),
+            errors={name: conversion.error for name, conversion in conversions.items()},
+            decisions=decisions,
+        )
+        return model, report
 
 
 def describe(config: PretrainedConfig, args: EngineArgs, why: str) -> Described:
@@ -108,6 +121,7 @@ def describe(config: PretrainedConfig, args: EngineArgs, why: str) -> Described:
         dtype=str(getattr(config, "dtype", None) or getattr(text, "dtype", None) or "float32").removeprefix("torch."),
         num_tokens=min(getattr(text, "vocab_size", None) or traced.vocab_size, traced.vocab_size),
         num_weights=sum(parameter.numel() for parameter in model.parameters()),
+        matrices=tuple((module.out_features, module.in_features) for module in packable(model).values()),
     )
     return Described(config, spec, traced, args.trust_remote_code, decisions)
 
@@ -115,7 +129,7 @@ def describe(config: PretrainedConfig, args: EngineArgs, why: str) -> Described:
 def _traced(config: PretrainedConfig, trusted: bool) -> tuple[PreTrainedModel, Trace]:
     """Builds the model without its weights and traces it. Raises Unfit."""
     model = skeleton(config, trusted, dtype=torch.bfloat16)
-    with contextlib.suppress(BrokenModel):
+    with suppress(BrokenModel):
         return model, trace(model)
     # Some modules compute in float32 only, and some position tables are shorter than the usual pass.
     tokens = min(TOKENS, _said_context(config, model) or TOKENS)

@@ -6,14 +6,15 @@ calls, which is that of the trace (``trace.py``), and calls the layer's ``Foreig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from headrace.layers.linear import Linear
 from headrace.model_spec import ForeignSpec
 from headrace.models.fallback.contract import ForeignLayer
 from headrace.models.fallback.foreign_model import ForeignModel
@@ -22,6 +23,8 @@ from headrace.models.fallback.transformers.head import SplitModel
 from headrace.models.fallback.transformers.rotary import Angles
 from headrace.models.fallback.transformers.trace import HANDLER, Trace, handled_attention
 from headrace.models.interface import ModelInputs
+from headrace.weights.names import NameTable
+from headrace.weights.update import TensorFacts, WeightUpdate
 
 ATTENTION = "headrace"
 """Name of the attention implementation. No mask function has this name, so transformers makes no masks."""
@@ -101,6 +104,23 @@ class Calls:
         return self._layers[index](q, k, v, arguments.get("s_aux"))
 
 
+class PackedMatrix(nn.Module):
+    """A matrix that is held in another number format than floats, in place of the weights of the modules that have parts of it.
+
+    Args:
+        rows: path of each module, in order -> its outputs.
+    """
+
+    def __init__(self, layer: Linear, rows: Mapping[str, int]) -> None:
+        super().__init__()
+        self.layer = layer
+        self.rows = dict(rows)
+
+    def named(self, leaf: str) -> dict[str, int]:
+        """The names of the modules' tensors -> rows."""
+        return {f"{path}.{leaf}": rows for path, rows in self.rows.items()}
+
+
 class TransformersModel(ForeignModel):
     """A model that transformers built.
 
@@ -116,6 +136,25 @@ class TransformersModel(ForeignModel):
         layers = [ForeignLayer(layer, self.cell, TRANSFORMERS, TRANSFORMERS_OUT) for layer in spec.layers]
         self.calls = Calls([foreign.get_submodule(call.path) for call in traced.calls], layers)
         self.body = SplitModel(foreign, traced.body, traced.given)
+        self.packed = nn.ModuleList()
+        """``PackedMatrix`` of each matrix that is no longer floats."""
+
+    def name_table(self) -> NameTable:
+        table = super().name_table()
+        for index, one in enumerate(self._packed()):
+            table.fuse(f"packed.{index}.layer.weight", one.named("weight"))
+            if one.layer.bias is not None:
+                table.fuse(f"packed.{index}.layer.bias", one.named("bias"))
+        return table
+
+    def update_plan(self, facts: list[TensorFacts]) -> WeightUpdate:
+        packed = self._packed()
+        biases = {f"packed.{i}.layer.bias": one.layer.bias for i, one in enumerate(packed) if one.layer.bias is not None}
+        layers = {f"packed.{i}.layer.weight": one.layer for i, one in enumerate(packed)}
+        return WeightUpdate(self.name_table(), {**self._weights(), **biases}, facts, layers)
+
+    def _packed(self) -> list[PackedMatrix]:
+        return cast(list[PackedMatrix], list(self.packed))
 
     def _run_layers(self, inputs: ModelInputs) -> torch.Tensor:
         self.angles.forget()

@@ -137,12 +137,6 @@ def test_unknown_implementations_are_refused(granite: Path, changes: dict[str, A
     assert caught.value.param == "model_impl"
 
 
-def test_quantization_is_refused(granite: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        engine(granite, quantization="int8", dtype="bfloat16")
-    assert caught.value.param == "quantization"
-
-
 def test_dummy_weights(granite: Path) -> None:
     with quiet():
         one, two, other = (engine(granite, load_format="dummy", seed=seed) for seed in (3, 3, 4))

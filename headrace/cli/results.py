@@ -147,7 +147,7 @@ class Texts:
     def __init__(self, *, several: bool) -> None:
         self._several = several
         self._written = ""
-        """What is written of the only text."""
+        """The part of the only text that is written."""
         self._ended = True
         """The last line is complete."""
 

@@ -16,7 +16,7 @@ from headrace.errors import EngineDeadError, EngineError, RequestError
 from headrace.metrics.prometheus import GenerationObserver
 from headrace.outputs import AttentionReport, OutputDelta, RequestTimes, most_computed
 from headrace.server.errors import ApiError
-from headrace.server.shape.explanation import Explanation
+from headrace.server.shape.explanation import AnswerExplanation
 from headrace.server.state import RunningRequest, Serving
 
 T = TypeVar("T")
@@ -70,8 +70,8 @@ class Generation:
         self._cached = [0] * len(requests)
         self._times: RequestTimes | None = None
         self._attention: AttentionReport | None = None
-        self._explanations: dict[int, Explanation] = {}
-        """By prompt, of those of which a sample has ended."""
+        self._explanations: dict[int, AnswerExplanation] = {}
+        """Explanations by prompt, once a sample of it has ended."""
         self._stream: Any = None
         self._first: Piece | None = None
         self._at_end: Callable[[], None] = lambda: None
@@ -193,7 +193,7 @@ class Generation:
         """Keeps why a sample ended, for as long as it is one of the tenant's last."""
         request, explanation = self.requests[piece.prompt], self._explanations.get(piece.prompt)
         if explanation is None:
-            explanation = self._explanations[piece.prompt] = Explanation(request)
+            explanation = self._explanations[piece.prompt] = AnswerExplanation(request)
             self._serving.explanations(request.tenant).put(request.request_id, explanation)
         explanation.end(piece.delta, self._cached[piece.prompt])
 

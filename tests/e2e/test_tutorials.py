@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -130,3 +131,12 @@ def test_commands_have_such_options() -> None:
     for _, line in shown:
         name, *words = shlex.split(line)[1:]
         program.commands[name].make_context(name, words).close()
+
+
+def test_rows_of_the_comparison_name_tests() -> None:
+    rows = [line for line in (ROOT / "docs" / "compared.md").read_text().splitlines() if line.startswith("| ")][2:]
+    for row in rows:
+        named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", row)
+        assert named, row
+        for path, name in named:
+            assert f"def {name}" in (ROOT / path).read_text(), f"{path} has no {name}"

@@ -1,4 +1,5 @@
-"""GET /v1/explain, /v1/explain/{request_id}, POST /v1/chat/completions/attention: why an answer is as it is."""
+"""GET /v1/explain, /v1/explain/{request_id}, POST /v1/chat/completions/attention: why an answer is as it is; GET /v1/inspect,
+/v1/inspect/{request_id}: how the prompts of recent requests attended."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from starlette.responses import Response
 
 from headrace.core.request import Request as EngineRequest
 from headrace.errors import EngineError, RequestError
+from headrace.outputs import AttentionReport
 from headrace.pooling_params import PoolingParams
 from headrace.sampling_params import SamplingParams
 from headrace.server.body import caller, release_body
@@ -51,9 +53,30 @@ async def one(request: Request) -> Response:
     return JSON(found.json())
 
 
+@router.get("/v1/inspect")
+async def dump(request: Request) -> Response:
+    """A line of JSON for each of the API key's last requests whose prompts attended sparsely: what the router decided."""
+    state = serving(request)
+    state.check_ready()
+    lines = [_encoded(name, report) + b"\n" for name, report in state.reports(tenant(request)).items()]
+    return Response(b"".join(lines), media_type="application/jsonl")
+
+
+@router.get("/v1/inspect/{request_id}")
+async def inspect(request: Request) -> Response:
+    """Density and head types of one of the last requests whose prompts attended sparsely. The id is that of its answer."""
+    state, request_id = serving(request), request.path_params["request_id"]
+    state.check_ready()
+    report = state.reports(tenant(request)).get(request_id)
+    if report is None:
+        message = f"no recent request {shown(request_id, 128)!r} has a prompt that attended sparsely"
+        raise ApiError(404, message, param="request_id", code="not_found")
+    return Response(_encoded(request_id, report), media_type="application/json")
+
+
 @router.post("/v1/chat/completions/attention", openapi_extra=body_schema(ChatBody, "chat"))
 async def attention(request: Request) -> Response:
-    """How the tokens of a conversation attend to each other: the weights of the query's ``layer`` and ``head``.
+    """Attention weights between the tokens of a conversation, in the query's ``layer`` and ``head``.
 
     Without ``head``, the mean over the layer's heads. One such request is computed at a time.
     """
@@ -62,6 +85,10 @@ async def attention(request: Request) -> Response:
     pooling = _pooling(request, state)
     name, who = f"attn-{uuid.uuid4().hex}", caller(request)
     return await cancel_on_disconnect(state, request.receive, _answered(request, state, body, pooling, name, who))
+
+
+def _encoded(request_id: str, report: AttentionReport) -> bytes:
+    return msgspec.json.encode({"id": request_id, "object": "attention_report", **msgspec.to_builtins(report)})
 
 
 async def _answered(request: Request, state: Serving, body: ChatBody, pooling: PoolingParams, name: str, who: Any) -> Response:

@@ -11,7 +11,6 @@ from headrace.server.routes import (
     explain,
     features,
     generate,
-    inspect,
     lora,
     messages,
     models,
@@ -27,9 +26,8 @@ from headrace.server.routes import (
 )
 
 _GENERATING = (chat, completions, messages, responses, generate, ollama)
-_EXPLAINING = (inspect, explain)
 ROUTERS: tuple[APIRouter, ...] = tuple(
-    part.router for part in (*_GENERATING, pooling, render, features, models, *_EXPLAINING, tokens, status, admin, lora, page)
+    part.router for part in (*_GENERATING, pooling, render, features, models, explain, tokens, status, admin, lora, page)
 )
 """In the order in which paths are looked up."""
 TRAINERS = rl_vllm.router, rl_sglang.router

@@ -1,4 +1,4 @@
-"""Explanation: where the time of one answer went, what its prompt found in the cache, and why it ended."""
+"""AnswerExplanation: where the time of one answer went, what its prompt found in the cache, and why it ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.core.request import Request
 from headrace.outputs import AttentionReport, OutputDelta, PrefixReport, RequestTimes, WeightSpan, most_computed
 
 
-class Explanation:
+class AnswerExplanation:
     """Facts of one engine request, which grow until its last sample has ended."""
 
     def __init__(self, request: Request) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from support.models import tiny_llama
+from support.models import tiny_llama, tiny_models
 from transformers import AutoModelForCausalLM
 
 from headrace import LLM, SamplingParams
@@ -20,9 +20,15 @@ from headrace.pooling_params import PoolingParams
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26, 43, 38, 32, 79, 50, 28, 84, 19]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama.write_model(tmp_path_factory.mktemp("attention"))
+@pytest.fixture(scope="module", params=["llama", "gpt_oss"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose layers attend to all tokens; and one with windows of 7 tokens, and with sinks."""
+    folder = tmp_path_factory.mktemp("attention")
+    if request.param == "llama":
+        return tiny_llama.write_model(folder)
+    tiny_models.save(tiny_models.model(request.param), folder)
+    tiny_llama.write_tokenizer(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +42,9 @@ def llm(checkpoint: Path) -> Iterator[LLM]:
 def watched(llm: LLM, *asked: tuple[int, int | None]) -> list[torch.Tensor]:
     """The weights of PROMPT in layers and heads, computed together and beside a sequence that decodes."""
     core = llm._engine.core
-    plain = llm.inputs.request({"prompt_token_ids": PROMPT[:9]}, SamplingParams(max_tokens=12), request_id="plain")
+    plain = llm.inputs.request(
+        {"prompt_token_ids": PROMPT[:9]}, SamplingParams(max_tokens=12, ignore_eos=True), request_id="plain"
+    )
     requests = [plain]
     for index, (layer, head) in enumerate(asked):
         request = llm.inputs.request({"prompt_token_ids": PROMPT}, SamplingParams(), request_id=f"watched-{index}")

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import pytest
 from support.server.harness import wait_for
 
 from page.conftest import audit
@@ -274,6 +275,31 @@ def test_conversations_leave_and_return_as_a_file(open_page: Open, tmp_path: Pat
     page.get_by_text("broken.json cannot be read").wait_for()
     page.reload()
     assert "answer" in reply(page).inner_text()
+
+
+@pytest.mark.slow
+def test_long_conversations_and_lines_are_shown(open_page: Open, tmp_path: Path) -> None:
+    """200 turns, one of a megabyte in a line and one with halves of surrogate pairs."""
+    page = open_page("ok")
+    page.get_by_role("combobox", name="Model").locator("option").first.wait_for(state="attached")
+    texts = ["**turn** " * 20] * 198 + ["*[`" * 350_000, "\ud800 lone \udfff"]
+    nodes: list[Any] = [{"parent": -1}]
+    for text in texts:
+        nodes.append({"parent": len(nodes) - 1, "role": "user", "content": "on"})
+        nodes.append({"parent": len(nodes) - 1, "role": "assistant", "content": text})
+    chosen = {str(at): at + 1 for at in range(len(nodes) - 1)}
+    kept = {
+        "format": "headrace-conversations-1",
+        "conversations": [{"title": "long", "changed": 1, "nodes": nodes, "chosen": chosen}],
+    }
+    (tmp_path / "long.json").write_text(json.dumps(kept))
+    page.locator("nav input[type=file]").set_input_files(tmp_path / "long.json")
+    page.get_by_text("lone").wait_for()
+    page.reload()
+    page.get_by_text("lone").wait_for()
+    assert page.get_by_role("article").count() == 400
+    assert page.get_by_role("article", name="Model").nth(198).locator(".content").inner_text().startswith("*[`*[`")
+    page.get_by_role("button", name="New conversation").click()  # The audit of so many elements takes minutes.
 
 
 def test_a_schema_is_checked_as_it_is_written(open_page: Open) -> None:

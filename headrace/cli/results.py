@@ -146,27 +146,51 @@ class Texts:
 
     def __init__(self, *, several: bool) -> None:
         self._several = several
-        self._written = 0
+        self._written = ""
+        """The part of the only text that is written."""
+        self._ended = True
+        """The last line is complete."""
 
     def show(self, so_far: RequestOutput) -> None:
-        """Writes what is new of the only text."""
-        if not self._several:
-            text = so_far.outputs[0].text
-            self._write(text[self._written :])
-            self._written = len(text)
+        """Writes what is new of the only text.
+
+        A prompt whose engine died is run again, and its text begins anew: it goes on where the earlier one ended if the two
+        agree until there, and else it is written from its start.
+        """
+        text = so_far.outputs[0].text
+        if not self._several and not self._written.startswith(text):
+            self._go_on(text)
+
+    def _go_on(self, text: str) -> None:
+        if not text.startswith(self._written):
+            self.end_line()
+            print_note("the engine died, and the answer begins again")
+            self._written = ""
+        self._write(text[len(self._written) :])
+        self._written = text
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Writes the texts of a result; errors are reported elsewhere."""
+        """Writes the texts of a result; errors are reported elsewhere, on a line of their own."""
+        if "outputs" not in record:
+            self.end_line()
         for output in record.get("outputs", ()):
             if self._several:
                 number = f"{record['line']}" if len(record["outputs"]) == 1 else f"{record['line']}.{output['index'] + 1}"
                 self._write(f"[{number}] {output['text']}")
+            elif output["text"] != self._written:
+                self._go_on(output["text"])
             self._write("\n")
             if output["finish_reason"] == "length":
                 print_note(f"stopped at {len(output['token_ids']):,} tokens; --max-tokens or the context sets the limit")
 
+    def end_line(self) -> None:
+        """Ends the line that is under way, so that an error has one of its own."""
+        if not self._ended:
+            self._write("\n")
+
     def _write(self, text: str) -> None:
         print(printable(text), end="", flush=True)
+        self._ended = text.endswith("\n")
 
 
 def _refuse_same(source: Path | None, targets: list[Path | int]) -> None:

@@ -146,6 +146,7 @@ def run(args: EngineArgs, sampling: dict[str, Any], options: RunOptions) -> None
         if options.as_text:
             jobs, _ = _jobs(options, stack, args.max_media_bytes)
             texts = Texts(several=len(options.prompts) > 1 or sampling.get("n", 1) > 1)
+            stack.callback(texts.end_line)
             if asyncio.run(_run_all(args, sampling, options, jobs, None, texts, texts)):
                 raise typer.Exit(EXIT_FAILURE)
             return

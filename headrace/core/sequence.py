@@ -141,7 +141,7 @@ class Sequence:
     def computes_all(self) -> bool:
         """Whether its result is made of all tokens of the prompt, so that no cached prefix can stand in for some of them."""
         pooling = self.request.pooling
-        pooled = pooling is not None and pooling.method == "mean"
+        pooled = pooling is not None and pooling.computes_all
         return pooled or self.prompt_logprobs is not None or self.routed_experts is not None
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -16,6 +18,7 @@ from headrace.models.vision.interface import VisionEncoder
 from headrace.runner.inputs import ForwardPass, StepBuffers
 from headrace.runner.part import RunnerPart
 from headrace.runner.parts.adapters import AdapterTables
+from headrace.runner.parts.attention import AttentionWatch
 from headrace.runner.parts.experts import ExpertRecorder
 from headrace.runner.parts.media import MediaTables
 from headrace.runner.parts.pieces import NoPieces, Pieces
@@ -43,15 +46,20 @@ def make_backends(config: EngineConfig) -> list[AttentionBackend]:
 
 
 def make_parts(
-    config: EngineConfig, model: Model, encoder: VisionEncoder | None, blocks: ArenaBlocks | None, buffers: StepBuffers
+    config: EngineConfig,
+    model: Model,
+    encoder: VisionEncoder | None,
+    blocks: ArenaBlocks | None,
+    buffers: StepBuffers,
+    backends: Sequence[AttentionBackend],
 ) -> list[RunnerPart]:
     """Returns the optional subsystems that the configuration needs.
 
     Raises:
         ConfigError: the record cannot be written.
     """
-    parts: list[RunnerPart] = []
     device = torch.device(config.device)
+    parts: list[RunnerPart] = [AttentionWatch(backends, device)]
     if config.args.record_steps is not None:
         parts.append(Recorder(config.args.record_steps, config))
     if config.cache.states is not None and blocks is not None:

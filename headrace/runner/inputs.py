@@ -209,7 +209,7 @@ class ForwardPass:
         )
         for backend in self.to_plan:
             backend.plan(step)
-        return given, ForwardContext(step, self._caches, self._backends, **extras.context)
+        return given, ForwardContext(step, self._caches, **{"backends": self._backends} | extras.context)
 
     def end(self, hidden: torch.Tensor, rows: RowTensors, bounds: Bounds, given: StepInputs, out: LogitsInputs) -> None:
         """Writes the logits inputs of the rows, and advances their slots."""

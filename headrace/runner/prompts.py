@@ -70,7 +70,7 @@ class PooledPrompts:
         return sum(total.nbytes for total in self._sums.values())
 
     def add(self, seq: NewSequence) -> None:
-        if seq.pooling is not None:
+        if seq.pooling is not None and seq.pooling.method != "attention":
             self._sequences[seq.slot] = seq
 
     def remove(self, slot: int) -> None:

@@ -79,7 +79,7 @@ class ModelRunner:
             self.slots = SlotTables(config, self.device)
             self.sampler = Sampler(config.scheduler.max_num_seqs, model.spec.vocab_size, self.device, token_bytes)
             self._buffers = StepBuffers(config, self.device)
-            self.parts = make_parts(config, model, encoder, self._blocks, self._buffers)
+            self.parts = make_parts(config, model, encoder, self._blocks, self._buffers, self._backends)
             """Optional subsystems; those that the model does not need are not in it."""
         self._forward = ForwardPass(model, self._caches, self._backends, self.slots, self._buffers, self.parts)
         self._pieces = add_pieces(config, model, self._forward, self._buffers, self.parts)

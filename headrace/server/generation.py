@@ -16,6 +16,7 @@ from headrace.errors import EngineDeadError, EngineError, RequestError
 from headrace.metrics.prometheus import GenerationObserver
 from headrace.outputs import AttentionReport, OutputDelta, RequestTimes, most_computed
 from headrace.server.errors import ApiError
+from headrace.server.shape.explanation import AnswerExplanation
 from headrace.server.state import RunningRequest, Serving
 
 T = TypeVar("T")
@@ -69,6 +70,8 @@ class Generation:
         self._cached = [0] * len(requests)
         self._times: RequestTimes | None = None
         self._attention: AttentionReport | None = None
+        self._explanations: dict[int, AnswerExplanation] = {}
+        """Explanations by prompt, once a sample of it has ended."""
         self._stream: Any = None
         self._first: Piece | None = None
         self._at_end: Callable[[], None] = lambda: None
@@ -186,6 +189,14 @@ class Generation:
         """Report of the prompt's attention, after the last delta, if there is one prompt."""
         return self._attention or AttentionReport(mode="dense")
 
+    def _explain(self, piece: Piece) -> None:
+        """Keeps why a sample ended, for as long as it is one of the tenant's last."""
+        request, explanation = self.requests[piece.prompt], self._explanations.get(piece.prompt)
+        if explanation is None:
+            explanation = self._explanations[piece.prompt] = AnswerExplanation(request)
+            self._serving.explanations(request.tenant).put(request.request_id, explanation)
+        explanation.end(piece.delta, self._cached[piece.prompt])
+
     def _note(self, piece: Piece) -> None:
         delta = piece.delta
         self.completion_tokens += len(delta.token_ids)
@@ -197,6 +208,7 @@ class Generation:
         if delta.finish_reason is None:
             return
         self._times = delta.times or self._times
+        self._explain(piece)
         if delta.attention is not None:
             self._attention = most_computed(self._attention, delta.attention)
             reports, name = self._serving.reports(self.requests[0].tenant), delta.request_id

@@ -30,6 +30,7 @@ from headrace.server.errors import ApiError, first_line, shown, unavailable
 from headrace.server.features import FeatureStore
 from headrace.server.logprobs import TokenTexts
 from headrace.server.settings import ServerSettings
+from headrace.server.shape.explanation import AnswerExplanation
 from headrace.server.store import ResponseStore
 from headrace.text.fim import find_fim
 
@@ -90,6 +91,10 @@ class Serving:
         """Requests in the engine, by their ids there."""
         self._reports: dict[str, BoundedCache[str, AttentionReport]] = {}
         """Attention reports of the last requests that attended sparsely, by tenant and id."""
+        self._explanations: dict[str, BoundedCache[str, AnswerExplanation]] = {}
+        """Explanations of the last answers, by tenant and id."""
+        self.watching = asyncio.Lock()
+        """Held while attention weights are computed, which take memory that nothing else accounts for."""
         path = settings.codex_instructions
         self.codex_instructions = None if path is None else Path(path).read_text(encoding="utf-8")
         self.secret = secrets.token_bytes(32)
@@ -241,6 +246,10 @@ class Serving:
     def reports(self, tenant: str) -> BoundedCache[str, AttentionReport]:
         """Returns the attention reports of a tenant's last requests, by id."""
         return self._reports.setdefault(tenant, BoundedCache(self.settings.share(_REPORTS)))
+
+    def explanations(self, tenant: str) -> BoundedCache[str, AnswerExplanation]:
+        """Returns the explanations of a tenant's last answers, by id."""
+        return self._explanations.setdefault(tenant, BoundedCache(self.settings.share(_REPORTS)))
 
     @property
     def max_json_values(self) -> int:

@@ -135,6 +135,38 @@ def test_text_is_for_people() -> None:
     assert refused.exit_code == 2 and "--format" in refused.stderr
 
 
+@pytest.mark.parametrize(
+    ("again", "shown"),
+    [
+        (["2", "2 tok", "2 tokens"], "2 tokens\n"),
+        (["2", "2 to"], "2 tok\n2 to\n"),
+        (["3", "3 tokens"], "2 tok\n3 tokens\n"),
+        (None, "2 tok\n"),
+    ],
+)
+def test_text_of_a_prompt_that_is_run_again(monkeypatch: pytest.MonkeyPatch, again: list[str] | None, shown: str) -> None:
+    """What a dead engine wrote already is neither repeated nor continued by another text. None: it does not come back."""
+    runs = iter([["2", "2 tok"], again or []])
+
+    async def generate(self: FakeLLM, _: Any, params: Any, request_id: str, **__: Any) -> AsyncIterator[RequestOutput]:
+        self.gone, texts = again is None, next(runs)
+        for text in texts:
+            sample = CompletionOutput(index=0, text=text, token_ids=[5])
+            ended = text == texts[-1]
+            if ended and texts is again:
+                sample.finish_reason = "stop"
+            died = ended and texts is not again
+            error = "the engine died" if died else None
+            yield RequestOutput(
+                request_id=request_id, prompt=None, prompt_token_ids=[1], outputs=[sample], error=error, engine_died=died
+            )
+
+    monkeypatch.setattr(FakeLLM, "generate", generate)
+    result = invoke("ab", "--format", "text")
+    assert result.stdout == shown and result.exit_code == (0 if again else 1)
+    assert ("begins again" in result.stderr) == (shown.count("\n") == 2)
+
+
 def test_arguments() -> None:
     result = invoke("ab", "abcd", "--max-tokens", "3", "--stop", "x", "--stop", "y")
     assert result.exit_code == 0, result.output

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support.server.harness import running
+from support.server.harness import Running, running
 from support.server.scripted import ScriptedLLM, tokenizer
 
 from headrace.server.settings import ServerSettings
@@ -29,20 +30,39 @@ def browser() -> Iterator[Any]:
         made.close()
 
 
+@pytest.fixture(params=["light", pytest.param("dark", marks=pytest.mark.slow)])
+def scheme(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """One server for a module's tests, whose scripts differ."""
+    with running(ScriptedLLM(tokenizer(tmp_path_factory.mktemp("model")), [""])) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def axe() -> Any:
+    return pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+
+
 @pytest.fixture
-def open_page(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+def open_page(browser: Any, site: Running, scheme: str, axe: Any) -> Iterator[Callable[..., Any]]:
     """Opens the page of a server whose model says ``texts``, one a request.
 
-    After the test: the page had no error in its console and made no request to another origin.
+    After the test: the page had no error in its console and made no request to another origin; in the slow runs, those in the
+    dark scheme, what it shows is accessible.
     """
     opened: list[tuple[Any, list[str], list[str], str]] = []
-    servers = []
+    servers = contextlib.ExitStack()
 
-    def open_(*texts: str, scheme: str = "light", path: str = "/", allow: str = "", **settings: Any) -> Any:
-        llm = ScriptedLLM(tokenizer(tmp_path_factory.mktemp("model")), texts)
-        server = running(llm, ServerSettings(**settings))
-        servers.append(server)
-        url = server.__enter__().url
+    def open_(*texts: str | tuple[str, ...], path: str = "/", allow: str = "", **settings: Any) -> Any:
+        server = site
+        if settings:
+            server = servers.enter_context(running(ScriptedLLM(site.llm.tokenizer, [""]), ServerSettings(**settings)))
+        llm = server.llm
+        llm.texts, llm.seen, llm.aborted, llm.step_seconds = texts, [], [], 0.0
         context = browser.new_context(color_scheme=scheme, viewport={"width": 1280, "height": 800})
         page = context.new_page()
         page.set_default_timeout(20_000)
@@ -51,17 +71,27 @@ def open_page(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("request", lambda request: requests.append(request.url))
-        page.goto(url + path)
+        page.goto(server.url + path)
         page.llm = llm
-        opened.append((page, errors, requests, url))
+        opened.append((page, errors, requests, server.url))
         page.allowed = allow
         return page
 
     yield open_
     for page, errors, requests, url in opened:
+        faults = audit(axe, page) if scheme == "dark" else []
         foreign = [each for each in requests if not each.startswith((url, "data:", "blob:"))]
         unexpected = [each for each in errors if not (page.allowed and page.allowed in each)]
         page.context.close()
-        assert foreign == [] and unexpected == []
-    for server in servers:
-        server.__exit__(None, None, None)
+        assert (foreign, unexpected, faults) == ([], [], [])
+    servers.close()
+
+
+def audit(axe: Any, page: Any) -> list[tuple[str, str]]:
+    """What axe finds in either scheme that keeps people from using the page."""
+    found = []
+    for scheme, options in (("light", {"runOnly": ["color-contrast"]}), ("dark", {})):
+        page.emulate_media(color_scheme=scheme)
+        violations = axe.run(page, options=options).response["violations"]
+        found += [(one["id"], one["nodes"][0]["html"]) for one in violations if one["impact"] in ("serious", "critical")]
+    return found

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+from support.server.harness import wait_for
+
+from page.conftest import audit
 
 Open = Callable[..., Any]
 TOOL = [{"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}}]
@@ -32,9 +38,8 @@ def bodies(page: Any) -> list[Any]:
     return [request.sampling for request in page.llm.seen]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_reply_is_rendered_and_kept(open_page: Open, scheme: str) -> None:
-    page = open_page("# Title\n\nSome **bold** and `__init__`.\n\n- one\n- two\n\n```py\nx = 1\n```\n", scheme=scheme)
+def test_a_reply_is_rendered_and_kept(open_page: Open) -> None:
+    page = open_page("# Title\n\nSome **bold** and `__init__`.\n\n- one\n- two\n\n```py\nx = 1\n```\n")
     say(page, "Hello *there*")
     article = reply(page)
     assert article.get_by_role("heading", name="Title").count() == 1
@@ -110,7 +115,7 @@ def test_an_error_names_the_field(open_page: Open) -> None:
     page.get_by_label("JSON Schema of the answers").fill('{"type": "nothing"}')
     page.get_by_label("JSON Schema of the answers").blur()
     say(page, "hi")
-    alert = page.get_by_role("alert")
+    alert = page.locator(".log").get_by_role("alert")
     alert.wait_for()
     assert re.match(r"response_format[\w.]*: ", alert.inner_text())
 
@@ -152,19 +157,181 @@ def test_a_key_is_asked_for_and_is_in_no_address(open_page: Open) -> None:
     assert page.evaluate("JSON.stringify([location.href, {...sessionStorage}, {...localStorage}])").count("secret") == 0
 
 
-def test_a_picture_is_shown_and_sent(open_page: Open) -> None:
+DOT = bytes.fromhex(
+    "89504e470d0a1a0a0000000d49484452000000010000000108020000009077"
+    "53de0000000c49444154789c63f8cfc0000003010100c9fe92ef0000000049454e44ae426082"
+)
+BRING = """([base64, name]) => {
+  const data = new DataTransfer();
+  data.items.add(new File([Uint8Array.from(atob(base64), (c) => c.charCodeAt(0))], "a.png", { type: "image/png" }));
+  const [selector, event] = name === "drop"
+    ? [".composer", new DragEvent("drop", { dataTransfer: data, bubbles: true, cancelable: true })]
+    : [".composer textarea", new ClipboardEvent("paste", { clipboardData: data, bubbles: true, cancelable: true })];
+  document.querySelector(selector).dispatchEvent(event);
+}"""
+
+
+def test_pictures_are_chosen_dropped_and_pasted(open_page: Open) -> None:
     page = open_page("ok", allow="400")
-    dot = bytes.fromhex(
-        "89504e470d0a1a0a0000000d49484452000000010000000108020000009077"
-        "53de0000000c49444154789c63f8cfc0000003010100c9fe92ef0000000049454e44ae426082"
-    )
-    page.locator("input[type=file]").set_input_files([{"name": "a.png", "mimeType": "image/png", "buffer": dot}])
-    page.get_by_alt_text("attached picture").wait_for()
+    page.locator("main input[type=file]").set_input_files([{"name": "a.png", "mimeType": "image/png", "buffer": DOT}])
+    shots = page.get_by_alt_text("attached picture")
+    shots.wait_for()
+    for way in ("drop", "paste"):
+        page.evaluate(BRING, [base64.b64encode(DOT).decode(), way])
+    shots.nth(2).wait_for()
+    page.get_by_role("button", name="Remove").first.click()
+    assert shots.count() == 2
     say(page, "What is it?")
-    page.get_by_alt_text("picture of the message").wait_for()
+    page.get_by_alt_text("picture of the message").first.wait_for()
+    assert page.get_by_alt_text("picture of the message").count() == 2
     # The scripted model reads text alone, so the server names the part; a picture reached it.
-    page.get_by_role("alert").wait_for()
-    assert "messages" in page.get_by_role("alert").inner_text()
+    page.get_by_role("alert").filter(has_text="messages").wait_for()
+
+
+def test_a_reply_is_stopped(open_page: Open) -> None:
+    page = open_page("abc" * 1000)
+    page.llm.step_seconds = 0.02
+    say(page, "hi")
+    page.get_by_text("abcabc").wait_for()
+    page.get_by_label("Message", exact=True).press("Escape")
+    page.get_by_text("stopped", exact=True).wait_for()
+    assert page.get_by_role("button", name="Send").is_visible()
+    assert page.get_by_role("article", name="Model").locator(".content").inner_text().startswith("abcabc")
+    wait_for(lambda: bool(page.llm.aborted))
+
+
+def test_answers_side_by_side(open_page: Open) -> None:
+    page = open_page(("first", "other"), "second")
+    page.get_by_label("answers side by side").fill("2")
+    page.get_by_label("answers side by side").blur()
+    say(page, "hi")
+    page.get_by_role("button", name="Choose").wait_for()
+    assert page.locator(".beside article .content").all_inner_texts() == ["first", "other"]
+    assert page.llm.seen[0].sampling.n == 2
+    page.get_by_role("button", name="Choose").click()
+    assert [one.get_attribute("aria-pressed") for one in page.get_by_role("button", name=re.compile("Cho")).all()] == [
+        "false",
+        "true",
+    ]
+    say(page, "on")
+    page.get_by_text("second").first.wait_for()
+    assert "2 of 2" in page.get_by_role("article", name="Model").first.inner_text()
+
+
+def test_an_answer_is_explained(open_page: Open) -> None:
+    page = open_page("abcdefgh")
+    page.get_by_label("max_tokens", exact=True).fill("2")
+    page.get_by_label("max_tokens", exact=True).blur()
+    say(page, "hi")
+    reply(page).get_by_role("button", name="Explain").click()
+    explained = page.get_by_role("region", name="explanation")
+    explained.get_by_text("was cut off after 2 tokens, which is max_tokens").wait_for()
+    reply(page).get_by_role("button", name="Explain").click()
+    assert explained.count() == 0
+
+
+def test_attention_of_an_answer(open_page: Open) -> None:
+    page = open_page("abc")
+    size: list[int] = []
+
+    def weights(request: Any) -> list[float]:
+        """Each token attends to the one before it, and the first to itself."""
+        size.append(len(request.prompt_token_ids))
+        return list(np.eye(size[-1], k=-1, dtype=np.float32).ravel())
+
+    page.llm.pool = weights
+    say(page, "hi")
+    reply(page).get_by_role("button", name="Attention").click()
+    view = page.get_by_role("region", name="attention")
+    view.get_by_text("mean of 4 heads").wait_for()
+    assert '"c" attends to "b" 100.0 %' in view.locator(".alternatives").inner_text()
+    tokens = view.get_by_role("group", name="tokens by attention").locator("span")
+    assert tokens.all_inner_texts()[-3:] == ["a", "b", "c"] and tokens.count() == size[0]
+    tokens.last.focus()
+    page.keyboard.press("ArrowLeft")
+    assert '"b" attends to "a" 100.0 %' in view.locator(".alternatives").inner_text()
+    assert view.locator("canvas").get_attribute("width") == str(size[0])
+    view.get_by_label("head").fill("2")
+    view.get_by_role("button", name="Show").click()
+    view.get_by_text("head 2 of 4").wait_for()
+    assert page.llm.seen[-1].pooling.query_head == 2
+
+
+def test_conversations_leave_and_return_as_a_file(open_page: Open, tmp_path: Path) -> None:
+    page = open_page("answer")
+    say(page, "question")
+    reply(page)
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Export").click()
+    download.value.save_as(tmp_path / "kept.json")
+    page.get_by_role("button", name="delete question").click()
+    assert page.get_by_role("article").count() == 0
+    page.locator("nav input[type=file]").set_input_files(tmp_path / "kept.json")
+    assert "answer" in reply(page).inner_text()
+    kept = json.loads((tmp_path / "kept.json").read_text())
+    kept["conversations"][0]["nodes"][2]["parent"] = 7
+    (tmp_path / "broken.json").write_text(json.dumps(kept))
+    page.locator("nav input[type=file]").set_input_files(tmp_path / "broken.json")
+    page.get_by_text("broken.json cannot be read").wait_for()
+    page.reload()
+    assert "answer" in reply(page).inner_text()
+
+
+@pytest.mark.slow
+def test_long_conversations_and_lines_are_shown(open_page: Open, tmp_path: Path) -> None:
+    """200 turns, one of a megabyte in a line and one with halves of surrogate pairs."""
+    page = open_page("ok")
+    page.get_by_role("combobox", name="Model").locator("option").first.wait_for(state="attached")
+    texts = ["**turn** " * 20] * 198 + ["*[`" * 350_000, "\ud800 lone \udfff"]
+    nodes: list[Any] = [{"parent": -1}]
+    for text in texts:
+        nodes.append({"parent": len(nodes) - 1, "role": "user", "content": "on"})
+        nodes.append({"parent": len(nodes) - 1, "role": "assistant", "content": text})
+    chosen = {str(at): at + 1 for at in range(len(nodes) - 1)}
+    kept = {
+        "format": "headrace-conversations-1",
+        "conversations": [{"title": "long", "changed": 1, "nodes": nodes, "chosen": chosen}],
+    }
+    (tmp_path / "long.json").write_text(json.dumps(kept))
+    page.locator("nav input[type=file]").set_input_files(tmp_path / "long.json")
+    page.get_by_text("lone").wait_for()
+    page.reload()
+    page.get_by_text("lone").wait_for()
+    assert page.get_by_role("article").count() == 400
+    assert page.get_by_role("article", name="Model").nth(198).locator(".content").inner_text().startswith("*[`*[`")
+    page.get_by_role("button", name="New conversation").click()  # The audit of so many elements takes minutes.
+
+
+def test_a_schema_is_checked_as_it_is_written(open_page: Open) -> None:
+    page = open_page('{"a": 1}', allow="400")
+    field, alert = page.get_by_label("JSON Schema of the answers"), page.locator("aside [role=alert]")
+    page.get_by_role("combobox", name="Model").locator("option").first.wait_for(state="attached")
+    field.fill('{"type": "object", "properties": {"a": {"type": "whole"}}}')
+    field.blur()
+    alert.filter(has_text="properties/a/type").wait_for()
+    with page.expect_response("**/render"):
+        field.fill('{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}')
+        field.blur()
+    say(page, "hi")
+    assert reply(page).locator(".content").inner_text() == '{"a": 1}'
+    assert alert.inner_text() == "" and page.llm.seen[0].constraint is not None
+
+
+def test_what_the_page_can_show_is_accessible(open_page: Open, axe: Any) -> None:
+    call = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+    page = open_page("# T\n\ntext `code`\n\n```\ncode\n```\n\n| a |\n| --- |\n| b |", f"<think>so</think>{call}")
+    page.llm.pool = lambda request: list(np.eye(len(request.prompt_token_ids), dtype=np.float32).ravel())
+    page.get_by_label("token probabilities").check()
+    page.get_by_label("Tools, as a JSON list").fill(json.dumps(TOOL))
+    page.get_by_label("Tools, as a JSON list").blur()
+    say(page, "hi")
+    for name in ("Attention", "Explain", "Show tokens"):
+        reply(page).get_by_role("button", name=name).click()
+    say(page, "on")
+    reply(page, 1).get_by_text("reasoning", exact=True).click()
+    reply(page, 0).get_by_role("button", name="Attention").click()
+    page.get_by_text("mean of 4 heads").wait_for()
+    assert audit(axe, page) == []
 
 
 def test_metrics_have_tiles(open_page: Open) -> None:
@@ -182,20 +349,6 @@ def test_narrow_screens_and_the_keyboard(open_page: Open) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     page.get_by_role("button", name="Conversations").click()
     assert page.get_by_role("button", name="New conversation").is_visible()
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("path", ["/", "/docs"])
-def test_axe_finds_nothing_serious(open_page: Open, scheme: str, path: str) -> None:
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
-    page = open_page("# T\n\ntext `code`\n\n```\ncode\n```", scheme=scheme, path=path)
-    if path == "/":
-        say(page, "hi")
-        reply(page)
-    else:
-        page.get_by_text("POST /v1/chat/completions", exact=True).click()
-    found = axe.Axe().run(page).response["violations"]
-    assert [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")] == []
 
 
 def test_the_api_has_a_page(open_page: Open) -> None:

@@ -39,9 +39,7 @@ def paged_attention(
     Returns:
         ``[T, num_heads, dv]`` in q's dtype.
     """
-    num_heads, head_dim = q.shape[1:]
-    kv_heads = keys.shape[2]
-    out = q.new_zeros(len(q), num_heads, values.shape[3])
+    out = q.new_zeros(len(q), q.shape[1], values.shape[3])
     starts = query_start.tolist()
     for row, length in enumerate(seq_lens.tolist()):
         start, end = starts[row : row + 2]
@@ -54,19 +52,53 @@ def paged_attention(
         if k_scale is not None and v_scale is not None:
             k = k * k_scale[blocks].flatten(0, 1)[low:length].unsqueeze(-1)
             v = v * v_scale[blocks].flatten(0, 1)[low:length].unsqueeze(-1)
-        grouped = q[start:end].double().view(end - start, kv_heads, -1, head_dim)
-        logits = torch.einsum("qhgd,khd->hgqk", grouped, k) * scale
-        if soft_cap is not None:
-            logits = soft_cap * torch.tanh(logits / soft_cap)
-        position = torch.arange(length - (end - start), length, device=q.device)[:, None]
-        key = torch.arange(low, length, device=q.device)
-        seen = key < (position + 1 if visible_ends is None else visible_ends[start:end, None])
-        if window is not None:
-            seen &= key > position - window
-        logits = logits.masked_fill(~seen, -torch.inf)
-        if sinks is not None:
-            sink = sinks.double().view(kv_heads, -1, 1, 1).expand(*logits.shape[:-1], 1)
-            logits = torch.cat((logits, sink), dim=-1)
-        shares = logits.softmax(-1)[..., : length - low]
+        shares = row_weights(
+            q[start:end].double(),
+            k,
+            low,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            visible_ends=None if visible_ends is None else visible_ends[start:end],
+        )
         out[start:end] = torch.einsum("hgqk,khd->qhgd", shares, v).flatten(1, 2).to(q.dtype)
     return out
+
+
+def row_weights(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    low: int = 0,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    visible_ends: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention weights of one row's last tokens; options as in ``paged_attention``.
+
+    Args:
+        q: ``[Q, num_heads, d]`` float64.
+        k: ``[K, kv_heads, d]`` float64: the row's keys from position ``low`` on.
+        visible_ends: ``[Q]`` int32.
+
+    Returns:
+        ``[kv_heads, group, Q, K]`` float64. With sinks, the weights of a query sum to less than 1.
+    """
+    kv_heads, length = k.shape[1], low + len(k)
+    grouped = q.view(len(q), kv_heads, -1, q.shape[2])
+    logits = torch.einsum("qhgd,khd->hgqk", grouped, k) * scale
+    if soft_cap is not None:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    position = torch.arange(length - len(q), length, device=q.device)[:, None]
+    key = torch.arange(low, length, device=q.device)
+    seen = key < (position + 1 if visible_ends is None else visible_ends[:, None])
+    if window is not None:
+        seen &= key > position - window
+    logits = logits.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        sink = sinks.double().view(kv_heads, -1, 1, 1).expand(*logits.shape[:-1], 1)
+        logits = torch.cat((logits, sink), dim=-1)
+    return logits.softmax(-1)[..., : len(k)]

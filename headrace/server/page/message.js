@@ -45,6 +45,18 @@ function media(content) {
   });
 }
 
+/** A listener by which arrow keys move the focus along elements. */
+export function roving(elements) {
+  return (event) => {
+    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    const next = elements[elements.indexOf(document.activeElement) + step];
+    if (next) {
+      event.preventDefault();
+      next.focus();
+    }
+  };
+}
+
 /** Tokens with colours by their probabilities. Arrow keys move from token to token; the line below names the alternatives. */
 function tokenView(tokens) {
   const line = h("div", { class: "alternatives", role: "status" }, "Point at a token, or move with the arrow keys.");
@@ -57,15 +69,7 @@ function tokenView(tokens) {
     };
     return h("span", { class: `p${nth < 0 ? 5 : nth}`, tabIndex: at ? -1 : 0, onmouseenter: show, onfocus: show }, token.token);
   });
-  const move = (event) => {
-    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    const next = spans[spans.indexOf(document.activeElement) + step];
-    if (next) {
-      event.preventDefault();
-      next.focus();
-    }
-  };
-  return h("div", {}, h("p", { class: "tokens", role: "group", "aria-label": "tokens by probability", onkeydown: move }, spans), line);
+  return h("div", {}, h("p", { class: "tokens", role: "group", "aria-label": "tokens by probability", onkeydown: roving(spans) }, spans), line);
 }
 
 /** A tool call, whose result the user can type in. */
@@ -95,10 +99,11 @@ function stats({ usage, seconds, first }) {
 
 /**
  * The element of a message.
+ * @param id the number of the node.
  * @param siblings {ids, at, choose}: branches that begin here.
- * @param actions {edit, regenerate, result}
+ * @param actions {edit, regenerate, toggle, result, explain, attention}, and of replies side by side {picked, pick}.
  */
-export function messageView(node, siblings, actions, answered) {
+export function messageView(node, id, siblings, actions, answered) {
   const content = h("div", { class: "content" });
   if (node.role === "user" || node.role === "tool") content.append(...media(node.content).filter(Boolean), h("div", { class: "plain" }, textOf(node.content)));
   else if (node.showTokens && node.tokens?.length) content.append(tokenView(node.tokens));
@@ -111,15 +116,24 @@ export function messageView(node, siblings, actions, answered) {
     button("›", () => siblings.choose(siblings.at + 1), { "aria-label": "next branch", disabled: siblings.at === siblings.ids.length - 1 }),
   ];
   const who = { user: "You", assistant: "Model", tool: "Result of a tool" }[node.role];
-  return h("article", { class: node.role, "aria-label": who },
+  const view = h("div");
+  const open = (name, make) => {
+    if (view.dataset.name === name) delete view.dataset.name;
+    else view.dataset.name = name;
+    view.replaceChildren(...(view.dataset.name ? [make()] : []));
+  };
+  return h("article", { class: node.role, "aria-label": who, "data-id": String(id) },
     h("header", {}, who, node.model ? h("span", {}, node.model) : null),
     reasoning, content, calls,
     node.error ? h("p", { class: "error", role: "alert" }, node.error) : null,
     h("footer", {}, branches,
       node.role === "user" ? button("Edit", actions.edit) : null,
       node.role === "assistant" ? [button("Regenerate", actions.regenerate), button("Copy", () => navigator.clipboard?.writeText(textOf(node.content)))] : null,
+      node.answerId ? button("Explain", () => open("explain", actions.explain)) : null,
+      node.role === "assistant" && node.content && !node.calls?.length ? button("Attention", () => open("attention", actions.attention)) : null,
+      actions.pick && node.seconds !== undefined ? button(actions.picked ? "Chosen" : "Choose", actions.pick, { "aria-pressed": String(actions.picked) }) : null,
       node.tokens?.length ? button(node.showTokens ? "Show text" : "Show tokens", actions.toggle) : null,
-      node.stopped ? h("span", {}, node.stopped) : null, stats(node)));
+      node.stopped ? h("span", {}, node.stopped) : null, stats(node)), view);
 }
 
 function reasoned(node) {

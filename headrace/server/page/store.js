@@ -24,6 +24,31 @@ export function add(talk, parent, message) {
   return id;
 }
 
+/** Replies that were generated together with the last of the branch, if there are several. */
+export function together(talk, id) {
+  const { group, parent } = talk.nodes[id] ?? {};
+  return group === undefined ? [] : children(talk, parent).filter((other) => talk.nodes[other].group === group);
+}
+
+const FORMAT = "headrace-conversations-1";
+const ROLES = new Set(["user", "assistant", "tool"]);
+
+/** Conversations as the content of a file. */
+export function exported(talks) {
+  return { format: FORMAT, conversations: talks };
+}
+
+/** The conversations of a file, under new names. Throws Error where it has another form. */
+export function imported(file) {
+  if (file?.format !== FORMAT || !Array.isArray(file.conversations)) throw new Error("it is no export of conversations");
+  return file.conversations.map(({ title, changed, nodes, chosen }) => {
+    const whole = Array.isArray(nodes) && nodes.every(({ parent, role }, id) => (id ? ROLES.has(role) && parent >= 0 && parent < id : parent === -1));
+    const follows = (id, child) => nodes[child]?.parent === Number(id);
+    if (!whole || !nodes.length || !Object.entries(chosen ?? {}).every(([id, child]) => follows(id, child))) throw new Error("a conversation in it is broken");
+    return { ...conversation(), title: String(title), changed: Number(changed) || Date.now(), nodes, chosen: { ...chosen } };
+  });
+}
+
 /** The message as the API takes it. */
 export function wire(node) {
   const message = { role: node.role, content: node.content };

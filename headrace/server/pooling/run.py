@@ -59,7 +59,7 @@ async def _answered(
 ) -> Response:
     batch = await state.llm.inputs.in_thread(sender.turn, lambda: make(state.llm.pooling))
     release_body(request.scope)
-    outputs = await _outputs(state, batch.requests)
+    outputs = await outputs_of(state, batch.requests)
 
     def shaped() -> Response:
         results = batch.finish(outputs)
@@ -70,7 +70,7 @@ async def _answered(
     return await state.llm.inputs.in_thread(sender.turn, shaped)
 
 
-async def _outputs(state: Serving, requests: Sequence[EngineRequest]) -> list[RequestOutput]:
+async def outputs_of(state: Serving, requests: Sequence[EngineRequest]) -> list[RequestOutput]:
     """The outputs of requests, in their order."""
     outputs = {request.request_id: new_output(request) for request in requests}
     tenant = requests[0].tenant

@@ -8,9 +8,9 @@ from headrace.server.routes import (
     admin,
     chat,
     completions,
+    explain,
     features,
     generate,
-    inspect,
     lora,
     messages,
     models,
@@ -27,7 +27,7 @@ from headrace.server.routes import (
 
 _GENERATING = (chat, completions, messages, responses, generate, ollama)
 ROUTERS: tuple[APIRouter, ...] = tuple(
-    part.router for part in (*_GENERATING, pooling, render, features, models, inspect, tokens, status, admin, lora, page)
+    part.router for part in (*_GENERATING, pooling, render, features, models, explain, tokens, status, admin, lora, page)
 )
 """In the order in which paths are looked up."""
 TRAINERS = rl_vllm.router, rl_sglang.router

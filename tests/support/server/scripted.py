@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import functools
+import time
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,12 +65,15 @@ def grammars_of(made: Tokenizer, markers: frozenset[int]) -> tuple[GrammarVocabu
 
 
 class ScriptedLLM(FakeLLM):
-    """Answers request by request with ``texts`` or token ids, the last again and again; one token a delta."""
+    """Answers request by request with ``texts`` or token ids, the last again and again; one token a delta.
+
+    A tuple has a text for each sample of its request.
+    """
 
     def __init__(
         self,
         made: Tokenizer,
-        texts: Sequence[str | list[int]],
+        texts: Sequence[str | list[int] | tuple[str, ...]],
         *,
         tools: str = "auto",
         reasoning: str = "auto",
@@ -94,15 +99,23 @@ class ScriptedLLM(FakeLLM):
         )
 
     async def _stream(self, request: Request) -> AsyncGenerator[OutputDelta]:
+        if request.pooling is not None:
+            yield await self._pooled(request)
+            return
         text = self.texts[min(len(self.seen), len(self.texts)) - 1]
-        spelled = text if isinstance(text, list) else self.tokenizer.encode(text, add_special_tokens=False)
-        tokens = spelled + self.tokenizer.eos_token_ids[:1]
         outputs = OutputProcessor(self.tokenizer)
         blocks: Any = SimpleNamespace(token_ids=list(request.prompt_token_ids), identity=request.cache_identity)
         for index in range(request.sampling.n):
+            own = text[index] if isinstance(text, tuple) else text
+            spelled = own if isinstance(own, list) else self.tokenizer.encode(own, add_special_tokens=False)
+            tokens = spelled + self.tokenizer.eos_token_ids[:1]
             sequence = EngineSequence(index, request, index, blocks, max_model_len=self._max_model_len)
+            sequence.scheduled_at = time.monotonic()
             outputs.open([sequence])
             for count, token in enumerate(tokens, start=1):
+                if self.step_seconds:
+                    await asyncio.sleep(self.step_seconds)
+                sequence.first_token_at = sequence.first_token_at or time.monotonic()
                 ended = "stop" if count == len(tokens) else "length" if count == request.max_tokens else None
                 logprobs = None if request.sampling.logprobs is None else [TokenLogprobs([token], [-1.0], 1)]
                 deltas, stopped = outputs.process([SequenceUpdate(sequence, [token], logprobs, finish_reason=ended)])

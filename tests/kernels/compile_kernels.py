@@ -10,6 +10,7 @@ what its programs do until they wait for it.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
@@ -281,6 +282,11 @@ def mixtures() -> None:
         x = torch.zeros(tokens, 256, dtype=dtype)
         for batch_invariant in (False, True):
             experts_kernels.moe_mlp(x, experts, weights, gate_up, down, spec, batch_invariant=batch_invariant)
+    experts_kernels.moe_mlp(
+        torch.zeros(1, 256, dtype=BF16), torch.zeros(1, 6, dtype=torch.int32), torch.zeros(1, 6),
+        torch.zeros(160, 512, 256, dtype=BF16), torch.zeros(160, 256, 512, dtype=BF16),
+        dataclasses.replace(spec, act="relu2", gated=False),
+    )  # fmt: skip
     # DeepSeek-V3's widths, few tokens and many. A weight is not read: one number of its type stands for it.
     spec = MoeSpec(num_experts=256, top_k=8, intermediate_size=2048)
     for tokens in (1, 4096):

@@ -20,6 +20,7 @@ from headrace.models.fallback.foreign_model import ForeignModel
 from headrace.models.fallback.layout import TRANSFORMERS, TRANSFORMERS_OUT
 from headrace.models.fallback.transformers.head import SplitModel
 from headrace.models.fallback.transformers.rotary import Angles
+from headrace.models.fallback.transformers.states import StateCalls
 from headrace.models.fallback.transformers.trace import HANDLER, Trace, handled_attention
 from headrace.models.interface import ModelInputs
 
@@ -33,9 +34,10 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]
 class Calls:
     """Maps the attention calls of one model, in order, to layers."""
 
-    def __init__(self, modules: Sequence[nn.Module], layers: Sequence[ForeignLayer]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], layers: Sequence[ForeignLayer], states: StateCalls) -> None:
         self.modules = list(modules)
         """The attention module of each layer; layers may share one."""
+        self.states = states
         self._layers = list(layers)
         self._next = 0
         self.substitute: Attend | None = None
@@ -47,7 +49,8 @@ class Calls:
     def in_order(self) -> Iterator[None]:
         """One forward pass. Raises ValueError if not every layer attended."""
         self._next = 0
-        yield
+        with self.states.in_order():
+            yield
         if self._next != len(self._layers):
             raise ValueError(f"{self._next} of {len(self._layers)} layers called attention in this step")
 
@@ -113,8 +116,9 @@ class TransformersModel(ForeignModel):
         super().__init__(spec, foreign.dtype)
         self.foreign = foreign
         self.angles = Angles()
-        layers = [ForeignLayer(layer, self.cell, TRANSFORMERS, TRANSFORMERS_OUT) for layer in spec.layers]
-        self.calls = Calls([foreign.get_submodule(call.path) for call in traced.calls], layers)
+        layers = [ForeignLayer(call.spec, self.cell, TRANSFORMERS, TRANSFORMERS_OUT) for call in traced.calls]
+        states = StateCalls([foreign.get_submodule(call.path) for call in traced.state_calls], traced.state_calls, self.cell)
+        self.calls = Calls([foreign.get_submodule(call.path) for call in traced.calls], layers, states)
         self.body = SplitModel(foreign, traced.body, traced.given)
 
     def _run_layers(self, inputs: ModelInputs) -> torch.Tensor:

@@ -259,6 +259,9 @@ def states() -> None:
         state.delta_rule(qkv, qkv[:, :32], qkv[:, 32:64], numbers, numbers, held, step)
         state.delta_rule(torch.zeros(tokens, 3 * 4096, dtype=BF16), qkv, qkv[:, :32], numbers, torch.zeros(4096), held, step)
         state.state_space(qkv, qkv[:, :32], numbers, numbers, numbers, held, step, (0.0, float("inf")))
+        rates, channels = torch.zeros(4096, 16), torch.zeros(4096)
+        scanned = qkv[:, :4096], qkv[:, :4096], qkv[:, :16], qkv[:, 16:32]
+        state.selective_scan(*scanned, rates, channels, channels, torch.zeros(8, 4096, 1, 16), step)
     state.gated_norm(torch.zeros(1, 4096), qkv[:1, :4096], torch.zeros(128, dtype=BF16), 1e-6, 128, "silu", False)
 
 

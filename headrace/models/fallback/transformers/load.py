@@ -31,8 +31,8 @@ from headrace.weights.report import LoadReport, unquantized_report
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx", "seq_length")
 """Fields of configurations with the context length."""
 _NO_ATTENTION = AttentionSpec(layer=0, num_heads=1, num_kv_heads=1, head_dim=8, v_head_dim=8, scale=1.0)
-"""What stands for the attention of a model that has state layers alone: no step calls it. Its blocks count a sequence's tokens,
-and are the keys of the prefix cache."""
+"""Stands for the attention of a model that has state layers alone: no step calls it. Its blocks count a sequence's tokens, and
+have the keys by which the prefix cache finds states."""
 _FEW = 13
 """Tokens that any model takes."""
 

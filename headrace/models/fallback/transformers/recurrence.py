@@ -32,7 +32,7 @@ class Recurrence(ABC):
     """Computes the call by the library's function, over all tokens as one sequence."""
     tokens: int
     dtype: torch.dtype
-    """Of the result."""
+    """The result's."""
 
     @abstractmethod
     def spec(self, index: int) -> StateSpec:

@@ -202,8 +202,13 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def page(verdicts: Sequence[Verdict]) -> str:
-    """The table, as a page of the documentation."""
+def page(verdicts: Sequence[Verdict], version: str = transformers.__version__, newer: Sequence[str] = ()) -> str:
+    """The table, as a page of the documentation.
+
+    Args:
+        version: transformers' that most rows are of.
+        newer: model types whose rows are of the installed transformers.
+    """
     runs = [verdict for verdict in verdicts if verdict.runs and not verdict.fault]
     foreign = {verdict.architecture for verdict in runs if not verdict.native}
     lines = [
@@ -216,8 +221,9 @@ def page(verdicts: Sequence[Verdict]) -> str:
         "How it works, and the reasons of refusals: [Foreign models](foreign-models.md).",
         "",
         "Made by `PYTHONPATH=tests python -m support.models.architectures --write docs` with transformers "
-        f"{transformers.__version__}: {len(runs)} of {len(verdicts)} model types run, {len(foreign)} of their "
-        "architectures without a native implementation.",
+        f"{version}: {len(runs)} of {len(verdicts)} model types run, {len(foreign)} of their "
+        "architectures without a native implementation."
+        + (f" Rows of transformers {transformers.__version__}: {', '.join(sorted(newer))}." if newer else ""),
         "",
         "| model_type | architecture | native | through transformers | largest difference of a logprob |",
         "| --- | --- | --- | --- | --- |",
@@ -235,9 +241,9 @@ def page(verdicts: Sequence[Verdict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _standing(file: Path) -> dict[str, Verdict]:
+def _standing(text: str) -> dict[str, Verdict]:
     """model_type -> its verdict on the page as it stands."""
-    rows = re.findall(r"^\| `([\w-]+)` \| (\w+) \| (?:yes)? \| (.*?) \| ([^|]*) \|$", file.read_text("utf-8"), re.MULTILINE)
+    rows = re.findall(r"^\| `([\w-]+)` \| (\w+) \| (?:yes)? \| (.*?) \| ([^|]*) \|$", text, re.MULTILINE)
     return {
         kind: Verdict(kind, architecture, said == "runs", said.removeprefix("refused: "), float(error or 0))
         for kind, architecture, said, error in rows
@@ -267,9 +273,12 @@ def main(
         )
         typer.echo(f"{kind:32} {verdict.seconds:5.1f} s  {said}")
     if write is not None:
-        standing = _standing(write / PAGE) if kinds else {}
-        verdicts = list((standing | {verdict.kind: verdict for verdict in verdicts}).values())
-        (write / PAGE).write_text(page(verdicts), encoding="utf-8")
+        text = (write / PAGE).read_text("utf-8") if kinds else ""
+        found = re.search(r"with transformers ([\d.]+\d):", text)
+        version = found[1] if found else transformers.__version__
+        newer = kinds if kinds and version != transformers.__version__ else ()
+        verdicts = list((_standing(text) | {verdict.kind: verdict for verdict in verdicts}).values())
+        (write / PAGE).write_text(page(verdicts, version, newer), encoding="utf-8")
     raise typer.Exit(1 if any(verdict.fault for verdict in verdicts) else 0)
 
 

@@ -106,6 +106,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "logits_scaling": 8.0,
     },
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16, "layer_types": ["mamba", "attention", "mamba"]},
+    "inkling2_loop_text": {"unpadded_vocab_size": VOCAB},
     "inkling2_text": {"unpadded_vocab_size": VOCAB},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4, "mamba_d_state": 8},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},

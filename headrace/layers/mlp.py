@@ -1,11 +1,11 @@
-"""The gated MLP of the Llama lineage, with gate and up projections fused."""
+"""MLPs: the gated one of the Llama lineage, with gate and up projections fused, and one without a gate."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from headrace.kernels.activation import ACTIVATIONS, activate
+from headrace.kernels.activation import ACTIVATIONS, activate, squared_relu
 from headrace.kernels.linear.fp8_reference import Activations
 from headrace.layers.linear import FusedLinear, Linear, RowParallelLinear
 from headrace.model_spec import DenseSpec
@@ -30,3 +30,26 @@ class GatedMLP(nn.Module):
     def readers(self) -> tuple[Linear, ...]:
         """The layers that multiply the input, which nothing else reads."""
         return (self.gate_up_proj,)
+
+
+class SquaredMLP(nn.Module):
+    """``down(relu(up(x)) ** 2)``"""
+
+    def __init__(self, hidden_size: int, spec: DenseSpec, *, dtype: torch.dtype, device: str | torch.device) -> None:
+        super().__init__()
+        self.up_proj = Linear(hidden_size, spec.intermediate_size, bias=spec.bias, dtype=dtype, device=device)
+        self.down_proj = RowParallelLinear(spec.intermediate_size, hidden_size, bias=spec.bias, dtype=dtype, device=device)
+
+    def forward(self, x: Activations) -> torch.Tensor:
+        """``[T, hidden] -> [T, hidden]``"""
+        return self.down_proj(squared_relu(self.up_proj(x)))  # type: ignore[no-any-return]
+
+    def readers(self) -> tuple[Linear, ...]:
+        """The layers that multiply the input, which nothing else reads."""
+        return (self.up_proj,)
+
+
+def build_mlp(hidden_size: int, spec: DenseSpec, dtype: torch.dtype, device: str | torch.device) -> GatedMLP | SquaredMLP:
+    """Builds the MLP that ``spec`` describes."""
+    kind = GatedMLP if spec.gated else SquaredMLP
+    return kind(hidden_size, spec, dtype=dtype, device=device)

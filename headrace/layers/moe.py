@@ -7,8 +7,8 @@ from torch import nn
 
 from headrace.config import MemoryLine
 from headrace.kernels.moe import held_experts, moe_mlp, route, router_logits
-from headrace.layers.linear import packed_memory
-from headrace.layers.mlp import GatedMLP
+from headrace.layers.linear import Linear, packed_memory
+from headrace.layers.mlp import GatedMLP, SquaredMLP, build_mlp
 from headrace.layers.stored import StoredMatrix
 from headrace.model_spec import MoeSpec
 
@@ -64,7 +64,7 @@ class Experts(nn.Module):
     its part of the sum over ranks."""
 
     gate_up_proj: nn.Parameter
-    """``[num_held, 2 * intermediate_size, hidden]``: an expert's gate, then its up."""
+    """``[num_held, first_outputs, hidden]``: an expert's gate, then its up; of experts without gates the up."""
     down_proj: nn.Parameter
     """``[num_held, hidden, intermediate_size]``"""
 
@@ -72,13 +72,13 @@ class Experts(nn.Module):
         super().__init__()
         self.spec = spec
         count, inner = spec.num_held, spec.intermediate_size
-        self.shapes = {"gate_up_proj": (count, 2 * inner, hidden_size), "down_proj": (count, hidden_size, inner)}
+        self.shapes = {"gate_up_proj": (count, spec.first_outputs, hidden_size), "down_proj": (count, hidden_size, inner)}
         self.method: ExpertsMethod = ExpertsMethod()
         self.method.allocate(self, dtype, device)
         self.gate_up_proj_bias: nn.Parameter | None = None
         self.down_proj_bias: nn.Parameter | None = None
         if spec.bias:
-            self.gate_up_proj_bias = _empty(count, 2 * inner, dtype=dtype, device=device)
+            self.gate_up_proj_bias = _empty(count, spec.first_outputs, dtype=dtype, device=device)
             self.down_proj_bias = _empty(count, hidden_size, dtype=dtype, device=device)
         self.batch_invariant = False
         """Each token's result is bitwise independent of the other tokens."""
@@ -151,11 +151,17 @@ class MoeMLP(nn.Module):
 
     def __init__(self, hidden_size: int, spec: MoeSpec, *, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__()
+        width = spec.latent_size or hidden_size
         self.gate = ExpertRouter(hidden_size, spec, device=device)
-        self.experts = Experts(hidden_size, spec, dtype=dtype, device=device)
-        self.shared_experts: GatedMLP | None = None
+        self.experts = Experts(width, spec, dtype=dtype, device=device)
+        self.fc1_latent_proj: Linear | None = None
+        self.fc2_latent_proj: Linear | None = None
+        if spec.latent_size:
+            self.fc1_latent_proj = Linear(hidden_size, width, dtype=dtype, device=device)
+            self.fc2_latent_proj = Linear(width, hidden_size, dtype=dtype, device=device)
+        self.shared_experts: GatedMLP | SquaredMLP | None = None
         if spec.shared is not None:
-            self.shared_experts = GatedMLP(hidden_size, spec.shared, dtype=dtype, device=device)
+            self.shared_experts = build_mlp(hidden_size, spec.shared, dtype, device)
         self.shared_expert_gate = SharedExpertGate(hidden_size, device=device) if spec.shared_gate else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -163,5 +169,9 @@ class MoeMLP(nn.Module):
         shared = None if self.shared_experts is None else self.shared_experts(x)
         if shared is not None and self.shared_expert_gate is not None:
             shared = shared * self.shared_expert_gate(x)
-        out: torch.Tensor = self.experts(x, *self.gate(x), shared)
-        return out
+        out: torch.Tensor
+        if self.fc1_latent_proj is None or self.fc2_latent_proj is None:
+            out = self.experts(x, *self.gate(x), shared)
+            return out
+        out = self.fc2_latent_proj(self.experts(self.fc1_latent_proj(x), *self.gate(x)))
+        return out if shared is None else out + shared

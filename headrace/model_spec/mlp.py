@@ -55,7 +55,11 @@ class MoeSpec:
     vision: MoeSpec | None = None
     """The experts of tokens of items, which do not go through these; None: all tokens do."""
     act: str = "silu"
-    """Activation of the gate: a name at Hugging Face, or CLAMPED_SWIGLU."""
+    """Activation of the gate: a name at Hugging Face, or CLAMPED_SWIGLU. Of experts without gates, ``relu2``."""
+    gated: bool = True
+    """False: an expert is ``down(act(up(x)))``."""
+    latent_size: int = 0
+    """Width of what the experts read and make, to which tokens are projected, and back; 0: they read the tokens."""
     alpha: float = 1.702
     limit: float = 7.0
     """alpha and limit are CLAMPED_SWIGLU's."""
@@ -102,11 +106,18 @@ class MoeSpec:
             )
         if not self.least_sum > 0 or not self.alpha > 0 or not self.limit > 0:
             raise ConfigError("mixture of experts: least_sum, alpha and limit must be above 0", "moe")
+        if not self.gated and self.act != "relu2":
+            raise ConfigError(f"mixture of experts: experts without gates have the activation relu2, not {self.act}", "moe")
 
     @property
     def group_size(self) -> int:
         """Experts of a group."""
         return self.num_experts // self.num_groups
+
+    @property
+    def first_outputs(self) -> int:
+        """Outputs of an expert's first matrix: the gate's and the up's, or the up's alone."""
+        return (1 + self.gated) * self.intermediate_size
 
     @property
     def num_held(self) -> int:
@@ -115,11 +126,13 @@ class MoeSpec:
 
     def matrices(self, hidden_size: int) -> list[tuple[int, int]]:
         """(outputs, inputs) of every matrix."""
-        expert = [(2 * self.intermediate_size, hidden_size), (hidden_size, self.intermediate_size)]
+        width = self.latent_size or hidden_size
+        expert = [(self.first_outputs, width), (width, self.intermediate_size)]
+        latent = [(width, hidden_size), (hidden_size, width)] if self.latent_size else []
         shared = [] if self.shared is None else self.shared.matrices(hidden_size)
         vision = [] if self.vision is None else self.vision.matrices(hidden_size)
         routers = [(self.num_experts, hidden_size)] + [(1, hidden_size)] * self.shared_gate
-        return [*routers, *expert * self.num_held, *shared, *vision]
+        return [*routers, *latent, *expert * self.num_held, *shared, *vision]
 
 
 MlpSpec = DenseSpec | MoeSpec

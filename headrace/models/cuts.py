@@ -100,7 +100,7 @@ def _experts(path: str, module: Experts, own: MoeSpec, shard: Shard) -> dict[str
         return {f"{path}.{name}": ParameterCut(0, (own.held,)) for name, _ in module.named_parameters()}
     width, whole = own.intermediate_size, module.spec.intermediate_size
     start, stop = shard.rank * width, (shard.rank + 1) * width
-    both = ParameterCut(1, ((start, stop), (whole + start, whole + stop)))
+    both = ParameterCut(1, ((start, stop), (whole + start, whole + stop)) if own.gated else ((start, stop),))
     cuts = {"gate_up_proj": both, "gate_up_proj_bias": both, "down_proj": ParameterCut(2, ((start, stop),))}
     cuts |= _once("down_proj_bias", module.down_proj_bias, shard)
     return {f"{path}.{name}": cuts[name] for name, _ in module.named_parameters() if name in cuts}

@@ -20,7 +20,7 @@ from headrace.errors import ConfigError, EngineError
 from headrace.kernels.linear.fp8_reference import Activations
 from headrace.layers.embedding import Embedding
 from headrace.layers.linear import FusedLinear, Linear, RowParallelLinear, UnquantizedMethod
-from headrace.layers.mlp import GatedMLP
+from headrace.layers.mlp import build_mlp
 from headrace.layers.moe import MoeMLP
 from headrace.layers.norm import RMSNorm, UnitRMSNorm
 from headrace.layers.rotary import RotaryTable
@@ -105,11 +105,11 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = self.norm_class(model.hidden_size, model.norm_eps, dtype=dtype, device=device)
 
     def build_mlp(self, model: ModelSpec, index: int, dtype: torch.dtype, device: str | torch.device) -> nn.Module:
-        """Builds the MLP, ``down(act(gate(x)) * up(x))``, or a mixture of such experts."""
+        """Builds the MLP, ``down(act(gate(x)) * up(x))`` or without the gate, or a mixture of such experts."""
         spec = model.mlps[index]
         if isinstance(spec, MoeSpec):
             return MoeMLP(model.hidden_size, spec, dtype=dtype, device=device)
-        return GatedMLP(model.hidden_size, spec, dtype=dtype, device=device)
+        return build_mlp(model.hidden_size, spec, dtype, device)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, cos_sin: torch.Tensor | None, ctx: ForwardContext

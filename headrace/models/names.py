@@ -78,8 +78,8 @@ def _apart_or_stacked(table: NameTable, theirs: str, ours: str, module: Experts)
     if module.gate_up_proj_bias is not None:
         raise ValueError(f"{theirs}: experts with biases have names of their family's own")
     experts_apart(table, theirs, ours, module)
-    for kind in ("gate_up_proj", "down_proj"):
-        table.instead(f"{theirs}.{kind}", f"{ours}.{kind}")
+    table.instead(f"{theirs}.{'gate_up_proj' if module.spec.gated else 'up_proj'}", f"{ours}.gate_up_proj")
+    table.instead(f"{theirs}.down_proj", f"{ours}.down_proj")
 
 
 def experts_apart(
@@ -90,11 +90,13 @@ def experts_apart(
     first: int = 0,
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> None:
-    """Adds each expert's matrices by separate names, which count from ``first``. ``matrices``: names of gate, up and down."""
+    """Adds each expert's matrices by separate names, which count from ``first``. ``matrices``: names of gate, up and down;
+    experts without gates have no first."""
     gate, up, down = matrices
+    parts = (gate, up) if module.spec.gated else (up,)
     for expert in range(module.spec.num_experts):
         one = f"{theirs}.{first + expert}"
-        names = {f"{one}.{part}.weight": module.spec.intermediate_size for part in (gate, up)}
+        names = {f"{one}.{part}.weight": module.spec.intermediate_size for part in parts}
         table.fuse(f"{ours}.gate_up_proj", names, index=expert)
         table.add(f"{one}.{down}.weight", f"{ours}.down_proj", index=expert)
 

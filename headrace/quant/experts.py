@@ -60,7 +60,8 @@ class ExpertsFacts:
 
     def shape(self, matrix: str) -> tuple[int, int, int]:
         count, inner = self.spec.num_held, self.spec.intermediate_size
-        return (count, 2 * inner, self.hidden_size) if matrix == "gate_up_proj" else (count, self.hidden_size, inner)
+        first = (count, self.spec.first_outputs, self.hidden_size)
+        return first if matrix == "gate_up_proj" else (count, self.hidden_size, inner)
 
     def rows(self, matrix: str) -> int:
         """Outputs of a stored matrix: gate and up are two."""

@@ -10,6 +10,7 @@ what its programs do until they wait for it.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
@@ -258,6 +259,9 @@ def states() -> None:
         state.delta_rule(qkv, qkv[:, :32], qkv[:, 32:64], numbers, numbers, held, step)
         state.delta_rule(torch.zeros(tokens, 3 * 4096, dtype=BF16), qkv, qkv[:, :32], numbers, torch.zeros(4096), held, step)
         state.state_space(qkv, qkv[:, :32], numbers, numbers, numbers, held, step, (0.0, float("inf")))
+        rates, channels = torch.zeros(4096, 16), torch.zeros(4096)
+        scanned = qkv[:, :4096], qkv[:, :4096], qkv[:, :16], qkv[:, 16:32]
+        state.selective_scan(*scanned, rates, channels, channels, torch.zeros(8, 4096, 1, 16), step)
     state.gated_norm(torch.zeros(1, 4096), qkv[:1, :4096], torch.zeros(128, dtype=BF16), 1e-6, 128, "silu", False)
 
 
@@ -281,6 +285,11 @@ def mixtures() -> None:
         x = torch.zeros(tokens, 256, dtype=dtype)
         for batch_invariant in (False, True):
             experts_kernels.moe_mlp(x, experts, weights, gate_up, down, spec, batch_invariant=batch_invariant)
+    experts_kernels.moe_mlp(
+        torch.zeros(1, 256, dtype=BF16), torch.zeros(1, 6, dtype=torch.int32), torch.zeros(1, 6),
+        torch.zeros(160, 512, 256, dtype=BF16), torch.zeros(160, 256, 512, dtype=BF16),
+        dataclasses.replace(spec, act="relu2", gated=False),
+    )  # fmt: skip
     # DeepSeek-V3's widths, few tokens and many. A weight is not read: one number of its type stands for it.
     spec = MoeSpec(num_experts=256, top_k=8, intermediate_size=2048)
     for tokens in (1, 4096):

@@ -9,7 +9,7 @@ import torch
 
 from headrace.kernels import gpu
 from headrace.kernels.activation import native, reference
-from headrace.kernels.activation.reference import clamped_swiglu, gelu_mul
+from headrace.kernels.activation.reference import clamped_swiglu, gelu_mul, squared_relu
 from headrace.kernels.linear.fp8 import round_rows
 from headrace.kernels.linear.fp8_reference import Activations
 from headrace.kernels.native.library import kernels_for
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 else:
     kernels = gpu.Late(f"{__name__}.triton")
 
-__all__ = ["ACTIVATIONS", "activate", "clamped_swiglu", "gelu_mul", "gelu_tanh_mul", "silu_mul"]
+__all__ = ["ACTIVATIONS", "activate", "clamped_swiglu", "gelu_mul", "gelu_tanh_mul", "silu_mul", "squared_relu"]
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

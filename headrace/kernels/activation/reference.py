@@ -24,6 +24,11 @@ def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return F.gelu(gate) * up
 
 
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """``relu(x) ** 2``"""
+    return F.relu(x).square()
+
+
 def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
     """``(clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g)`` with ``g = min(gate, limit)``, as gpt-oss has it.
 

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from headrace.kernels.activation import ACTIVATIONS, clamped_swiglu
+from headrace.kernels.activation import ACTIVATIONS, clamped_swiglu, squared_relu
 from headrace.kernels.moe.codes import ExpertCodes
 from headrace.model_spec import CLAMPED_SWIGLU, MoeSpec
 
@@ -68,10 +68,10 @@ def moe_mlp(
         x: ``[T, hidden]``, last axis contiguous.
         experts: ``[T, top_k]`` int32; of a spec that holds some experts, as ``held_experts`` numbers them.
         weights: ``[T, top_k]`` float32.
-        gate_up: ``[num_held, 2 * intermediate_size, hidden]`` of x's dtype, contiguous, or codes: an expert's gate, then its
-            up.
+        gate_up: ``[num_held, first_outputs, hidden]`` of x's dtype, contiguous, or codes: an expert's gate, then its up; of
+            experts without gates the up.
         down: ``[num_held, hidden, intermediate_size]`` likewise.
-        gate_up_bias: ``[num_held, 2 * intermediate_size]``
+        gate_up_bias: ``[num_held, first_outputs]``
         down_bias: ``[num_held, hidden]``
         plus: ``[T, hidden]`` of x's dtype, contiguous: what is added to the rounded sum.
         batch_invariant: a token comes out bitwise the same in any batch; on a GPU.
@@ -121,7 +121,9 @@ def _product(weight: torch.Tensor | ExpertCodes, bias: torch.Tensor | None, expe
 
 
 def gated(gate_up: torch.Tensor, spec: MoeSpec) -> torch.Tensor:
-    """``[N, 2 * intermediate_size] -> [N, intermediate_size]``"""
+    """``[N, first_outputs] -> [N, intermediate_size]``"""
+    if not spec.gated:
+        return squared_relu(gate_up)
     if spec.act == CLAMPED_SWIGLU:
         return clamped_swiglu(gate_up, spec.alpha, spec.limit)
     return ACTIVATIONS[spec.act](gate_up)

@@ -36,8 +36,8 @@ from headrace.kernels.moe.triton_rounding import round_rows
 from headrace.kernels.triton_pdl import begin, options
 from headrace.model_spec import CLAMPED_SWIGLU, MoeSpec
 
-_SILU, _GELU, _GELU_TANH, _CLAMPED = (tl.constexpr(number) for number in range(4))
-_GATES = {"silu": 0, "swish": 0, "gelu": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2, CLAMPED_SWIGLU: 3}
+_SILU, _GELU, _GELU_TANH, _CLAMPED, _UNGATED = (tl.constexpr(number) for number in range(5))
+_GATES = {"silu": 0, "swish": 0, "gelu": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2, CLAMPED_SWIGLU: 3, "relu2": 4}
 _NOT, _DYNAMIC, _STATIC = (tl.constexpr(number) for number in range(3))
 """Whether activations are rounded to e4m3: not, with scales of their own, or with a given one."""
 _CHUNK, _LONG_CHUNK = 2048, 8192
@@ -121,8 +121,11 @@ def _rows(order, start, tile, EXPERTS: tl.constexpr, EXPERTS_P: tl.constexpr, TO
 
 @triton.jit
 def _activate(gate, up, alpha, limit, GATE: tl.constexpr, DTYPE: tl.constexpr):
-    """``act(gate) * up`` of sums that were rounded, rounded where the references round."""
+    """``act(gate) * up`` of sums that were rounded, rounded where the references round. _UNGATED: ``relu(gate) ** 2``."""
     gate = gate.to(DTYPE).to(tl.float32)
+    if GATE == _UNGATED:
+        gate = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        return (gate * gate).to(DTYPE)
     up = up.to(DTYPE).to(tl.float32)
     if GATE == _CLAMPED:
         gate = tl.minimum(gate, limit)
@@ -179,8 +182,10 @@ def _up(
     X_GROUP: tl.constexpr, ROUND: tl.constexpr, DTYPE: tl.constexpr, MODE: tl.constexpr, SWAP: tl.constexpr, BAND: tl.constexpr,
     PDL: tl.constexpr
 ):  # fmt: skip
-    """A tile of ``act(x gate^T) * (x up^T)``, written by order. ROUND: as e4m3."""
+    """A tile of ``act(x gate^T) * (x up^T)``, written by order; of experts without gates, the up stands for the gate.
+    ROUND: as e4m3."""
     begin(PDL)
+    HEIGHT: tl.constexpr = INNER if GATE == _UNGATED else 2 * INNER
     tile, slice_ = _tile_and_outputs(tiles, INNER, OUTPUTS, BAND)
     expert, place, used, choice = _rows(order, start, tile, EXPERTS, EXPERTS_P, TOKENS, SORTED)
     if expert == EXPERTS:
@@ -202,23 +207,26 @@ def _up(
                 group = tl.minimum(at // X_GROUP, (IN - 1) // X_GROUP)
                 x_scale = _scales_of_rows(x_scales, token, used, group, x_column, SCALED, SWAP)
             gate = add_product(
-                gate, parts, x_scale, weight, scales, zeros, expert, output, first, at, 2 * INNER, IN, OUTPUTS, STEP,
+                gate, parts, x_scale, weight, scales, zeros, expert, output, first, at, HEIGHT, IN, OUTPUTS, STEP,
                 CODEC, SHARED_OUT, SHARED_IN, ZEROS, FACTOR, MODE, SWAP, PRECISION,
             )  # fmt: skip
-            up = add_product(
-                up, parts, x_scale, weight, scales, zeros, expert, INNER + output, INNER + first, at, 2 * INNER, IN,
-                OUTPUTS, STEP, CODEC, SHARED_OUT, SHARED_IN, ZEROS, FACTOR, MODE, SWAP, PRECISION,
-            )  # fmt: skip
+            if GATE != _UNGATED:
+                up = add_product(
+                    up, parts, x_scale, weight, scales, zeros, expert, INNER + output, INNER + first, at, HEIGHT, IN,
+                    OUTPUTS, STEP, CODEC, SHARED_OUT, SHARED_IN, ZEROS, FACTOR, MODE, SWAP, PRECISION,
+                )  # fmt: skip
     factor = 1.0
     if SCALED == _STATIC or (SCALED == _DYNAMIC and X_GROUP >= IN):
         factor = _scales_of_rows(x_scales, token, used, 0, x_column, SCALED, SWAP)
-    gate = _finish(gate, scales, expert, output, first, factor, 2 * INNER, IN, OUTPUTS, CODEC, SHARED_OUT, SHARED_IN, FACTOR,
+    gate = _finish(gate, scales, expert, output, first, factor, HEIGHT, IN, OUTPUTS, CODEC, SHARED_OUT, SHARED_IN, FACTOR,
                    MODE, SWAP)  # fmt: skip
-    up = _finish(up, scales, expert, INNER + output, INNER + first, factor, 2 * INNER, IN, OUTPUTS, CODEC, SHARED_OUT,
-                 SHARED_IN, FACTOR, MODE, SWAP)  # fmt: skip
+    base = bias + expert.to(tl.int64) * HEIGHT
     if BIAS:
-        base = bias + expert.to(tl.int64) * 2 * INNER
         gate += along(tl.load(base + output, mask=present, other=0.0).to(tl.float32), SWAP)
+    if GATE != _UNGATED:
+        up = _finish(up, scales, expert, INNER + output, INNER + first, factor, HEIGHT, IN, OUTPUTS, CODEC, SHARED_OUT,
+                     SHARED_IN, FACTOR, MODE, SWAP)  # fmt: skip
+    if BIAS and GATE != _UNGATED:
         up += along(tl.load(base + INNER + output, mask=present, other=0.0).to(tl.float32), SWAP)
     active = _activate(gate, up, alpha, limit, GATE, DTYPE)
     at = along(place.to(tl.int64) * INNER, not SWAP) + along(output, SWAP)
@@ -348,7 +356,7 @@ def moe_mlp(
         sizes = routing.choices, spec.num_held, size_in, size_out
         return tiling or choose_tiling(*sizes, x.itemsize, kind, paired=paired)
 
-    first, second = chosen(gate_up, hidden, inner, True), chosen(down, inner, hidden, False)
+    first, second = chosen(gate_up, hidden, inner, spec.gated), chosen(down, inner, hidden, False)
     active, scales = _gate_up(x, routing, gate_up, gate_up_bias, down, spec, first)
     return _sum(_weighted(active, scales, x.dtype, routing, down, down_bias, weights, hidden, second), experts, plus, spec)
 

@@ -38,6 +38,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "causal_conv": [*(c_void_p,) * 6, *(c_int64,) * 4, c_int, c_int],
     "delta_rule": [*(c_void_p,) * 9, c_int64, c_float, c_int, c_int],
     "state_space": [*(c_void_p,) * 9, c_float, c_float, c_int, c_int],
+    "selective_scan": [*(c_void_p,) * 10, c_int, c_int],
     "gated_norm": [*(c_void_p,) * 4, *(c_int64,) * 5, c_float, c_int, c_int, c_int],
     "layers": [c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int],
 }
@@ -69,6 +70,7 @@ class NativeKernels:
         self.causal_conv = library.headrace_causal_conv
         self.delta_rule = library.headrace_delta_rule
         self.state_space = library.headrace_state_space
+        self.selective_scan = library.headrace_selective_scan
         self.gated_norm = library.headrace_gated_norm
         self.tile: str = library.headrace_tile().decode()
         self.wide_rows: int | None = library.headrace_wide_rows() or None

@@ -22,7 +22,16 @@ if TYPE_CHECKING:
 else:
     kernels = gpu.Late(f"{__name__}.triton")
 
-__all__ = ["Gate", "StateMetadata", "StateRow", "causal_conv", "delta_rule", "gated_norm", "state_space"]
+__all__ = [
+    "Gate",
+    "StateMetadata",
+    "StateRow",
+    "causal_conv",
+    "delta_rule",
+    "gated_norm",
+    "selective_scan",
+    "state_space",
+]
 
 
 def causal_conv(
@@ -120,6 +129,41 @@ def state_space(
     if library is not None and state.dtype in DTYPES and xbc.dtype == dt.dtype:
         return native.state_space(library, xbc, dt, a_log, d, dt_bias, state, step, dt_limit)
     return reference.state_space_ref(xbc, dt, a_log, d, dt_bias, state, step, dt_limit)
+
+
+def selective_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    rate: torch.Tensor,
+    d: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    step: StateMetadata,
+) -> torch.Tensor:
+    """Mamba-1's recurrence (Gu and Dao, 2023). For each token, in each channel::
+
+        delta = softplus(dt + dt_bias)
+        s = s * exp(rate * delta) + delta * x * b
+        out = sum(s * c) + d * x
+
+    Args:
+        x, dt: ``[T, channels]``
+        b, c: ``[T, size]``
+        rate: ``[channels, size]`` float32, below 0.
+        d, dt_bias: ``[channels]`` float32
+        state: ``[blocks, channels, 1, size]``
+
+    Returns:
+        ``[T, channels]`` float32.
+    """
+    if gpu.takes(x):
+        return kernels.selective_scan(x, dt, b, c, rate, d, dt_bias, state, step)
+    library = kernels_for(x)
+    if library is not None and state.dtype in DTYPES and x.dtype == dt.dtype == b.dtype == c.dtype:
+        return native.selective_scan(library, x, dt, b, c, rate, d, dt_bias, state, step)
+    return reference.selective_scan_ref(x, dt, b, c, rate, d, dt_bias, state, step)
 
 
 def gated_norm(

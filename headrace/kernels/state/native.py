@@ -108,6 +108,39 @@ def state_space(
     return out
 
 
+def selective_scan(
+    native: NativeKernels,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    rate: torch.Tensor,
+    d: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    step: StateMetadata,
+) -> torch.Tensor:
+    channels, size = rate.shape
+    x, dt, rate = _rows(x), _rows(dt), rate.contiguous()
+    bc = torch.cat((b, c), dim=1)
+    out = torch.empty(len(x), channels, dtype=torch.float32)
+    native.selective_scan(
+        x.data_ptr(),
+        dt.data_ptr(),
+        bc.data_ptr(),
+        rate.data_ptr(),
+        d.data_ptr(),
+        dt_bias.data_ptr(),
+        state.data_ptr(),
+        out.data_ptr(),
+        byref(_step(step)),
+        byref(NativeRecurrence(channels, 1, 1, size, x.stride(0), dt.stride(0), bc.stride(0), state.stride(0))),
+        DTYPES[x.dtype],
+        DTYPES[state.dtype],
+    )
+    return out
+
+
 def gated_norm(
     native: NativeKernels,
     x: torch.Tensor,

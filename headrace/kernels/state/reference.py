@@ -112,6 +112,30 @@ def state_space_ref(
     return out
 
 
+def selective_scan_ref(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    rate: torch.Tensor,
+    d: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    step: StateMetadata,
+) -> torch.Tensor:
+    out = torch.zeros(x.shape, dtype=_wide(x).dtype, device=x.device)
+    for row in step.live_rows():
+        held = _wide(state[row.block, :, 0])
+        for token in range(row.first, row.first + row.tokens):
+            value = _wide(x[token])
+            delta = softplus(_wide(dt[token]) + _wide(dt_bias))
+            held = held * (_wide(rate) * delta[:, None]).exp() + (delta * value)[:, None] * _wide(b[token])
+            out[token] = (held * _wide(c[token])).sum(-1) + _wide(d) * value
+            held = _wide(held.to(state.dtype))
+        state[row.block, :, 0] = held.to(state.dtype)
+    return out
+
+
 def gated_norm_ref(
     x: torch.Tensor,
     z: torch.Tensor,

@@ -96,11 +96,11 @@ def operands(spec: MoeSpec, tokens: int, hidden: int, dtype: torch.dtype) -> lis
     count, inner = spec.num_experts, spec.intermediate_size
     experts = torch.rand(tokens, count).topk(spec.top_k).indices.int()
     weights = torch.rand(tokens, spec.top_k)
-    x, gate_up = torch.randn(tokens, hidden), torch.randn(count, 2 * inner, hidden) * hidden**-0.5
+    x, gate_up = torch.randn(tokens, hidden), torch.randn(count, spec.first_outputs, hidden) * hidden**-0.5
     down = torch.randn(count, hidden, inner) * inner**-0.5
     biases: list[torch.Tensor | None] = [None, None]
     if spec.bias:
-        biases = [torch.randn(count, 2 * inner).to(dtype), torch.randn(count, hidden).to(dtype)]
+        biases = [torch.randn(count, spec.first_outputs).to(dtype), torch.randn(count, hidden).to(dtype)]
     return [x.to(dtype), experts, weights, gate_up.to(dtype), down.to(dtype), spec, *biases]  # type: ignore[list-item]
 
 
@@ -169,6 +169,12 @@ def test_experts_of_other_ranks_add_nothing(tokens: int, device: torch.device) -
 def test_products(activation: str, tokens: int, device: torch.device) -> None:
     spec = dataclasses.replace(SPEC, act=activation, bias=activation == CLAMPED_SWIGLU, limit=1.2)
     check(operands(spec, tokens, 40, torch.float32), device)
+
+
+@pytest.mark.parametrize("tokens", [1, 33])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_without_gates(bias: bool, tokens: int, device: torch.device) -> None:
+    check(operands(dataclasses.replace(SPEC, act="relu2", gated=False, bias=bias), tokens, 40, torch.float32), device)
 
 
 def test_products_in_float16(device: torch.device) -> None:

@@ -25,11 +25,11 @@ def check(
     case: Case, spec: MoeSpec, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device, **options: object
 ) -> torch.Tensor:
     torch.manual_seed(tokens)
-    count, inner = spec.num_held, spec.intermediate_size
-    gate_up, down = random_codes(case, count, 2 * inner, hidden), random_codes(case, count, hidden, inner)
+    count, inner, first = spec.num_held, spec.intermediate_size, spec.first_outputs
+    gate_up, down = random_codes(case, count, first, hidden), random_codes(case, count, hidden, inner)
     experts = torch.rand(tokens, count).topk(spec.top_k).indices.int()
     x, weights = torch.randn(tokens, hidden).to(dtype), torch.rand(tokens, spec.top_k)
-    biases = (torch.randn(count, 2 * inner).to(dtype), torch.randn(count, hidden).to(dtype)) if spec.bias else (None, None)
+    biases = (torch.randn(count, first).to(dtype), torch.randn(count, hidden).to(dtype)) if spec.bias else (None, None)
     expected = exact(x, experts, weights, gate_up, down, spec, biases)
     plain = ref.moe_mlp(x, experts, weights, gate_up, down, spec, *biases)
     got = moe.moe_mlp(
@@ -97,6 +97,11 @@ def test_sizes_that_tiles_do_not_divide(name: str, device: torch.device) -> None
     """gpt-oss has such sizes: 2880 is no multiple of 128, and half of it is no multiple of 64."""
     spec = MoeSpec(num_experts=3, top_k=2, intermediate_size=192 if "fp8" in name else 96, act=CLAMPED_SWIGLU, bias=True)
     check(CASES[name], spec, 5, 320 if "fp8" in name else 160, torch.float32, device)
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", "int4-128"])
+def test_experts_without_gates(name: str, device: torch.device) -> None:
+    check(CASES[name], dataclasses.replace(SPEC, act="relu2", gated=False), 5, 256, torch.float32, device)
 
 
 def test_rows_of_zeros_and_experts_of_other_ranks(device: torch.device) -> None:

@@ -11,7 +11,13 @@ from support.state_steps import blocks_of, in_chunks, state_step
 from headrace.kernels import state as ops
 from headrace.kernels.native import NativeKernels
 from headrace.kernels.state import StateMetadata
-from headrace.kernels.state.reference import causal_conv_ref, delta_rule_ref, gated_norm_ref, state_space_ref
+from headrace.kernels.state.reference import (
+    causal_conv_ref,
+    delta_rule_ref,
+    gated_norm_ref,
+    selective_scan_ref,
+    state_space_ref,
+)
 
 T = 41
 DTYPES = [torch.float32, torch.bfloat16]
@@ -49,6 +55,12 @@ def case(name: str, dtype: torch.dtype, state_dtype: torch.dtype) -> Case:
         weights = [torch.randn(heads) for _ in range(3)]
         states = [blocks_of(5, heads, width, size, dtype=state_dtype) for _ in range(2)]
         return ops.state_space, state_space_ref, inputs, weights, states
+    if name == "scan":
+        channels, size = 24, 10
+        inputs = slices(channels, channels, size, size, dtype=dtype)
+        weights = [-torch.rand(channels, size), *torch.randn(2, channels)]
+        states = [blocks_of(5, channels, 1, size, dtype=state_dtype) for _ in range(2)]
+        return ops.selective_scan, selective_scan_ref, inputs, weights, states
     key_heads, heads, dk, dv = 2, 6, 20, 12
     fades = heads * (dk if name == "delta-channels" else 1)
     inputs = slices(2 * key_heads * dk + heads * dv, fades, heads, dtype=dtype)
@@ -56,7 +68,7 @@ def case(name: str, dtype: torch.dtype, state_dtype: torch.dtype) -> Case:
     return ops.delta_rule, delta_rule_ref, inputs, [torch.randn(heads), torch.randn(fades)], states
 
 
-NAMES = ["conv", "conv-short", "delta", "delta-channels", "space"]
+NAMES = ["conv", "conv-short", "delta", "delta-channels", "space", "scan"]
 
 
 @pytest.mark.parametrize("state_dtype", DTYPES, ids=str)

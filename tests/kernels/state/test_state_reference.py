@@ -6,11 +6,18 @@ import pytest
 import torch
 from support.state_steps import blocks_of, in_chunks, state_step
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
+from transformers.models.jamba import modeling_jamba as jamba
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.nemotron_h import modeling_nemotron_h as mamba
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
-from headrace.kernels.state.reference import causal_conv_ref, delta_rule_ref, gated_norm_ref, state_space_ref
+from headrace.kernels.state.reference import (
+    causal_conv_ref,
+    delta_rule_ref,
+    gated_norm_ref,
+    selective_scan_ref,
+    state_space_ref,
+)
 
 T = 71
 CHUNKS = [(), (64,), (1, 1, 30), (37, 3)]
@@ -159,6 +166,32 @@ def test_state_space_is_transformers(groups: int, limit: tuple[float, float]) ->
     torch.testing.assert_close(results[0][0].view(T, heads, width), expected[0], atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(results[0][1], final[0], atol=2e-5, rtol=1e-4)
     assert all(torch.equal(out, results[0][0]) and torch.equal(state, results[0][1]) for out, state in results)
+
+
+def test_selective_scan_is_transformers() -> None:
+    torch.manual_seed(4)
+    channels, size = 12, 8
+    x, dt, b, c = draw(T, channels), draw(T, channels), draw(T, size), draw(T, size)
+    rate, d, dt_bias = -draw(channels, size, scale=0.5).exp(), draw(channels), draw(channels)
+    expected, final = jamba.mamba_selective_scan(
+        *(each.t()[None] for each in (x, dt)),
+        rate,
+        *(each.t()[None] for each in (b, c)),
+        D=d,
+        delta_bias=dt_bias,
+        delta_softplus=True,
+        return_last_state=True,
+    )
+    for chunks in CHUNKS:
+        state = blocks_of(2, channels, 1, size)
+        out = in_chunks(
+            lambda at, step, state=state: selective_scan_ref(x[at], dt[at], b[at], c[at], rate, d, dt_bias, state, step),
+            T,
+            chunks,
+            1,
+        )
+        torch.testing.assert_close(out, expected[0].t(), atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(state[1, :, 0], final[0], atol=2e-5, rtol=1e-4)
 
 
 def test_rows_in_company_equal_each_alone_and_padding_rows_do_nothing() -> None:

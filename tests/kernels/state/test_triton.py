@@ -10,7 +10,13 @@ from support.state_steps import blocks_of, in_chunks, state_step
 
 from headrace.kernels.state import StateMetadata
 from headrace.kernels.state import triton as kernels
-from headrace.kernels.state.reference import causal_conv_ref, delta_rule_ref, gated_norm_ref, state_space_ref
+from headrace.kernels.state.reference import (
+    causal_conv_ref,
+    delta_rule_ref,
+    gated_norm_ref,
+    selective_scan_ref,
+    state_space_ref,
+)
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -54,6 +60,12 @@ class Case:
             self.inputs = slices(tokens, heads * width + 2 * groups * size, heads, dtype=dtype, device=device)
             self.weights, self.last = [*torch.randn(3, heads).to(device)], [(0.2, 1.0)]
             self.shape = (heads, width, size)
+        elif name == "scan":
+            channels, size = 40, 12
+            self.kernel, self.reference = kernels.selective_scan, selective_scan_ref
+            self.inputs = slices(tokens, channels, channels, size, size, dtype=dtype, device=device)
+            self.weights = [-torch.rand(channels, size).to(device), *torch.randn(2, channels).to(device)]
+            self.shape = (channels, 1, size)
         else:
             key_heads, heads, dk, dv = 1, 2, 12, 36
             fades = heads * (dk if name == "delta-channels" else 1)
@@ -72,7 +84,7 @@ class Case:
         return operation(*inputs, *self.weights, states, step, *self.last)
 
 
-NAMES = ["conv", "conv-short", "delta", "delta-channels", "space"]
+NAMES = ["conv", "conv-short", "delta", "delta-channels", "space", "scan"]
 SIMILAR = ("conv-short", "delta-channels")
 """They run the code of others."""
 

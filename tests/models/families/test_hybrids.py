@@ -14,10 +14,10 @@ STEPS = 12
 LENGTHS = (1, 30, 70)
 COMMON = (
     *("qwen3.5-tied", "qwen3-next", "lfm2", "lfm2-adjusted", "bamba", "granite-dense", "falcon-h1-norm", "nemotron-h-biases"),
-    *("olmo-hybrid-even", "qwen3.5-pictures", "qwen3.5-moe-pictures"),
+    *("nemotron-h", "nemotron-h-experts", "olmo-hybrid-even", "qwen3.5-pictures", "qwen3.5-moe-pictures"),
 )
 """What other cases here have too."""
-MIXED = ("qwen3.5-moe", "lfm2-moe", "falcon-h1", "nemotron-h")
+MIXED = ("qwen3.5-moe", "lfm2-moe", "falcon-h1", "nemotron-h-latent")
 """The kinds of states, and of layers."""
 NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in COMMON else name for name in CASES]
 

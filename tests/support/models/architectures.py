@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import re
 import tempfile
 import time
 import warnings
@@ -39,10 +40,23 @@ _PADDING = 0
 """Never drawn, for it is no token like others: some families do not count it as a place."""
 _BLOCK = 4
 PAGE = "architectures.md"
-_PROMPTS = (2, 18, 21, 23)
-"""Lengths. With so many tokens a step and so many blocks as there are, the longer ones are cut, and sequences preempted."""
-_BATCHED = 9
-_BLOCKS = 11
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """With so many tokens a step and so many blocks, the longer prompts are cut, and sequences preempted."""
+
+    prompts: tuple[int, ...]
+    """Lengths."""
+    batched: int
+    blocks: int
+    length: int
+    """Tokens of a sequence, at most."""
+
+
+_USUAL = _Sizes((2, 18, 21, 23), batched=9, blocks=11, length=44)
+_STATES = _Sizes((2, 66, 100, 103), batched=70, blocks=71, length=124)
+"""For models with states, whose chunks and snapshots end at multiples of 64."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,13 +90,16 @@ def survey_one(kind: str, device: Device = "cpu") -> Verdict:
         except Exception as error:
             return verdict(False, fault=f"no tiny model of it could be made: {_line(error)}")
         try:
-            llm = _engine(folder, device)
+            llm, sizes = _engine(folder, device, _USUAL), _USUAL
+            if any(line.name == "state layers" for line in llm.info.decisions):
+                llm.close()
+                llm, sizes = _engine(folder, device, _STATES), _STATES
         except ConfigError as error:
             return verdict(False, reason=error.message.split("through transformers: ", 1)[-1])
         except Exception as error:
             return verdict(False, fault=_line(error))
         try:
-            worst, fault = _compare(llm, theirs)
+            worst, fault = _compare(llm, theirs, sizes)
         except Exception as error:
             return verdict(True, fault=_line(error))
         finally:
@@ -90,7 +107,7 @@ def survey_one(kind: str, device: Device = "cpu") -> Verdict:
     return verdict(True, error=worst, fault=fault, seconds=time.perf_counter() - start)
 
 
-def _engine(folder: str, device: Device = "cpu") -> LLM:
+def _engine(folder: str, device: Device, sizes: _Sizes) -> LLM:
     return LLM(
         model=folder,
         model_impl="transformers",
@@ -98,18 +115,18 @@ def _engine(folder: str, device: Device = "cpu") -> LLM:
         device=device,
         dtype="float32",
         block_size=_BLOCK,
-        num_kv_blocks=_BLOCKS,
-        max_model_len=_BLOCKS * _BLOCK,
-        max_num_batched_tokens=_BATCHED,
+        num_kv_blocks=sizes.blocks,
+        max_model_len=sizes.length,
+        max_num_batched_tokens=sizes.batched,
         max_num_seqs=4,
         num_threads=1,
         attention_backend="torch" if device == "cpu" else "auto",
     )
 
 
-def _compare(llm: LLM, theirs: PreTrainedModel) -> tuple[float, str]:
+def _compare(llm: LLM, theirs: PreTrainedModel, sizes: _Sizes) -> tuple[float, str]:
     """The largest difference of a logprob, and what is wrong, if anything is."""
-    prompts = [_prompt(length, seed) for seed, length in enumerate(_PROMPTS)]
+    prompts = [_prompt(length, seed) for seed, length in enumerate(sizes.prompts)]
     # One that begins as another does: it finds its prefix in the cache.
     prompts.append(prompts[-1][:-2] + _prompt(4, 9))
     params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True, logprobs=0, logit_bias={_PADDING: -100.0})
@@ -125,8 +142,9 @@ def _compare(llm: LLM, theirs: PreTrainedModel) -> tuple[float, str]:
             return worst, f"a prompt of {len(prompt)} continues {ours}, transformers {tokens}"
         worst = max(worst, _difference(output, tokens, logprobs))
     stats = llm.stats
-    # Layers with a window may give so many blocks back that nobody is ever short of them.
-    preempted = stats.num_preemptions or any(layer.window for layer in llm.info.layers)
+    # Layers with a window may give so many blocks back that nobody is ever short of them, and a state may weigh so much that
+    # sequences wait for one.
+    preempted = stats.num_preemptions or sizes is _STATES or any(layer.window for layer in llm.info.layers)
     if not again.num_cached_tokens or not preempted:
         return worst, f"{again.num_cached_tokens} tokens cached and {stats.num_preemptions} preemptions: too little was tried"
     return worst, "" if worst <= TOLERANCE else f"logprobs differ by {worst:.1e}"
@@ -184,8 +202,13 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def page(verdicts: Sequence[Verdict]) -> str:
-    """The table, as a page of the documentation."""
+def page(verdicts: Sequence[Verdict], version: str = transformers.__version__, newer: Sequence[str] = ()) -> str:
+    """The table, as a page of the documentation.
+
+    Args:
+        version: transformers' that most rows are of.
+        newer: model types whose rows are of the installed transformers.
+    """
     runs = [verdict for verdict in verdicts if verdict.runs and not verdict.fault]
     foreign = {verdict.architecture for verdict in runs if not verdict.native}
     lines = [
@@ -194,12 +217,13 @@ def page(verdicts: Sequence[Verdict]) -> str:
         "Every causal language model of text that transformers ships, as a tiny random model through "
         "`--model-impl transformers`: greedy tokens equal to transformers' own and logprobs within "
         f"{TOLERANCE:g}, in float32, with chunked prompts, prefix hits, mixed batches and preemptions (except where "
-        "windows release blocks before memory runs short). "
+        "windows release blocks before memory runs short, and sequences with large states wait for memory). "
         "How it works, and the reasons of refusals: [Foreign models](foreign-models.md).",
         "",
         "Made by `PYTHONPATH=tests python -m support.models.architectures --write docs` with transformers "
-        f"{transformers.__version__}: {len(runs)} of {len(verdicts)} model types run, {len(foreign)} of their "
-        "architectures without a native implementation.",
+        f"{version}: {len(runs)} of {len(verdicts)} model types run, {len(foreign)} of their "
+        "architectures without a native implementation."
+        + (f" Rows of transformers {transformers.__version__}: {', '.join(sorted(newer))}." if newer else ""),
         "",
         "| model_type | architecture | native | through transformers | largest difference of a logprob |",
         "| --- | --- | --- | --- | --- |",
@@ -217,8 +241,19 @@ def page(verdicts: Sequence[Verdict]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _standing(text: str) -> dict[str, Verdict]:
+    """model_type -> its verdict on the page as it stands."""
+    rows = re.findall(r"^\| `([\w-]+)` \| (\w+) \| (?:yes)? \| (.*?) \| ([^|]*) \|$", text, re.MULTILINE)
+    return {
+        kind: Verdict(kind, architecture, said == "runs", said.removeprefix("refused: "), float(error or 0))
+        for kind, architecture, said, error in rows
+    }
+
+
 def main(
-    kinds: Annotated[list[str] | None, typer.Argument(help="model_types; all if none is named.")] = None,
+    kinds: Annotated[
+        list[str] | None, typer.Argument(help="model_types; all if none is named. Rows of others stay as they are.")
+    ] = None,
     write: Annotated[Path | None, typer.Option(help="Folder that receives the page.")] = None,
 ) -> None:
     """Tries architectures of transformers; exit code 1 if one runs and says something else."""
@@ -238,7 +273,12 @@ def main(
         )
         typer.echo(f"{kind:32} {verdict.seconds:5.1f} s  {said}")
     if write is not None:
-        (write / PAGE).write_text(page(verdicts), encoding="utf-8")
+        text = (write / PAGE).read_text("utf-8") if kinds else ""
+        found = re.search(r"with transformers ([\d.]+\d):", text)
+        version = found[1] if found else transformers.__version__
+        newer = kinds if kinds and version != transformers.__version__ else ()
+        verdicts = list((_standing(text) | {verdict.kind: verdict for verdict in verdicts}).values())
+        (write / PAGE).write_text(page(verdicts, version, newer), encoding="utf-8")
     raise typer.Exit(1 if any(verdict.fault for verdict in verdicts) else 0)
 
 

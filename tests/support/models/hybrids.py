@@ -132,6 +132,14 @@ NEMOTRON = {
     # transformers' lower bound of time steps, of prompts alone.
     "time_step_min": 1e-9,
 }
+NEMOTRON_EXPERTS = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 1.5,
+}
 CASES: dict[str, tuple[str, dict]] = {
     "qwen3-next": ("qwen3_next", SMALL | DELTA | EXPERTS | {"intermediate_size": 96}),
     "qwen3-next-uneven": (
@@ -186,6 +194,11 @@ CASES: dict[str, tuple[str, dict]] = {
     "granite-moe": ("granitemoehybrid", GRANITE | {"num_local_experts": 4}),
     "granite-dense": ("granitemoehybrid", GRANITE | {"num_local_experts": 0, "position_embedding_type": "rope"}),
     "nemotron-h": ("nemotron_h", NEMOTRON),
+    "nemotron-h-experts": ("nemotron_h", NEMOTRON | NEMOTRON_EXPERTS),
+    "nemotron-h-latent": (
+        "nemotron_h",
+        NEMOTRON | NEMOTRON_EXPERTS | {"moe_latent_size": 24, "n_routed_experts": 8, "n_group": 4, "topk_group": 2},
+    ),
     "nemotron-h-biases": ("nemotron_h", NEMOTRON | {"use_bias": True, "mlp_bias": True}),
     "falcon-h1": ("falcon_h1", FALCON | {"mamba_rms_norm": False}),
     "falcon-h1-norm": ("falcon_h1", FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": True, "projectors_bias": True}),

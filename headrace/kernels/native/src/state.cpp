@@ -1,4 +1,4 @@
-// Layers with a state: causal convolution, gated delta rule, Mamba-2's recurrence, and the norms behind them.
+// Layers with a state: causal convolution, gated delta rule, Mamba-2's and Mamba-1's recurrences, and the norms behind them.
 //
 // A channel, or a head, is computed token by token and always by the same instructions, so that results do not depend on how a
 // sequence is cut into steps, on other rows, or on threads.
@@ -214,6 +214,31 @@ void state_space(const T* xbc, const T* dt, const float* a_log, const float* d, 
     });
 }
 
+// Each channel is a head of its own, with a rate for each number of its state; `bc` has b and then c of a token.
+template <class T, class S>
+void selective_scan(const T* x, const T* dt, const T* bc, const float* rate, const float* d, const float* dt_bias, S* state,
+                    float* out, const Rows& rows, const Recurrence& r) {
+    each_state(rows, r, out, [&](int64_t row, int64_t channel) {
+        std::vector<float> buffer(3 * r.inner);
+        float *b = buffer.data(), *c = b + r.inner, *fade = c + r.inner;
+        const float* own = rate + channel * r.inner;
+        Held<S> held(state + rows.blocks[row] * r.block_stride + channel * r.inner, r.inner);
+        for (int64_t t = rows.first(row); t < rows.end(row); ++t) {
+            float delta = softplus(to_float(dt[t * r.decay_stride + channel]) + dt_bias[channel]);
+            const T* token = bc + t * r.beta_stride;
+            for (int64_t i = 0; i < r.inner; ++i) {
+                b[i] = to_float(token[i]);
+                c[i] = to_float(token[r.inner + i]);
+                fade[i] = std::exp(own[i] * delta);
+            }
+            float value = to_float(x[t * r.stride + channel]);
+            float sum = absorb(held.floats(), fade, delta * value, b, c, r.inner, held.kept);
+            out[t * r.heads + channel] = sum + d[channel] * value;
+        }
+        held.give_back();
+    });
+}
+
 struct GatedNorm {
     int64_t tokens, channels, width, weights, stride;  // `weights`: channels of the weight; elements from token to token of z.
     float eps;
@@ -298,6 +323,14 @@ API void headrace_state_space(const void* xbc, const void* dt, const float* a_lo
                               int type, int state_type) {
     DISPATCH(type, T, DISPATCH(state_type, S, state_space(IN(T, xbc), IN(T, dt), a_log, d, dt_bias, OUT(S, state), out, *rows,
                                                            *shape, least, most)))
+}
+
+// rate [heads, size], state [blocks, heads, size], out [tokens, heads].
+API void headrace_selective_scan(const void* x, const void* dt, const void* bc, const float* rate, const float* d,
+                                 const float* dt_bias, void* state, float* out, const Rows* rows, const Recurrence* shape,
+                                 int type, int state_type) {
+    DISPATCH(type, T, DISPATCH(state_type, S, selective_scan(IN(T, x), IN(T, dt), IN(T, bc), rate, d, dt_bias, OUT(S, state), out,
+                                                              *rows, *shape)))
 }
 
 // x [tokens, channels] float, weight [width] or [channels], out [tokens, channels].

@@ -21,6 +21,7 @@ from headrace.models.capture import one_line
 from headrace.models.fallback.refusal import Unfit
 from headrace.models.fallback.transformers.legacy_attention import patch_attention
 from headrace.models.fallback.transformers.model import ATTENTION
+from headrace.models.fallback.transformers.states import patch_states
 from headrace.models.fallback.transformers.trace import WITH_MASKS, set_implementation
 from headrace.models.families.gemma import NON_TEXT
 from headrace.models.quiet import quiet_loading
@@ -82,6 +83,7 @@ def _with_attention(implementation: str, build: Callable[[str], PreTrainedModel]
         model = build(_OWN)
         set_implementation(model, implementation)
     patch_attention(model)
+    patch_states(model)
     return model
 
 

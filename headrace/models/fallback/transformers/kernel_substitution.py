@@ -7,6 +7,7 @@ so is the candidate; only where they agree does the candidate replace it. Module
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -142,7 +143,8 @@ class Norm:
 def substitute_norm(module: nn.Module, dtype: torch.dtype) -> bool:
     parameters = dict(module.named_parameters())
     eps = [value for name in _EPS if isinstance(value := getattr(module, name, None), float)]
-    if list(parameters) != ["weight"] or list(module.children()) or len(eps) != 1:
+    gated = len(inspect.signature(module.forward).parameters) > 1
+    if list(parameters) != ["weight"] or list(module.children()) or len(eps) != 1 or gated:
         return False
     weight = parameters["weight"]
     if weight.dim() != 1 or weight.dtype != dtype or "forward" in module.__dict__:
@@ -362,7 +364,10 @@ def _substitute_layer(
 
     def probe(forward: Candidate) -> Sequence[Any]:
         with model.calls.through(own_values(model)), model.calls.at(model.calls.modules.index(attending[0])):
-            return [forward(**arguments)]
+            out = forward(**arguments)
+        if not isinstance(out, torch.Tensor):
+            raise TypeError(f"the layer returns a {type(out).__name__}")
+        return [out]
 
     return any(
         replace_if_equal(layer, PreNormLayer(attending[0], others[0], *pair), probe) for pair in (own_norms, own_norms[::-1])

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from headrace.config import Decision, EngineArgs, EngineConfig
 from headrace.errors import ConfigError
-from headrace.model_spec import ForeignSpec
+from headrace.model_spec import AttentionSpec, BlockSpec, ForeignSpec
 from headrace.models.fallback.refusal import BrokenModel, refusals_as_errors
 from headrace.models.fallback.transformers.build import name_of, of_floats, random_model, read_model, skeleton
 from headrace.models.fallback.transformers.config_check import check_config, recorded_reads
@@ -32,6 +32,9 @@ from headrace.weights.report import decisions as conversion_decisions
 
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx", "seq_length")
 """Fields of configurations with the context length."""
+_NO_ATTENTION = AttentionSpec(layer=0, num_heads=1, num_kv_heads=1, head_dim=8, v_head_dim=8, scale=1.0)
+"""Stands for the attention of a model that has state layers alone: no step calls it. Its blocks count a sequence's tokens, and
+have the keys by which the prefix cache finds states."""
 _FEW = 13
 """Tokens that any model takes."""
 
@@ -112,11 +115,17 @@ def describe(config: PretrainedConfig, args: EngineArgs, why: str) -> Described:
     longest, limits = context_limit(model, _context(config, model, args), args.max_model_len)
     decisions = (Decision("model_impl", "transformers", why), *limits)
     text = config.get_text_config()
+    layers = tuple(call.spec for call in traced.calls) or (_NO_ATTENTION,)
     spec = ForeignSpec(
         architecture=type(model).__name__,
         vocab_size=traced.vocab_size,
         hidden_size=traced.hidden_size,
-        layers=tuple(call.spec for call in traced.calls),
+        layers=layers,
+        states=traced.states,
+        mixers=(
+            *(BlockSpec(attention=index) for index in range(len(layers))),
+            *(BlockSpec(state=index) for index in range(len(traced.states))),
+        ),
         max_position=longest,
         dtype=str(getattr(config, "dtype", None) or getattr(text, "dtype", None) or "float32").removeprefix("torch."),
         num_tokens=min(getattr(text, "vocab_size", None) or traced.vocab_size, traced.vocab_size),

@@ -21,6 +21,7 @@ from headrace.models.fallback.foreign_model import ForeignModel
 from headrace.models.fallback.layout import TRANSFORMERS, TRANSFORMERS_OUT
 from headrace.models.fallback.transformers.head import SplitModel
 from headrace.models.fallback.transformers.rotary import Angles
+from headrace.models.fallback.transformers.states import StateCalls
 from headrace.models.fallback.transformers.trace import HANDLER, Trace, handled_attention
 from headrace.models.interface import ModelInputs
 from headrace.weights.names import NameTable
@@ -36,9 +37,10 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]
 class Calls:
     """Maps the attention calls of one model, in order, to layers."""
 
-    def __init__(self, modules: Sequence[nn.Module], layers: Sequence[ForeignLayer]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], layers: Sequence[ForeignLayer], states: StateCalls) -> None:
         self.modules = list(modules)
         """The attention module of each layer; layers may share one."""
+        self.states = states
         self._layers = list(layers)
         self._next = 0
         self.substitute: Attend | None = None
@@ -50,7 +52,8 @@ class Calls:
     def in_order(self) -> Iterator[None]:
         """One forward pass. Raises ValueError if not every layer attended."""
         self._next = 0
-        yield
+        with self.states.in_order():
+            yield
         if self._next != len(self._layers):
             raise ValueError(f"{self._next} of {len(self._layers)} layers called attention in this step")
 
@@ -133,8 +136,9 @@ class TransformersModel(ForeignModel):
         super().__init__(spec, foreign.dtype)
         self.foreign = foreign
         self.angles = Angles()
-        layers = [ForeignLayer(layer, self.cell, TRANSFORMERS, TRANSFORMERS_OUT) for layer in spec.layers]
-        self.calls = Calls([foreign.get_submodule(call.path) for call in traced.calls], layers)
+        layers = [ForeignLayer(call.spec, self.cell, TRANSFORMERS, TRANSFORMERS_OUT) for call in traced.calls]
+        states = StateCalls([foreign.get_submodule(call.path) for call in traced.state_calls], traced.state_calls, self.cell)
+        self.calls = Calls([foreign.get_submodule(call.path) for call in traced.calls], layers, states)
         self.body = SplitModel(foreign, traced.body, traced.given)
         self.packed = nn.ModuleList()
         """``PackedMatrix`` of each matrix that is no longer floats."""

@@ -18,12 +18,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from headrace.model_spec import AttentionSpec
+from headrace.model_spec import AttentionSpec, StateSpec
 from headrace.models.capture import one_line
 from headrace.models.fallback.hooks import hooked
 from headrace.models.fallback.refusal import BrokenModel, Unfit
 from headrace.models.fallback.transformers.head import SplitModel
 from headrace.models.fallback.transformers.legacy_attention import WINDOW
+from headrace.models.fallback.transformers.states import STATES, StateRecorder, TracedState, carries_state
 
 WITH_MASKS = "headrace-trace"
 """The attention implementation of a traced model for which transformers makes masks, so that they can be inspected."""
@@ -66,6 +67,10 @@ class Trace:
     """Names of the arguments that the head gives it."""
     calls: tuple[TracedCall, ...]
     """Calls in order: the index of a call is its layer's id."""
+    states: tuple[StateSpec, ...]
+    """The state layers."""
+    state_calls: tuple[TracedState, ...]
+    """Calls of functions with a state, in order."""
     hidden_size: int
     """Width of what the head is given."""
     vocab_size: int
@@ -88,7 +93,7 @@ def trace(model: PreTrainedModel, tokens: int = TOKENS, padding: bool = False) -
         forget_padding(model)
     stateful = getattr(model, "_is_stateful", False)
     for path, module in model.named_modules():
-        if stateful and isinstance(module, nn.Conv1d):
+        if stateful and isinstance(module, nn.Conv1d) and not carries_state(model.get_submodule(path.rpartition(".")[0])):
             raise Unfit(_CARRIES, path)
     if stateful:
         # Such code may go token by token: what attends nowhere shows it in a few.
@@ -103,7 +108,7 @@ def trace(model: PreTrainedModel, tokens: int = TOKENS, padding: bool = False) -
     with parts.watching():
         hidden = body.hidden(ids, torch.zeros_like(ids))
         logits = body.logits(hidden)
-    if [call.path for call in parts.calls] != [call.path for call in whole.calls]:
+    if [call.path for call in parts.calls] != [call.path for call in whole.calls] or parts.states.calls != whole.states.calls:
         raise Unfit("its layers attend in another order when they run apart from the head", whole.body)
     if hidden.shape[:2] != ids.shape or logits.shape[:2] != ids.shape:
         raise Unfit(f"it makes hidden states {list(hidden.shape)} and logits {list(logits.shape)} of {tokens} tokens")
@@ -111,6 +116,8 @@ def trace(model: PreTrainedModel, tokens: int = TOKENS, padding: bool = False) -
         body=whole.body,
         given=whole.given,
         calls=tuple(whole.calls),
+        states=tuple(whole.states.specs),
+        state_calls=tuple(whole.states.calls),
         hidden_size=hidden.shape[-1],
         vocab_size=logits.shape[-1],
         shared_inputs=parts.shared_inputs(),
@@ -142,7 +149,7 @@ def _passed(model: PreTrainedModel, tokens: int, stateful: bool) -> _Recorder:
             model(input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False)
     except BrokenModel as broken:
         raise Unfit(_CARRIES) if stateful else broken from None
-    if not recorder.calls:
+    if not recorder.calls and not recorder.states.calls:
         if biased := _biased(model):
             raise Unfit("it adds biases by position to the logits (ALiBi, or learned ones), which headrace does not", biased)
         bypassed = "none of its layers calls transformers' attention interface: its attention, if it has one, is its own"
@@ -183,8 +190,9 @@ class _Recorder:
         self._masked = masked
         """The model gets masks, so that a layer without one must be causal itself; otherwise an earlier pass has checked it."""
         self._paths = {module: path for path, module in model.named_modules()}
+        self.states = StateRecorder(self._paths, tokens, self._note_body)
         self.body = ""
-        """The first module that the model calls and that contains attention."""
+        """The first module that the model calls and that contains attention or a state."""
         self.given: frozenset[str] = frozenset()
         """Names of the arguments that it was called with."""
         self._stack: list[str] = []
@@ -210,7 +218,7 @@ class _Recorder:
         # Attention asks modules for the recorder, and masks their configs.
         holders: list[Any] = [*self._paths, *_configs(self._model)]
         for holder in holders:
-            holder.__dict__[HANDLER] = self
+            holder.__dict__.update({HANDLER: self, STATES: self.states})
         try:
             with hooked(handles), torch.no_grad(), _MetaValues(self):
                 yield
@@ -224,7 +232,8 @@ class _Recorder:
             raise BrokenModel(reason, self.where) from error
         finally:
             for holder in holders:
-                holder.__dict__.pop(HANDLER, None)
+                for name in (HANDLER, STATES):
+                    holder.__dict__.pop(name, None)
 
     def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._stack.append(path)
@@ -236,6 +245,11 @@ class _Recorder:
 
     def _leave(self, *_: Any) -> None:
         self._stack.pop()
+
+    def _note_body(self) -> None:
+        """Takes the module that the model calls now for the one with the layers."""
+        if not self.body and len(self._stack) > 1:
+            self.body = self._stack[1]
 
     def shared_inputs(self) -> tuple[tuple[str, ...], ...]:
         groups = (tuple(dict.fromkeys(paths)) for paths in self._inputs.values())
@@ -256,8 +270,7 @@ class _Recorder:
     ) -> torch.Tensor:
         """Notes one call; returns what the model goes on with."""
         path = self._paths[module]
-        if not self.body and len(self._stack) > 1:
-            self.body = self._stack[1]
+        self._note_body()
         _check_arguments(path, arguments)
         _check_shapes(path, self._tokens, q, k, v)
         window = self._window(path, module, mask, arguments)
@@ -308,8 +321,8 @@ class _Recorder:
         return None
 
     def refuse_recurrent_layers(self) -> None:
-        """Refuses the first layer without attention, in a model that declares a state."""
-        if not getattr(self._model, "_is_stateful", False):
+        """Refuses the first layer without attention, in a model that declares a state and calls no function with one."""
+        if not getattr(self._model, "_is_stateful", False) or self.states.calls:
             return
         called = [call.path for call in self.calls]
         stacks = {path.rpartition(".layers.")[0] + ".layers" for path in called if ".layers." in path}

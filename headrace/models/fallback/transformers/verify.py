@@ -13,12 +13,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import AttentionInterface
 
+from headrace.cache.states import state_views
 from headrace.config import Decision
-from headrace.model_spec import AttentionSpec
+from headrace.kernels.state import StateMetadata
+from headrace.model_spec import AttentionSpec, StateGroup
 from headrace.models.capture import one_line
 from headrace.models.fallback.contract import dense_attention
 from headrace.models.fallback.hooks import hooked
@@ -26,6 +29,8 @@ from headrace.models.fallback.layout import TRANSFORMERS, TRANSFORMERS_OUT
 from headrace.models.fallback.refusal import Unfit
 from headrace.models.fallback.transformers.legacy_attention import forward_patch
 from headrace.models.fallback.transformers.model import Attend, TransformersModel
+from headrace.models.fallback.transformers.recurrence import Convolution, Recurrence
+from headrace.models.fallback.transformers.states import Look as StateLook
 from headrace.models.fallback.transformers.trace import KNOWN
 
 TOKENS = 8
@@ -60,6 +65,7 @@ def verify(model: TransformersModel, longest: int) -> tuple[Decision, ...]:
     _positions_are_apart(model, longest)
     _ids_are_apart(model)
     _forward_patches_agree(model)
+    _states_are_states(model)
     return _attention_is_attention(model)
 
 
@@ -69,9 +75,10 @@ def run(
     positions: torch.Tensor | None = None,
     *,
     look: Look | None = None,
+    look_states: StateLook = lambda layer, call: None,
     own_positions: bool = False,
 ) -> torch.Tensor:
-    """Runs all layers without attention. Returns the hidden states ``[T, hidden]``.
+    """Runs all layers without attention, and with states that pass nothing on. Returns the hidden states ``[T, hidden]``.
 
     Args:
         ids: ``[T]`` int64; None: the same token throughout.
@@ -81,7 +88,7 @@ def run(
     device = next(model.foreign.parameters()).device
     ids = (torch.zeros(TOKENS, dtype=torch.int64) if ids is None else ids).to(device)[None]
     positions = (torch.arange(TOKENS) if positions is None else positions).to(device)[None]
-    with model.calls.through(own_values(model, look)), model.calls.in_order():
+    with model.calls.through(own_values(model, look)), model.calls.states.alone(look_states), model.calls.in_order():
         return model.body.hidden(ids, None if own_positions else positions)[0]
 
 
@@ -320,6 +327,28 @@ def _causal(like: torch.Tensor) -> torch.Tensor:
     return mask.triu(1)[None, None]
 
 
+def _states_are_states(model: TransformersModel) -> None:
+    """Checks that the kernels compute what the library's functions with a state do, for a sequence of some tokens."""
+    if not model.spec.states:
+        return
+    device = next(model.foreign.parameters()).device
+    group = StateGroup(tuple(spec.planes(str(model.dtype).removeprefix("torch."), "float32") for spec in model.spec.states))
+    views = state_views(torch.zeros(group.block_bytes, dtype=torch.uint8, device=device), group)
+    start, none = np.array([0, TOKENS], dtype=np.int32), np.zeros(1, dtype=np.int32)
+    ends, zero = (torch.from_numpy(each).to(device) for each in (start, none))
+    rows = StateMetadata(0, ends, zero, zero, start, none, none)
+
+    def look(layer: int, call: Recurrence) -> None:
+        state = views[layer].conv if isinstance(call, Convolution) else views[layer].state
+        theirs = call.theirs()
+        theirs = theirs[0] if isinstance(theirs, tuple) else theirs
+        ours = None if state is None else call.run(state, rows)
+        if ours is None or ours.shape != theirs.shape or _differ(ours.float(), theirs.float(), model.dtype):
+            raise Unfit(f"a {type(call).__name__} of state layer {layer} is not what its name says")
+
+    run(model, torch.arange(TOKENS) % model.spec.num_tokens, look_states=look)
+
+
 def _attention_is_attention(model: TransformersModel) -> tuple[Decision, ...]:
     """Checks that the model's own attention function computes what the layer's spec says, in every layer.
 
@@ -338,7 +367,8 @@ def _attention_is_attention(model: TransformersModel) -> tuple[Decision, ...]:
     with _defaults() as defaults:
         run(model, look=look)
     not_compared: dict[str, list[int]] = {}
-    for index, (module, spec) in enumerate(zip(model.calls.modules, model.spec.layers, strict=True)):
+    for index, module in enumerate(model.calls.modules):
+        spec = model.spec.layers[index]
         if forward_patch(module) is not None:
             continue
         why = _compare_attention(model, module, functions[index], spec, arguments_of[index])

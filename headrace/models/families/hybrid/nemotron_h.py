@@ -1,4 +1,5 @@
-"""Nemotron-H: each layer is a norm and one of Mamba-2, attention and an MLP without a gate. Attention knows no positions."""
+"""Nemotron-H: each layer is a norm and one of Mamba-2, attention, an MLP without a gate, and experts without gates, which may
+read tokens in a smaller space. Attention knows no positions."""
 
 from __future__ import annotations
 
@@ -8,17 +9,15 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.nn.functional import relu
 
 from headrace.attention.context import ForwardContext
 from headrace.errors import ConfigError
-from headrace.layers.linear import Linear, RowParallelLinear
 from headrace.layers.norm import RMSNorm
-from headrace.model_spec import BlockSpec, DenseSpec, ModelSpec
+from headrace.model_spec import BlockSpec, DenseSpec, MlpSpec, ModelSpec, MoeSpec
 from headrace.models.decoder import Decoder, DecoderAttention, DecoderLayer
 from headrace.models.families.hybrid.bamba import MambaMixer, MambaSpec
 from headrace.models.family import Family
-from headrace.models.hf_config import HFConfig, attending, attention_specs, decoder_spec, per_layer, required, uniform
+from headrace.models.hf_config import HFConfig, attending, attention_specs, decoder_spec, per_layer, required, uniform, whole
 from headrace.models.mamba_config import numbers, state_space_specs
 from headrace.models.moe_config import must_be, number
 from headrace.models.names import decoder_names
@@ -27,7 +26,11 @@ from headrace.weights.names import NameTable
 ARCHITECTURE = "NemotronHForCausalLM"
 _PARTS = {
     ".self_attn": ("qkv_proj", "qkv_proj.weight", "o_proj.weight"),
-    ".mlp": ("up_proj.weight", "up_proj.bias", "down_proj.weight", "down_proj.bias"),
+    ".mlp": (
+        *("up_proj.weight", "up_proj.bias", "down_proj.weight", "down_proj.bias"),
+        *("gate.weight", "gate.e_score_correction_bias", "fc1_latent_proj.weight", "fc2_latent_proj.weight", "experts"),
+        *(f"shared_experts.{name}" for name in ("up_proj.weight", "up_proj.bias", "down_proj.weight", "down_proj.bias")),
+    ),
     ".mamba": (
         *("in_proj.weight", "in_proj.bias", "conv1d.weight", "conv1d.bias", "A_log", "D", "dt_bias", "norm.weight"),
         *("out_proj.weight", "out_proj.bias"),
@@ -37,36 +40,19 @@ _MOVED = {f"{module}.{name}": f".mixer.{name}" for module, parts in _PARTS.items
 """Suffixes of the model's names -> of a checkpoint's."""
 
 
-class SquaredMLP(nn.Module):
-    """``down(relu(up(x)) ** 2)``"""
-
-    def __init__(self, hidden_size: int, spec: DenseSpec, dtype: torch.dtype, device: str | torch.device) -> None:
-        super().__init__()
-        self.up_proj = Linear(hidden_size, spec.intermediate_size, bias=spec.bias, dtype=dtype, device=device)
-        self.down_proj = RowParallelLinear(spec.intermediate_size, hidden_size, bias=spec.bias, dtype=dtype, device=device)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[T, hidden] -> [T, hidden]``"""
-        return self.down_proj(relu(self.up_proj(x)).square())  # type: ignore[no-any-return]
-
-    def readers(self) -> tuple[Linear, ...]:
-        """The layers that multiply the input, which nothing else reads."""
-        return (self.up_proj,)
-
-
 class NemotronLayer(DecoderLayer):
     """One module behind one norm."""
 
     def __init__(self, model: ModelSpec, index: int, dtype: torch.dtype, device: str | torch.device) -> None:
         nn.Module.__init__(self)
-        block, mlp = model.blocks[index], model.mlps[index]
+        block = model.blocks[index]
         self.norm = self.norm_class(model.hidden_size, model.norm_eps, dtype=dtype, device=device)
         if block.attention is not None:
             self.self_attn = DecoderAttention(model, model.layers[block.attention], dtype, device)
         elif block.state is not None:
             self.mamba = MambaMixer(model, model.states[block.state], dtype, device)
-        elif isinstance(mlp, DenseSpec):
-            self.mlp = SquaredMLP(model.hidden_size, mlp, dtype, device)
+        else:
+            self.mlp = self.build_mlp(model, index, dtype, device)
         self._mixer = "self_attn" if block.attention is not None else "mamba" if block.state is not None else "mlp"
 
     def forward(
@@ -100,11 +86,42 @@ def _mixers(config: HFConfig) -> Iterator[BlockSpec]:
         elif kind == "linear_attention":
             yield BlockSpec(state=keeps)
             keeps += 1
-        elif kind == "mlp":
+        elif kind in ("mlp", "moe"):
             yield BlockSpec()
         else:
-            what = "experts without gates" if kind == "moe" else f"layers_block_type {kind!r}"
-            raise ConfigError(f"layer {layer}: {what} are not supported", "layers_block_type")
+            raise ConfigError(f"layer {layer}: layers_block_type {kind!r} is not supported", "layers_block_type")
+
+
+def _experts(config: HFConfig, bias: bool) -> MoeSpec:
+    latent = whole(config, "moe_latent_size", 0) if uniform(config, "moe_latent_size") is not None else 0
+    if latent and bias:
+        raise ConfigError("config: mlp_bias true is not supported beside moe_latent_size", "mlp_bias")
+    return MoeSpec(
+        num_experts=required(config, "n_routed_experts"),
+        top_k=required(config, "num_experts_per_tok"),
+        intermediate_size=required(config, "moe_intermediate_size"),
+        shared=DenseSpec(required(config, "moe_shared_expert_intermediate_size"), "relu2", bias, gated=False),
+        act="relu2",
+        gated=False,
+        latent_size=latent,
+        scoring="sigmoid",
+        correction_bias=True,
+        num_groups=whole(config, "n_group", 1),
+        top_groups=whole(config, "topk_group", 1),
+        group_score="top2",
+        normalize=bool(uniform(config, "norm_topk_prob", True)),
+        added_sum=1e-20,
+        routed_scale=number(config, "routed_scaling_factor", 1.0),
+    )
+
+
+def _mlps(config: HFConfig) -> Iterator[MlpSpec]:
+    bias = bool(uniform(config, "mlp_bias", False))
+    for kind in per_layer(config, "layers_block_type"):
+        if kind == "moe":
+            yield _experts(config, bias)
+        else:
+            yield DenseSpec(required(config, "intermediate_size") if kind == "mlp" else 0, "relu2", bias, gated=False)
 
 
 def model_spec(config: HFConfig) -> ModelSpec:
@@ -113,12 +130,11 @@ def model_spec(config: HFConfig) -> ModelSpec:
     must_be(config, "residual_in_fp32", False)
     mixers = tuple(_mixers(config))
     layers = attending(attention_specs(config), mixers)
-    mlp = DenseSpec(required(config, "intermediate_size"), "relu2", bool(uniform(config, "mlp_bias", False)), gated=False)
     return decoder_spec(
         config,
         ARCHITECTURE,
         tuple(dataclasses.replace(layer, rotary_dim=0, rope=None) for layer in layers),
-        [mlp if block == BlockSpec() else DenseSpec(0) for block in mixers],
+        tuple(_mlps(config)),
         kind=MambaSpec,
         mixers=mixers,
         states=state_space_specs(

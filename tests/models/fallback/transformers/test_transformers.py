@@ -36,24 +36,26 @@ RUN = [
     "gptj",
     "granite",
     "jetmoe",
+    "kimi_linear",
     "llama",
+    "mamba",
     "mimo_v2_flash",
     "mixtral",
 ]
 """Tables that are asked for a place in the batch, layers causal by their mask alone, windows between full layers, latent
 attention, soft caps, shared KV, learned positions, sinks, multipliers, heads that differ by layer with K wider than V, experts,
-experts that read on the host how many tokens they are given, attention in a method of its own."""
+experts that read on the host how many tokens they are given, attention in a method of its own, convolutions and states beside
+attention and without any."""
 REFUSED = {
     "bloom": r"transformer\.h\.0: it adds biases by position to the logits \(ALiBi",
     "blt": r"model\.patcher: the shapes of what it computes depend on what it computes for a step's tokens",
     "deepseek_v32": "its attention takes indices",
     "doge": r"model\.layers\.0\.self_attn: it changes the attention mask itself",
-    "falcon_h1": r"model\.layers\.0\.mamba\.conv1d: it carries a state",
-    "lfm2": r"model\.layers\.0\.conv: a Lfm2ShortConv mixes tokens of different sequences",
     "llama4_text": "neither causal nor a sliding window: how far a token sees depends on its place",
-    "mamba": r"backbone\.layers\.0\.mixer\.conv1d: it carries a state",
+    "minimax": r"model\.layers\.1\.self_attn: a MiniMaxLightningAttention mixes tokens of different sequences",
     "mpt": r"it adds biases by position to the logits \(ALiBi",
-    "qwen4_exp_text": r"model\.layers\.0\.linear_attn\.conv1d: it carries a state",
+    "qwen4_exp_text": r"model\.layers\.1\.self_attn: it changes the attention mask itself",
+    "recurrent_gemma": r"model\.layers\.0\.temporal_block\.conv_1d: it carries a state",
     "reformer": "none of its layers calls",
     "xlnet": "none of its layers calls",
     "xlstm": "it carries a state",

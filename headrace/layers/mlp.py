@@ -1,9 +1,10 @@
-"""The gated MLP of the Llama lineage, with gate and up projections fused."""
+"""The gated MLP of the Llama lineage, with gate and up projections fused, and one without a gate."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn.functional import relu
 
 from headrace.kernels.activation import ACTIVATIONS, activate
 from headrace.kernels.linear.fp8_reference import Activations
@@ -30,3 +31,21 @@ class GatedMLP(nn.Module):
     def readers(self) -> tuple[Linear, ...]:
         """The layers that multiply the input, which nothing else reads."""
         return (self.gate_up_proj,)
+
+
+class SquaredMLP(nn.Module):
+    """``down(relu(up(x)) ** 2)``; a tensor-parallel rank gives its part of the sum over ranks."""
+
+    def __init__(self, hidden_size: int, spec: DenseSpec, *, dtype: torch.dtype, device: str | torch.device) -> None:
+        super().__init__()
+        self.spec = spec
+        self.up_proj = Linear(hidden_size, spec.intermediate_size, bias=spec.bias, dtype=dtype, device=device)
+        self.down_proj = RowParallelLinear(spec.intermediate_size, hidden_size, bias=spec.bias, dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[T, hidden] -> [T, hidden]``"""
+        return self.down_proj(relu(self.up_proj(x)).square())  # type: ignore[no-any-return]
+
+    def readers(self) -> tuple[Linear, ...]:
+        """The layers that multiply the input, which nothing else reads."""
+        return (self.up_proj,)

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.nn.functional import relu
 
 from headrace.attention.context import ForwardContext
 from headrace.errors import ConfigError
-from headrace.layers.linear import Linear, RowParallelLinear
+from headrace.layers.mlp import SquaredMLP
 from headrace.layers.norm import RMSNorm
 from headrace.model_spec import BlockSpec, DenseSpec, ModelSpec
 from headrace.models.decoder import Decoder, DecoderAttention, DecoderLayer
@@ -37,23 +36,6 @@ _MOVED = {f"{module}.{name}": f".mixer.{name}" for module, parts in _PARTS.items
 """Suffixes of the model's names -> of a checkpoint's."""
 
 
-class SquaredMLP(nn.Module):
-    """``down(relu(up(x)) ** 2)``"""
-
-    def __init__(self, hidden_size: int, spec: DenseSpec, dtype: torch.dtype, device: str | torch.device) -> None:
-        super().__init__()
-        self.up_proj = Linear(hidden_size, spec.intermediate_size, bias=spec.bias, dtype=dtype, device=device)
-        self.down_proj = RowParallelLinear(spec.intermediate_size, hidden_size, bias=spec.bias, dtype=dtype, device=device)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[T, hidden] -> [T, hidden]``"""
-        return self.down_proj(relu(self.up_proj(x)).square())  # type: ignore[no-any-return]
-
-    def readers(self) -> tuple[Linear, ...]:
-        """The layers that multiply the input, which nothing else reads."""
-        return (self.up_proj,)
-
-
 class NemotronLayer(DecoderLayer):
     """One module behind one norm."""
 
@@ -66,7 +48,7 @@ class NemotronLayer(DecoderLayer):
         elif block.state is not None:
             self.mamba = MambaMixer(model, model.states[block.state], dtype, device)
         elif isinstance(mlp, DenseSpec):
-            self.mlp = SquaredMLP(model.hidden_size, mlp, dtype, device)
+            self.mlp = SquaredMLP(model.hidden_size, mlp, dtype=dtype, device=device)
         self._mixer = "self_attn" if block.attention is not None else "mamba" if block.state is not None else "mlp"
 
     def forward(

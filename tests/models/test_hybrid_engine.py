@@ -33,3 +33,19 @@ def test_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
             assert output.num_cached_tokens == hit
     llm.check_integrity()
     llm.close()
+
+
+@pytest.mark.slow
+def test_replicas_are_sent_the_prompts_whose_states_they_have(tmp_path: Path) -> None:
+    theirs, _ = pair("qwen3.5")
+    theirs.save_pretrained(tmp_path)
+    options = {"dtype": "float32", "max_model_len": 512, "num_threads": 2, "skip_tokenizer_init": True}
+    sampling = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True)
+    begun = [[token % 250 + shift for token in prompt(200)] for shift in range(4)]
+    with LLM(str(tmp_path), data_parallel_size=2, kv_cache_memory=8 << 20, **options) as llm:
+        for tail, cached in ((1, 0), (2, 192), (3, 192)):
+            prompts = [[*tokens, tail] for tokens in begun]
+            outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in prompts], sampling)
+            assert [output.num_cached_tokens for output in outputs] == [cached] * 4
+            for tokens, output in zip(prompts, outputs, strict=True):
+                assert list(output.outputs[0].token_ids) == greedy(theirs, tokens, STEPS)[0]

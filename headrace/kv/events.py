@@ -35,8 +35,8 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
     kv_cache_spec_kind: str
     kv_cache_spec_sliding_window: int | None = None
     num_tokens: int | None = None
-    """Of a snapshot of states, which is no block of KV: the tokens that it has absorbed, of which those of the block are the
-    last. It is of use where the KV of all of them is found too."""
+    """Number of tokens that a snapshot of states has absorbed, of which those of the block are the last; it is of use where the
+    KV of all of them is found too. None: the event is of blocks of KV."""
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):

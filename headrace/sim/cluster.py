@@ -215,7 +215,7 @@ class Simulation:
         } | self._states_of(stats)
 
     def _states_of(self, stats: EngineStats) -> dict[str, Any]:
-        """What the replica found and kept for state layers, if there are any."""
+        """Counts what the replica found and kept for state layers, if there are any."""
         if self._calibration.engine.states is None:
             return {}
         query = stats.prefix_query_tokens

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from support.core.small_tiles import small_tiles
 from support.core.world import World, make_cache, make_config, make_request
 
-from core.test_states_property import small_tiles
 from headrace.core.points import ChunkGrid, snapshot_points
 from headrace.kv import Item
 from headrace.outputs import Failure

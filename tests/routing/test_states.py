@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from core.test_states_property import small_tiles
+from support.core.small_tiles import small_tiles
 from support.core.world import World, make_cache, make_config, make_request
 from support.sim.examples import config, run, traffic
 

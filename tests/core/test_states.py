@@ -53,6 +53,21 @@ def test_kv_without_a_state_is_not_attached() -> None:
     assert stats.prefix_attention_tokens == 28 and stats.prefix_hit_tokens == 0 and stats.state_snapshots == 0
 
 
+def test_a_minute_without_reuse_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    own = world(states=(1, 40, 0))
+    for number in range(5):
+        own.now = 31.0 * number
+        run(own, f"{number}", PROMPT)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2 and "the KV of 28 in 1 prompts was found: no snapshot of the states" in told[0]
+    caplog.clear()
+    own = world()
+    for number in range(5):
+        own.now = 31.0 * number
+        run(own, f"{number}", PROMPT)
+    assert not caplog.records, "states were found"
+
+
 def test_the_third_sibling_of_a_branch_hits_at_the_fork() -> None:
     own = world()
     found = [run(own, f"{tail}", [*PROMPT[:26], *[tail] * 9]) for tail in (1, 5, 10)]

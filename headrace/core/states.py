@@ -54,12 +54,21 @@ class StateSchedule:
         identity, states, length = seq.blocks.identity, self._states, len(seq.token_ids)
         kept = [self._kv.fork_boundary(seq.blocks, seq.num_prompt)] if seq.siblings else []
         others: list[int] = []
+
+        def boundary(count: int) -> int:
+            return states.boundary(count, identity.uncut)
+
         if states.most:
-            others = [seq.num_prompt - 1, *range(self.period, length, self.period)]
-            kept += seq.request.boundaries
+            turns, others = seq.request.boundaries, [seq.num_prompt - 1]
+            kept += turns
             if hit is not None and hit.attention_tokens - start >= MERGE:
                 others.append(hit.attention_tokens)
-        points = snapshot_points(kept, others, start, length, lambda count: states.boundary(count, identity.uncut))
+            periodic = range(self.period, length, self.period)
+            own = seq.blocks.states
+            own.turns = tuple(count for turn in turns if (count := boundary(turn)))
+            own.periodic = frozenset(map(boundary, periodic)).difference(map(boundary, (*kept, *others)))
+            others += periodic
+        points = snapshot_points(kept, others, start, length, boundary)
         seq.chunks = ChunkGrid(states.grid, points)
         found = start if hit is None else hit.attention_tokens
         seq.cache = PrefixReport(attention=found, reused=start, points=list(points), why=_why(found, start, points))

@@ -86,6 +86,21 @@ def test_ends_of_turns_have_snapshots_however_close() -> None:
     own.assert_right()
 
 
+def test_periodic_snapshots_are_evicted_before_those_of_turns() -> None:
+    own = world(states=(1, 40, 3))
+    run(own, "first", PROMPT, boundaries=(5,), max_tokens=1)
+    assert run(own, "other", [1, 1, 1, 1, 1, 1], max_tokens=1) == 0
+    states = own.scheduler.kv.states
+    assert states is not None and states.num_findable == 3
+    assert run(own, "shared instructions", [*PROMPT[:6], 1, 1], max_tokens=1) == 4
+    assert run(own, "again", PROMPT, boundaries=(5,), max_tokens=1) == 28
+    # The hit behind the turn has renewed it.
+    for number in range(2):
+        run(own, f"more {number}", [number + 2] * 6, max_tokens=1)
+    assert run(own, "instructions again", [*PROMPT[:6], 2, 2], max_tokens=1) == 4
+    own.assert_right()
+
+
 def test_the_next_turn_finds_the_answer_of_the_last() -> None:
     """The shadow is at the last multiple of 4 at which a decode row began."""
     own = world()

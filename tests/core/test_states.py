@@ -75,6 +75,14 @@ def test_the_third_sibling_of_a_branch_hits_at_the_fork() -> None:
     own.assert_right()
 
 
+def test_shared_lengths_that_fall_are_found_at_the_next() -> None:
+    """Each prompt shares a little less than the one before: the branch of one is no snapshot of the next."""
+    own = world()
+    found = [run(own, f"{number}", [*PROMPT[:shared], *[number + 1] * 8]) for number, shared in enumerate((15, 14, 11, 9))]
+    assert found == [0, 0, 0, 8]
+    own.assert_right()
+
+
 def test_ends_of_turns_have_snapshots_however_close() -> None:
     own = world()
     (first,) = own.add(make_request("first", PROMPT, boundaries=(10, 27)))

@@ -90,7 +90,9 @@ def test_samples_and_constraints_answer_alike_from_a_snapshot(tmp_path: Path) ->
     held = SamplingParams(
         temperature=0, max_tokens=20, structured_outputs=StructuredOutputsParams(regex="[0-9]{3}-[a-z]{2}"), ignore_eos=False
     )
-    with LLM(str(tmp_path), dtype="float32", max_model_len=160, num_threads=1) as llm:
+    options = {"max_model_len": 160, "max_num_batched_tokens": 16, "max_num_seqs": 4, "num_threads": 1}
+    with LLM(str(tmp_path), dtype="float32", **options) as llm:
+        assert llm.info.max_num_batched_tokens == 64 + 4, "a chunk of a prompt beside every other sequence"
         for params in (four, held):
             llm.reset_prefix_cache()
             cold, found = llm.generate([request], params)[0], llm.generate([request], params)[0]

@@ -24,7 +24,7 @@ from headrace.processes.messages import StepDeltas, encode
 from headrace.runner.graphs import rows_beside
 from headrace.runner.inputs import PROMPT_ROWS
 from headrace.sampling_params import SamplingParams
-from headrace.sim.config import Calibration, EngineShape, GroupShape
+from headrace.sim.config import Calibration, EngineShape, GroupShape, StateShape
 from headrace.sim.fit import Fit, MeasuredStep, enough, fit
 from headrace.sim.step_time import NO_GRAPHS, GraphSizes, features
 from headrace.startup.source import FileSource
@@ -112,7 +112,9 @@ def calibration(engine: LoadedEngine, fitted: Fit) -> Calibration:
 
 def shape(config: EngineConfig) -> EngineShape:
     """Returns the settings of an engine that decide its steps."""
-    scheduler, cache = config.scheduler, config.cache
+    scheduler, cache, states = config.scheduler, config.cache, None
+    if cache.states is not None:
+        states = StateShape(cache.states.block_bytes, cache.state_snapshot_bytes, cache.state_grid)
     return EngineShape(
         max_model_len=scheduler.max_model_len,
         max_num_seqs=scheduler.max_num_seqs,
@@ -125,6 +127,7 @@ def shape(config: EngineConfig) -> EngineShape:
         pipeline_depth=scheduler.pipeline_depth,
         policy=scheduler.policy,
         enable_prefix_caching=cache.enable_prefix_caching,
+        states=states,
     )
 
 

@@ -202,6 +202,37 @@ class LongContextOptions(Checked):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AgentOptions(Checked):
+    """Raises: ConfigError: a value is out of range, or contradicts another; names it."""
+
+    panels = MappingProxyType({"conversations": WHAT, "traffic_seed": HOW})
+
+    conversations: Annotated[int, OptionSpec(min=1, max=4096)] = 8
+    """Conversations that begin together."""
+    turns: Annotated[int, OptionSpec(min=1, max=10_000)] = 43
+    """Turns of each; a subagent has a quarter as many."""
+    system_len: Annotated[int, OptionSpec(min=1)] = 6000
+    """Tokens of the instructions and tools that all share."""
+    tool_min: Annotated[int, OptionSpec(min=1)] = 300
+    """Fewest tokens that a turn adds before the answer."""
+    tool_max: Annotated[int, OptionSpec(min=1)] = 8000
+    """Most tokens that a turn adds before the answer."""
+    answer_len: Annotated[int, OptionSpec(min=1)] = 444
+    """Tokens of each answer."""
+    subagents: Annotated[float, OptionSpec(min=0.0, max=1.0)] = 0.44
+    """Share of the conversations that start a subagent, which begins with the instructions, or with the first turn too."""
+    scale: Annotated[float, OptionSpec(above=0.0, max=100.0)] = 1.0
+    """All numbers of tokens are multiplied by it."""
+    traffic_seed: Annotated[int, OptionSpec(min=0)] = 0
+    """Seed of the conversations."""
+
+    def validate(self) -> None:
+        super().validate()
+        if self.tool_min > self.tool_max:
+            raise ConfigError(f"{self.tool_min} is more than --tool-max {self.tool_max}", "--tool-min")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LongBenchOptions(Checked):
     panels = MappingProxyType({"directory": WHAT, "length": HOW})
 

@@ -1,4 +1,4 @@
-"""``headrace bench``: latency, throughput, serve, calibrate, longcontext, longbench."""
+"""``headrace bench``: latency, throughput, serve, calibrate, agent, longcontext, longbench."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from rich.text import Text
 
 from headrace.bench.options import (
     LENGTH,
+    AgentOptions,
     CalibrateOptions,
     LatencyOptions,
     LoadOptions,
@@ -273,6 +274,37 @@ def calibrate(args: EngineArgs, options: CalibrateOptions, to: ReportOptions) ->
     ]
     header = ["steps", "held out", "mean error", "p90 error", "error of the sum"]
     emit(msgspec.to_builtins(calibration), [table(f"Step times of {calibration.model}", header, rows)], to)
+
+
+@app.command("agent", cls=Command)
+@command(args=ENGINE_OPTIONS, options=Group.of(AgentOptions), to=REPORT_OPTIONS)
+def agent(args: EngineArgs, options: AgentOptions, to: ReportOptions) -> None:
+    """Conversations of agents, offline: how much of their prompts the prefix cache finds, and times to the first token.
+
+    Prompts are random tokens behind shared instructions; answers are the model's own, of fixed length.
+    """
+    from headrace.bench import agent as bench
+    from headrace.bench.report import distributions_table, table
+    from headrace.frontend.llm import LLM
+
+    encoder, _ = _encoder(args)
+    if encoder is None:
+        args = dataclasses.replace(args, skip_tokenizer_init=True)
+    with (
+        _status("starting the engine") as tell,
+        LLM(**{field.name: getattr(args, field.name) for field in dataclasses.fields(args)}) as llm,
+    ):
+        report = bench.run(llm, options, tell=tell)
+    found = report["prefix_cache"]
+    columns = {name: f"{found[name]:,}" for name in ("prompt_tokens", "ideal", "reused")}
+    columns |= {f"computed, {name}": f"{count:,}" for name, count in found["computed"].items()}
+    share = "" if found["share_of_ideal"] is None else f": {found['share_of_ideal']:.1%} of the ideal is reused"
+    tables = [
+        table(f"Tokens of prompts{share}", list(columns), [list(columns.values())]),
+        distributions_table("Times", report["milliseconds"]),
+        table("A second", list(report["rates"]), [[f"{value:,.2f}" for value in report["rates"].values()]]),
+    ]
+    emit(report, tables, to)
 
 
 # What a mode is, it says itself; the cache serves the second request of each prompt.

@@ -44,7 +44,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, cache: CacheConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
         self.kv = KVCacheManager(cache)
-        self._states = None if self.kv.states is None else StateSchedule(self.kv, self.kv.states, cache, config)
+        self._states = None if self.kv.states is None else StateSchedule(self.kv, self.kv.states, cache, config, clock)
         policy = config.policy
         self._running = OrderedSequences(lambda seq: running_order(policy, seq))
         self._waiting = OrderedSequences(lambda seq: waiting_order(policy, seq))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -17,8 +18,11 @@ from headrace.kv.states import Save, StateBlocks
 from headrace.metrics.stats import EngineStats
 from headrace.outputs import FinishReason, PrefixReport
 
+logger = logging.getLogger("headrace.engine")
+
 _SHARE = 10
 """Periodic snapshots of a prompt take at most a tenth of its KV."""
+_WARNING_SECONDS = 60.0
 _LEAST_PERIOD, _LONGEST_PERIOD = 8_192, 32_768
 
 
@@ -29,25 +33,42 @@ class StateSchedule:
         ConfigError: rows may have drafts, which a state cannot forget.
     """
 
-    def __init__(self, kv: KVCacheManager, states: StateBlocks, cache: CacheConfig, config: SchedulerConfig) -> None:
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        states: StateBlocks,
+        cache: CacheConfig,
+        config: SchedulerConfig,
+        clock: Callable[[], float],
+    ) -> None:
         if config.decode_tokens > 1:
             raise ConfigError("drafts are for models without state layers: a state cannot be cut back to fewer tokens")
         self._kv, self._states = kv, states
         self.period = snapshot_period(cache)
         """Tokens between snapshots of a prompt that are taken for no other reason."""
         self._num_found = 0
+        self._missed = MissedStates(clock)
 
     def plan(self, seq: Sequence, start: int, hit: Hit | None) -> None:
         """Decides where the chunks of a waiting sequence end, which would start at ``start``."""
         identity, states, length = seq.blocks.identity, self._states, len(seq.token_ids)
         kept = [self._kv.fork_boundary(seq.blocks, seq.num_prompt)] if seq.siblings else []
         others: list[int] = []
+
+        def boundary(count: int) -> int:
+            return states.boundary(count, identity.uncut)
+
         if states.most:
-            others = [seq.num_prompt - 1, *range(self.period, length, self.period)]
-            kept += seq.request.boundaries
+            turns, others = seq.request.boundaries, [seq.num_prompt - 1]
+            kept += turns
             if hit is not None and hit.attention_tokens - start >= MERGE:
                 others.append(hit.attention_tokens)
-        points = snapshot_points(kept, others, start, length, lambda count: states.boundary(count, identity.uncut))
+            periodic = range(self.period, length, self.period)
+            own = seq.blocks.states
+            own.turns = tuple(count for turn in turns if (count := boundary(turn)))
+            own.periodic = frozenset(map(boundary, periodic)).difference(map(boundary, (*kept, *others)))
+            others += periodic
+        points = snapshot_points(kept, others, start, length, boundary)
         seq.chunks = ChunkGrid(states.grid, points)
         found = start if hit is None else hit.attention_tokens
         seq.cache = PrefixReport(attention=found, reused=start, points=list(points), why=_why(found, start, points))
@@ -56,6 +77,7 @@ class StateSchedule:
         """Called when the sequence has its state block: other samples of its request are to start from its state."""
         if seq.cache is not None and seq.index == 0 and seq.num_outputs == 0:
             self._num_found += seq.cache.attention
+            self._missed.add(seq.cache.attention, start)
         if seq.siblings:
             self._states.expect_fork(seq.blocks, start, self._kv.fork_boundary(seq.blocks, seq.num_prompt))
 
@@ -93,6 +115,32 @@ class StateSchedule:
             state_snapshots_skipped=states.skipped.copy(),
             prefix_attention_tokens=self._num_found,
         )
+
+
+class MissedStates:
+    """Warns once a minute if KV of prompts was found, and for lack of states none was reused."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._since = clock()
+        self._prompts = self._found = self._reused = 0
+
+    def add(self, found: int, reused: int) -> None:
+        """Counts a prompt's tokens whose KV was found, and those that were reused."""
+        now = self._clock()
+        if now - self._since >= _WARNING_SECONDS:
+            if self._found and not self._reused:
+                logger.warning(
+                    "no prompt token of the last %.0f s was reused, although the KV of %s in %d prompts was found: no snapshot "
+                    "of the states was behind them (state_snapshot_bytes bounds snapshots)",
+                    now - self._since,
+                    f"{self._found:,}",
+                    self._prompts,
+                )
+            self._since, self._prompts, self._found, self._reused = now, 0, 0, 0
+        self._prompts += found > 0
+        self._found += found
+        self._reused += reused
 
 
 def _why(found: int, reused: int, points: tuple[int, ...]) -> str:

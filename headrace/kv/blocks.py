@@ -21,6 +21,11 @@ class SequenceStates:
     fork_count: int = 0
     shadow: int = NULL_BLOCK
     shadow_count: int = 0
+    turns: tuple[int, ...] = ()
+    """Numbers of tokens at which turns of the conversation have snapshots."""
+    periodic: frozenset[int] = frozenset()
+    """Numbers of tokens at which snapshots are taken for no other reason than their distance: they are evicted before those of
+    the same conversation's turns."""
 
 
 @dataclasses.dataclass(slots=True, eq=False, repr=False)

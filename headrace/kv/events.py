@@ -34,6 +34,9 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
     group_idx: int
     kv_cache_spec_kind: str
     kv_cache_spec_sliding_window: int | None = None
+    num_tokens: int | None = None
+    """Number of tokens that a snapshot of states has absorbed, of which those of the block are the last; it is of use where the
+    KV of all of them is found too. None: the event is of blocks of KV."""
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
@@ -59,7 +62,8 @@ class EventBatch(msgspec.Struct, array_like=True):
 
 
 def events_of(changes: Sequence[Change], block_size: int, groups: Sequence[CacheGroup]) -> list[Event]:
-    """Converts changes to events: neighbours in a group are joined, and the groups are cleared together."""
+    """Converts changes to events: neighbours in a group are joined, and the groups are cleared together. The group behind
+    ``groups`` is that of snapshots of states, each of which is an event."""
     events: list[Event] = []
     latest: dict[int, BlockStored | BlockRemoved] = {}
     """Latest event since the last clear, by group."""
@@ -76,8 +80,8 @@ def events_of(changes: Sequence[Change], block_size: int, groups: Sequence[Cache
             last.block_hashes.append(key.digest)
         else:
             parent = key.parent.digest if key.parent is not None and key.index else None
-            if not isinstance(last, BlockStored) or last.block_hashes[-1] != parent:
-                last = latest[group] = _begin(parent, block_size, group, groups[group].window, _adapter(key))
+            if not isinstance(last, BlockStored) or last.block_hashes[-1] != parent or group == len(groups):
+                last = latest[group] = _begin(key, parent, block_size, group, groups)
                 events.append(last)
             last.block_hashes.append(key.digest)
             last.token_ids += array("q", key.payload[: 8 * block_size])
@@ -85,19 +89,22 @@ def events_of(changes: Sequence[Change], block_size: int, groups: Sequence[Cache
     return events
 
 
-def _begin(parent: bytes | None, block_size: int, group: int, window: int | None, adapter: int | None) -> BlockStored:
+def _begin(key: BlockKey, parent: bytes | None, block_size: int, group: int, groups: Sequence[CacheGroup]) -> BlockStored:
+    is_state = group == len(groups)
+    window = None if is_state else groups[group].window
     return BlockStored(
         block_hashes=[],
         parent_block_hash=parent,
         token_ids=[],
         block_size=block_size,
-        lora_id=adapter,
+        lora_id=_adapter(key),
         medium=MEDIUM,
         lora_name=None,
         extra_keys=[],
         group_idx=group,
-        kv_cache_spec_kind="full_attention" if window is None else "sliding_window",
+        kv_cache_spec_kind="mamba" if is_state else "full_attention" if window is None else "sliding_window",
         kv_cache_spec_sliding_window=window,
+        num_tokens=(key.index + 1) * block_size if is_state else None,
     )
 
 

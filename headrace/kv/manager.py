@@ -260,8 +260,8 @@ class KVCacheManager:
     def record_changes(self) -> list[Change]:
         """Returns a list to which every later change of the prefix caches is appended; the caller empties it."""
         changes: list[Change] = []
-        for group, index in enumerate(self._indexes):
-            index.record(changes, group)
+        for group, pool in enumerate(self._regions.pools):
+            pool.index.record(changes, group)
         return changes
 
     def reset_prefix_cache(self) -> bool:

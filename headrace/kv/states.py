@@ -215,6 +215,8 @@ class StateBlocks:
         if not (fine and self._publish(save.blocks, save.block, save.count)):
             self._skip("ended")
         self.pool.release([save.block], _SAVES, None)
+        if save.count in save.blocks.states.periodic:
+            self._renew(save.blocks)
 
     def shade(self, blocks: SequenceBlocks, count: int) -> None:
         """Makes the next plan copy the live state, of ``count`` tokens, to the sequence's shadow before its row runs."""
@@ -268,6 +270,7 @@ class StateBlocks:
         for blocks in self._started:
             self.pool.release([blocks.states.source], blocks.seq_id, None)
             blocks.states.source = NULL_BLOCK
+            self._renew(blocks)
         self._started.clear()
         before, after = (tuple(StateOp(op.kind, op.source, op.target) for op in ops) for ops in (self._before, self._after))
         self._before.clear()
@@ -330,6 +333,16 @@ class StateBlocks:
             self.pool.publish(block, key)
             self.num_saved += 1
         return True
+
+    def _renew(self, blocks: SequenceBlocks) -> None:
+        """Lets the snapshots of the sequence's turns be evicted after those that have been used until now."""
+        if blocks.keys is None or not self._current(blocks):
+            return
+        for count in blocks.states.turns:
+            found = self.pool.index.find(blocks.keys[count // self._block_size - 1])
+            if found is not None and self.pool.is_free(found[0]):
+                self.pool.share(found[0], blocks.seq_id)
+                self.pool.release([found[0]], blocks.seq_id, None)
 
     def _skip(self, reason: str) -> None:
         self.skipped[reason] = self.skipped.get(reason, 0) + 1

@@ -33,10 +33,11 @@ class GatedMLP(nn.Module):
 
 
 class SquaredMLP(nn.Module):
-    """``down(relu(up(x)) ** 2)``"""
+    """``down(relu(up(x)) ** 2)``; a tensor-parallel rank gives its part of the sum over ranks."""
 
     def __init__(self, hidden_size: int, spec: DenseSpec, *, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__()
+        self.spec = spec
         self.up_proj = Linear(hidden_size, spec.intermediate_size, bias=spec.bias, dtype=dtype, device=device)
         self.down_proj = RowParallelLinear(spec.intermediate_size, hidden_size, bias=spec.bias, dtype=dtype, device=device)
 

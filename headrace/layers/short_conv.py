@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import torch
 from torch import nn
 
@@ -24,8 +27,20 @@ class CausalConv(nn.Module):
         """Each token's result is bitwise independent of other sequences, as it is in any case."""
 
 
-class ShortConv(nn.Module):
+class StateMixer(nn.Module):
+    """A mixer that carries a state from token to token, between its projections. Tensor-parallel ranks hold parts of it."""
+
+    outputs: ClassVar[Mapping[str, tuple[str, ...]]]
+    """Attribute -> the channels that its outputs, or entries, are of, one behind the other: ``values``, ``keys`` or ``heads``.
+    Attributes that are not named here, or None, are held whole, but for ``out_proj``, which reads the values."""
+    spec: StateSpec
+    out_proj: RowParallelLinear
+
+
+class ShortConv(StateMixer):
     """``out_proj(C * conv(B * x))``, where B, C and x are projections of the input. The state is the last ``B * x``."""
+
+    outputs: ClassVar = {"in_proj": ("values",) * 3, "conv": ("values",)}
 
     def __init__(self, model: ModelSpec, spec: StateSpec, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__()

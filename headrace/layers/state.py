@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -11,8 +12,9 @@ from headrace.attention.context import ForwardContext
 from headrace.kernels.linear.fp8_reference import Activations
 from headrace.kernels.state import Gate, StateMetadata, causal_conv, delta_rule, gated_norm, state_space
 from headrace.layers.linear import FusedLinear, Linear, RowParallelLinear
-from headrace.layers.short_conv import CausalConv
+from headrace.layers.short_conv import CausalConv, StateMixer
 from headrace.model_spec import ModelSpec, StateSpec
+from headrace.parallel.group import ALONE, Group, ordered_sum
 
 
 def _vector(width: int, dtype: torch.dtype, device: str | torch.device) -> nn.Parameter:
@@ -43,8 +45,32 @@ class GatedNorm(nn.Module):
         return gated_norm(x, z, self.weight, self.eps, self.width, self.gate, gate_first=self.gate_first)
 
 
-class GatedDeltaNet(nn.Module):
+class SpanningNorm(GatedNorm):
+    """A norm gated by SiLU, over a group of channels that neighbouring tensor-parallel ranks share. ``channels`` are the
+    rank's."""
+
+    group: Group = ALONE
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        gate, ranks = nn.functional.silu(z.float()), self.width // len(self.weight)
+        if self.gate_first:
+            x = x * gate
+        first = self.group.rank // ranks * ranks
+        squares = self.group.all_gather(x.square().sum(1, keepdim=True))[first : first + ranks]
+        normed = x * torch.rsqrt(ordered_sum(squares) / self.width + self.eps) * self.weight.float()
+        return (normed if self.gate_first else normed * gate).to(z.dtype)
+
+
+class GatedDeltaNet(StateMixer):
     """The gated delta rule between its projections. Names are those of Qwen3.5."""
+
+    outputs: ClassVar = {
+        "in_proj": ("keys", "keys", "values", "values"),
+        "gate_proj": ("heads", "heads"),
+        "conv1d": ("keys", "keys", "values"),
+        "A_log": ("heads",),
+        "dt_bias": ("heads",),
+    }
 
     def __init__(self, model: ModelSpec, spec: StateSpec, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__()
@@ -93,14 +119,23 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj(self.norm(out, z))  # type: ignore[no-any-return]
 
 
-class Mamba2Mixer(nn.Module):
+class Mamba2Mixer(StateMixer):
     """Mamba-2 between its projections. Its output is gated and then normed, unless a family says otherwise.
 
     Args:
-        norm_groups: groups of channels that are normed together; 0: there is no norm. None: as many as share B and C.
+        normed: the channels of heads that share B and C are normed together.
         gate_first: the gate is applied before the norm.
         bias, out_bias: of the projections.
     """
+
+    outputs: ClassVar = {
+        "in_proj": ("values", "values", "keys", "keys", "heads"),
+        "conv1d": ("values", "keys", "keys"),
+        "norm": ("values",),
+        "A_log": ("heads",),
+        "D": ("heads",),
+        "dt_bias": ("heads",),
+    }
 
     def __init__(
         self,
@@ -109,7 +144,7 @@ class Mamba2Mixer(nn.Module):
         dtype: torch.dtype,
         device: str | torch.device,
         *,
-        norm_groups: int | None = None,
+        normed: bool = True,
         gate_first: bool = True,
         bias: bool = False,
         out_bias: bool = False,
@@ -124,10 +159,11 @@ class Mamba2Mixer(nn.Module):
         self.D = _vector(spec.heads, torch.float32, device)
         self.dt_bias = _vector(spec.heads, torch.float32, device)
         self.norm: GatedNorm | None = None
-        groups = spec.key_heads if norm_groups is None else norm_groups
-        if groups:
-            norm = GatedNorm(inner, model.norm_eps, width=inner // groups, gate_first=gate_first, dtype=dtype, device=device)
-            self.norm = norm
+        if normed:
+            whole = model.whole.states[spec.index]
+            width = whole.heads * whole.value_dim // whole.key_heads
+            kind = GatedNorm if width <= inner else SpanningNorm
+            self.norm = kind(inner, model.norm_eps, width=width, gate_first=gate_first, dtype=dtype, device=device)
         self.out_proj = RowParallelLinear(inner, model.hidden_size, bias=out_bias, dtype=dtype, device=device)
 
     def readers(self) -> tuple[Linear, ...]:

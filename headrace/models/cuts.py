@@ -8,13 +8,14 @@ import torch
 from torch import nn
 
 from headrace.errors import ConfigError
-from headrace.layers.linear import FusedLinear, Linear, RowParallelLinear
-from headrace.layers.mlp import GatedMLP
+from headrace.layers.linear import Linear, RowParallelLinear
+from headrace.layers.mlp import GatedMLP, SquaredMLP
 from headrace.layers.moe import Experts, MoeMLP
 from headrace.layers.norm import ShardedRMSNorm
-from headrace.model_spec import DenseSpec, MoeSpec, Shard
-from headrace.models.decoder import Decoder
-from headrace.parallel.shards import Cut, attention_cuts, dense_cuts
+from headrace.layers.short_conv import StateMixer
+from headrace.model_spec import AttentionSpec, DenseSpec, MoeSpec, Shard
+from headrace.models.decoder import Decoder, DecoderAttention
+from headrace.parallel.shards import Cut, attention_cuts, dense_cuts, state_cuts
 from headrace.weights.names import NameTable, ParameterCut
 
 
@@ -56,28 +57,49 @@ def checked_cuts(whole: Decoder, part: Decoder, shard: Shard) -> dict[str, Param
 def parameter_cuts(whole: Decoder, shard: Shard, mlps: Sequence[DenseSpec | MoeSpec]) -> dict[str, ParameterCut]:
     """Returns the cuts by parameter, of those that are not held whole."""
     cuts = _vocabulary_cuts(whole, shard)
-    for index, layer in enumerate(whole.layers):
-        here, spec, mlp = f"layers.{index}", whole.spec.layers[index], mlps[index]
-        matrices = attention_cuts(spec, shard.rank, shard.size)
-        attention = layer.get_submodule("self_attn")
-        for name, module in attention.named_children():
-            if isinstance(module, FusedLinear) and name == "qkv_proj":
-                cuts |= _outputs(f"{here}.self_attn.{name}", module, [matrices[part[: -len("_proj")]] for part in module.parts])
-            elif name == "o_proj" and isinstance(module, Linear):
-                cuts |= _inputs(f"{here}.self_attn.{name}", module, matrices["o"], shard)
-            elif isinstance(module, ShardedRMSNorm):
-                cuts |= _outputs(f"{here}.self_attn.{name}", module, [matrices[name.removesuffix("_norm")]])
-            elif name in ("q_proj", "q_b_proj", "kv_b_proj"):
-                matrix = matrices["kv_b" if name == "kv_b_proj" else "q"]
-                cuts |= _outputs(f"{here}.self_attn.{name}", module, [matrix])
-        if spec.sinks:
-            cuts[f"{here}.self_attn.attention.sinks"] = _ranges(0, [matrices["sinks"]])
+    for index, (layer, block) in enumerate(zip(whole.layers, whole.spec.blocks, strict=True)):
+        here, mlp = f"layers.{index}", mlps[index]
+        if block.attention is not None:
+            spec = whole.spec.layers[block.attention]
+            cuts |= _attention(f"{here}.self_attn", layer.get_submodule("self_attn"), spec, shard)
         for path, module in layer.named_modules():
-            if isinstance(module, GatedMLP):
+            if isinstance(module, StateMixer):
+                cuts |= _state(f"{here}.{path}", module, shard)
+            elif isinstance(module, GatedMLP | SquaredMLP):
                 cuts |= _dense(f"{here}.{path}", module, shard)
             elif isinstance(module, Experts) and isinstance(mlp, MoeSpec):
                 own = mlp.vision if mlp.vision is not None and module.spec.vision is None else mlp
                 cuts |= _experts(f"{here}.{path}", module, own, shard)
+    return cuts
+
+
+def _attention(path: str, attention: nn.Module, spec: AttentionSpec, shard: Shard) -> dict[str, ParameterCut]:
+    matrices = attention_cuts(spec, shard.rank, shard.size)
+    cuts: dict[str, ParameterCut] = {}
+    for name, module in attention.named_children():
+        if isinstance(attention, DecoderAttention) and name == "qkv_proj":
+            cuts |= _outputs(f"{path}.{name}", module, [matrices[matrix] for matrix in attention.matrices])
+        elif name == "o_proj" and isinstance(module, Linear):
+            cuts |= _inputs(f"{path}.{name}", module, matrices["o"], shard)
+        elif isinstance(module, ShardedRMSNorm):
+            cuts |= _outputs(f"{path}.{name}", module, [matrices[name.removesuffix("_norm")]])
+        elif name in ("q_proj", "q_b_proj", "kv_b_proj"):
+            matrix = matrices["kv_b" if name == "kv_b_proj" else "q"]
+            cuts |= _outputs(f"{path}.{name}", module, [matrix])
+    if spec.sinks:
+        cuts[f"{path}.attention.sinks"] = _ranges(0, [matrices["sinks"]])
+    return cuts
+
+
+def _state(path: str, mixer: StateMixer, shard: Shard) -> dict[str, ParameterCut]:
+    channels = state_cuts(mixer.spec, shard.rank, shard.size)
+    cuts = _inputs(f"{path}.out_proj", mixer.out_proj, channels["values"], shard)
+    for name, parts in mixer.outputs.items():
+        own, held = [channels[part] for part in parts], getattr(mixer, name)
+        if isinstance(held, nn.Module):
+            cuts |= _outputs(f"{path}.{name}", held, own)
+        elif held is not None:
+            cuts[f"{path}.{name}"] = _ranges(0, own)
     return cuts
 
 
@@ -89,10 +111,13 @@ def _vocabulary_cuts(whole: Decoder, shard: Shard) -> dict[str, ParameterCut]:
     return cuts | {"embed_tokens.weight": cut} if shard.cut_embedding else cuts
 
 
-def _dense(path: str, module: GatedMLP, shard: Shard) -> dict[str, ParameterCut]:
+def _dense(path: str, module: GatedMLP | SquaredMLP, shard: Shard) -> dict[str, ParameterCut]:
     matrices = dense_cuts(module.spec, shard.rank, shard.size)
-    gate_up = _outputs(f"{path}.gate_up_proj", module.gate_up_proj, [matrices["gate"], matrices["up"]])
-    return gate_up | _inputs(f"{path}.down_proj", module.down_proj, matrices["down"], shard)
+    if isinstance(module, GatedMLP):
+        into = _outputs(f"{path}.gate_up_proj", module.gate_up_proj, [matrices["gate"], matrices["up"]])
+    else:
+        into = _outputs(f"{path}.up_proj", module.up_proj, [matrices["up"]])
+    return into | _inputs(f"{path}.down_proj", module.down_proj, matrices["down"], shard)
 
 
 def _experts(path: str, module: Experts, own: MoeSpec, shard: Shard) -> dict[str, ParameterCut]:

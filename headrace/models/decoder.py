@@ -57,6 +57,11 @@ class DecoderAttention(nn.Module):
         """The layers that multiply the input, which nothing else reads."""
         return (self.qkv_proj,)
 
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """The matrices whose outputs those of ``qkv_proj`` are, in order."""
+        return tuple(matrix.name for matrix in input_matrices(self.spec))
+
     def forward(self, x: Activations, cos_sin: torch.Tensor | None, ctx: ForwardContext) -> torch.Tensor:
         """``[T, hidden] -> [T, hidden]``, the rank's part of the sum over tensor-parallel ranks.
 

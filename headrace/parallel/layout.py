@@ -7,7 +7,7 @@ import dataclasses
 from headrace.errors import ConfigError
 from headrace.model_spec import DenseSpec, MlpSpec, ModelSpec, MoeSpec, Shard
 from headrace.model_spec.kv import DTYPE_BYTES
-from headrace.parallel.shards import shard_attention, shard_dense
+from headrace.parallel.shards import shard_attention, shard_dense, shard_state
 
 VOCAB_MULTIPLE = 64
 """A rank holds a multiple of this many rows of the output head."""
@@ -66,8 +66,6 @@ def _works(spec: ModelSpec, sizes: ParallelSizes) -> bool:
 
 
 def _shard(spec: ModelSpec, rank: int, sizes: ParallelSizes) -> ModelSpec:
-    if spec.states:
-        raise ConfigError(f"{spec.architecture} has state layers, which cannot be dealt out yet", "tensor_parallel_size")
     size = sizes.tensor
     rows = -(-spec.vocab_size // (VOCAB_MULTIPLE * size)) * VOCAB_MULTIPLE
     large = spec.vocab_size * spec.hidden_size * DTYPE_BYTES.get(spec.dtype, 2) >= LARGE_EMBEDDING
@@ -81,8 +79,9 @@ def _shard(spec: ModelSpec, rank: int, sizes: ParallelSizes) -> ModelSpec:
         cut_embedding=spec.tie_word_embeddings or large,
     )
     layers = tuple(shard_attention(layer, size) for layer in spec.layers)
+    states = tuple(shard_state(state, size) for state in spec.states)
     mlps = tuple(_shard_mlp(mlp, layer, rank, sizes) for layer, mlp in enumerate(spec.mlps))
-    return dataclasses.replace(spec, layers=layers, mlps=mlps, shard=shard)
+    return dataclasses.replace(spec, layers=layers, states=states, mlps=mlps, shard=shard)
 
 
 def _shard_mlp(spec: MlpSpec, layer: int, rank: int, sizes: ParallelSizes) -> MlpSpec:
@@ -119,6 +118,7 @@ def describe(spec: ModelSpec) -> list[tuple[str, str, str]]:
     whole, size = shard.whole, shard.size
     found = [("tensor parallelism", f"{size} ranks", "every rank computes a part of each layer; sums over ranks join them")]
     found += _describe_attention(spec, whole, size)
+    found += _describe_states(spec, whole, size)
     found += _describe_mlps(spec, whole)
     head = f"rows {shard.vocab_rows:,} of {whole.vocab_size:,}"
     found.append(("output head of a rank", head, f"a multiple of {VOCAB_MULTIPLE}; logits are gathered"))
@@ -141,6 +141,20 @@ def _describe_attention(spec: ModelSpec, whole: ModelSpec, size: int) -> list[tu
         found.append(("heads of a rank", f"{heads} of {of}", f"{kv_heads} of {kv_of} KV heads, {kept}"))
     if any(layer.mla is not None for layer in whole.layers):
         found.append(("latent KV", "on every rank", "heads share it: the KV cache holds no more tokens than that of one rank"))
+    return found
+
+
+def _describe_states(spec: ModelSpec, whole: ModelSpec, size: int) -> list[tuple[str, str, str]]:
+    found = []
+    numbers = (
+        (own.heads, own.key_heads, all_.heads, all_.key_heads) for own, all_ in zip(spec.states, whole.states, strict=True)
+    )
+    for heads, keys, of, keys_of in dict.fromkeys(numbers):
+        if not of:
+            found.append(("short convolutions of a rank", f"1 / {size} of the channels", "each channel is on one rank"))
+            continue
+        kept = "each on one rank" if keys * size <= keys_of else f"each on {keys * size // keys_of} ranks"
+        found.append(("heads of a rank's states", f"{heads} of {of}", f"{keys} of {keys_of} key heads or groups, {kept}"))
     return found
 
 

@@ -1,7 +1,7 @@
 """Cutting matrices to the part of each tensor-parallel rank. Pure arithmetic on specs.
 
 Query heads are dealt out evenly, in order. KV heads likewise; where there are more ranks than KV heads each rank holds one
-of them, and neighbours hold the same.
+of them, and neighbours hold the same. The value heads and the key heads (or groups) of state layers are dealt out like these.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from headrace.errors import ConfigError
-from headrace.model_spec import AttentionSpec, DenseSpec
+from headrace.model_spec import AttentionSpec, DenseSpec, StateSpec
 from headrace.model_spec.projection import Matrix, input_matrices, output_matrix
 
 
@@ -85,6 +85,50 @@ def attention_cuts(spec: AttentionSpec, rank: int, size: int) -> dict[str, Cut]:
     cuts["o"] = _heads(output_matrix(spec), first, local.num_heads)
     if spec.sinks:
         cuts["sinks"] = Cut("outputs", first, first + local.num_heads, spec.num_heads)
+    return cuts
+
+
+def shard_state(spec: StateSpec, size: int) -> StateSpec:
+    """The state layer as each of ``size`` ranks sees it: fewer heads, or channels of a short convolution, the same widths.
+
+    Raises:
+        ConfigError: they cannot be dealt out; names the layer.
+    """
+    where = f"state layer {spec.index}"
+    count, keys = _state_channels(spec)["values"][0], spec.key_heads
+    if count % size:
+        what = "channels" if spec.kind == "conv" else "value heads"
+        raise ConfigError(f"{where}: {count} {what} cannot be dealt to {size} ranks", "tensor_parallel_size")
+    if keys and keys % size and size % keys:
+        what = "groups" if spec.kind == "ssd" else "key heads"
+        raise ConfigError(f"{where}: {keys} {what} cannot be dealt to {size} ranks", "tensor_parallel_size")
+    kept = max(1, keys // size) if keys else 0
+    conv = spec.conv
+    if conv is not None:
+        # Each part by itself: one range of all channels would mix them.
+        parts = tuple((name, width // keys * kept if name in _OF_KEYS else width // size) for name, width in conv.parts)
+        conv = dataclasses.replace(conv, parts=parts)
+    return dataclasses.replace(spec, heads=spec.heads // size, key_heads=kept, conv=conv)
+
+
+_OF_KEYS = ("q", "k", "B", "C")
+"""The parts of convolutions whose channels are those of key heads, or of groups."""
+
+
+def _state_channels(spec: StateSpec) -> dict[str, tuple[int, int]]:
+    """(number, width) of what a state layer's matrices have outputs for."""
+    if spec.kind == "conv":
+        return {"values": (0 if spec.conv is None else spec.conv.channels, 1)}
+    return {"values": (spec.heads, spec.value_dim), "keys": (spec.key_heads, spec.key_dim), "heads": (spec.heads, 1)}
+
+
+def state_cuts(spec: StateSpec, rank: int, size: int) -> dict[str, Cut]:
+    """Returns a rank's part of the channels of a state layer's values and keys (x, or B or C of a group), and of its heads."""
+    local = _state_channels(shard_state(spec, size))
+    cuts = {}
+    for name, (count, width) in _state_channels(spec).items():
+        first = rank * count // size
+        cuts[name] = Cut("outputs", first * width, (first + local[name][0]) * width, count * width)
     return cuts
 
 

@@ -489,7 +489,7 @@ class ReplicaSet:
 
 def capacity_of(info: EngineInfo) -> Capacity:
     """Returns the amounts of work that an engine runs at once."""
-    return Capacity.of(info.max_num_seqs, info.max_num_batched_tokens, info.block_size, info.num_blocks)
+    return Capacity.of(info.max_num_seqs, info.max_num_batched_tokens, info.block_size, info.num_blocks, info.state_grid)
 
 
 def _named(on_progress: Callable[[Progress], None], number: int) -> Callable[[Progress], None]:

@@ -30,10 +30,6 @@ def state_group(args: EngineArgs, model: AnySpec, dtype: str, log: DecisionLog) 
         if args.state_snapshot_bytes is not None:
             log.note("state_snapshot_bytes", "no effect", "the model has no state layers")
         return None
-    if args.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"{model.architecture} has state layers, which tensor-parallel ranks do not share yet", "tensor_parallel_size"
-        )
     if args.sparse_prefill not in ("auto", "off"):
         raise ConfigError(
             f"{model.architecture} has state layers: its prompts attend densely, set sparse_prefill off", "sparse_prefill"

@@ -20,13 +20,15 @@ class Capacity(NamedTuple):
     """Tokens that one step computes."""
     kv_tokens: int
     """Tokens whose KV the cache holds."""
+    state_grid: int = 0
+    """Snapshots of states are at multiples of so many tokens; 0: the model has no state layers."""
 
     @classmethod
-    def of(cls, rows: int, step_tokens: int, block_size: int, num_blocks: Sequence[int]) -> Capacity:
+    def of(cls, rows: int, step_tokens: int, block_size: int, num_blocks: Sequence[int], state_grid: int = 0) -> Capacity:
         """``num_blocks``: of each cache group, null block included. They share the memory: a token needs a part of a block of
         each."""
         block_shares = sum(1 / max(1, count - 1) for count in num_blocks)
-        return cls(rows, step_tokens, int(block_size / block_shares) if block_shares else INT32_MAX)
+        return cls(rows, step_tokens, int(block_size / block_shares) if block_shares else INT32_MAX, state_grid)
 
     @property
     def max_rows(self) -> int:

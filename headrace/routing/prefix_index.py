@@ -19,9 +19,10 @@ def key_stride(block_size: int) -> int:
     return max(1, STRIDE // block_size)
 
 
-def prefix_keys(request: Request, block_size: int) -> tuple[bytes, ...]:
-    """Digests of the keys that the prefix cache of a replica gives to every ``key_stride``-th block of the prompt."""
-    stride, count = key_stride(block_size), len(request.prompt_token_ids) // block_size
+def prefix_keys(request: Request, block_size: int, grid: int = 0) -> tuple[bytes, ...]:
+    """Digests of the keys that the prefix cache of a replica gives to every ``key_stride``-th block of the prompt; of a model
+    with state layers, to the blocks that end at multiples of ``grid`` tokens, where snapshots are taken."""
+    stride, count = grid // block_size or key_stride(block_size), len(request.prompt_token_ids) // block_size
     chain = KeyChain(request.cache_identity, request.prompt_token_ids, block_size)
     return tuple(chain[index].digest for index in range(stride - 1, count, stride))
 
@@ -33,32 +34,45 @@ class CacheReport(NamedTuple):
     """Everything was removed, before the rest."""
     stored: list[bytes]
     removed: list[bytes]
+    states_stored: list[bytes] = []
+    """Keys of the blocks at whose ends there are snapshots of states."""
+    states_removed: list[bytes] = []
 
 
 class CacheReporter:
     """Makes reports of the changes of a replica's prefix cache.
 
-    Of several cache groups, the one that keeps most tokens of a sequence counts: a hit needs its blocks in any case.
+    Of several cache groups, the one that keeps most tokens of a sequence counts, since a hit needs its blocks in any case, and
+    the group of states.
     """
 
     def __init__(self, kv: KVCacheManager) -> None:
         windows = [float("inf") if group.window is None else group.window for group in kv.groups]
         self._group = windows.index(max(windows))
-        self._stride = key_stride(kv.block_size)
+        self._states = len(kv.groups)
+        self._stride = key_stride(kv.block_size) if kv.states is None else kv.states.grid // kv.block_size
 
     def report(self, changes: Sequence[Change]) -> CacheReport | None:
         """None: nothing that concerns routing has changed."""
-        cleared, last = False, dict[bytes, bool]()
+        cleared, last = False, {self._group: dict[bytes, bool](), self._states: dict[bytes, bool]()}
         for group, key, stored in changes:
-            if group == self._group and key is None:
-                cleared, last = True, {}
-            elif group == self._group and key is not None and (key.index + 1) % self._stride == 0:
-                last[key.digest] = stored
-        if not cleared and not last:
+            if group not in last:
+                continue
+            if key is None:
+                # All groups are cleared together.
+                cleared = True
+                last[group].clear()
+            elif (key.index + 1) % self._stride == 0:
+                last[group][key.digest] = stored
+        if not cleared and not any(last.values()):
             return None
-        return CacheReport(
-            cleared, [key for key, stored in last.items() if stored], [key for key, stored in last.items() if not stored]
-        )
+        blocks, states = last[self._group], last[self._states]
+        return CacheReport(cleared, *_parted(blocks), *_parted(states))
+
+
+def _parted(changed: dict[bytes, bool]) -> tuple[list[bytes], list[bytes]]:
+    """Keys that are there now, and those that are not."""
+    return [key for key, there in changed.items() if there], [key for key, there in changed.items() if not there]
 
 
 class RoutedPrefixes:

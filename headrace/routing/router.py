@@ -13,6 +13,7 @@ from headrace.errors import EngineDeadError, QueueFullError, RequestError
 from headrace.routing.loads import Capacity, Loads
 from headrace.routing.policies import Policy, PrefixPolicy, RoutedRequest
 from headrace.routing.prefix_index import CacheReport, RoutedPrefixes, key_stride, prefix_keys
+from headrace.routing.state_index import RoutedStates, state_places
 
 _KEPT_DECISIONS = 256
 
@@ -62,6 +63,8 @@ class _Entry:
     request: Request
     queued_at: float
     keys: tuple[bytes, ...]
+    states: tuple[bytes, ...] = ()
+    """The keys at which its prompt leaves snapshots of states."""
     replica: int = -1
     scores: list[float] = dataclasses.field(default_factory=list)
     moved: bool = False
@@ -112,6 +115,9 @@ class Router:
         """Sequences that wait."""
         self._policy = policy
         self._index = RoutedPrefixes(num_replicas) if isinstance(policy, PrefixPolicy) else None
+        self._states = RoutedStates(num_replicas)
+        self._grid = 0
+        """``state_grid`` of the replicas."""
         self._block_size = block_size
         self._tokens_per_key = key_stride(block_size) * block_size
         self._by_priority = by_priority
@@ -140,6 +146,9 @@ class Router:
     def start(self, replica: int, capacity: Capacity) -> None:
         """The replica takes requests, with an empty cache."""
         self.loads.start(replica, capacity)
+        if capacity.state_grid:
+            self._grid = self._tokens_per_key = capacity.state_grid
+        self._states.start(replica)
         if self._index is not None:
             self._index.start(replica)
 
@@ -152,6 +161,7 @@ class Router:
         lost = self.sent_to(replica)
         for request_id in lost:
             self._end(request_id)
+        self._states.start(replica)
         if self._index is not None:
             self._index.start(replica)
         return lost + self._move_on(replica)
@@ -182,6 +192,7 @@ class Router:
     def cache_changed(self, replica: int, report: CacheReport) -> None:
         if self._index is not None:
             self._index.changed(replica, report)
+            self._states.changed(replica, report)
 
     # Requests
 
@@ -204,7 +215,9 @@ class Router:
             )
         self._num_arrived += 1
         order = (request.priority if self._by_priority else 0, request.arrival_time, self._num_arrived)
-        entry = _Entry(order, request, now, prefix_keys(request, self._block_size) if self._index is not None else ())
+        keys = prefix_keys(request, self._block_size, self._grid) if self._index is not None else ()
+        states = tuple(keys[place] for place in state_places(request, self._grid)) if keys and self._grid else ()
+        entry = _Entry(order, request, now, keys, states)
         self._entries[request.request_id] = entry
         self._enter_queue(entry, *self._choose(entry))
 
@@ -241,8 +254,16 @@ class Router:
     def _routed(self, entry: _Entry) -> RoutedRequest:
         request = entry.request
         found = self._index.hits(entry.keys) if self._index is not None and self._cacheable(request) else ()
-        hits = [(replica, num_keys * self._tokens_per_key) for replica, num_keys in found]
+        hits = [(replica, self._reach(entry, replica, num_keys)) for replica, num_keys in found]
         return RoutedRequest(len(request.prompt_token_ids), entry.rows, hits, request.session)
+
+    def _reach(self, entry: _Entry, replica: int, num_keys: int, *, sent: bool = False) -> int:
+        """Prompt tokens that the replica need not compute, if it has the KV of so many of the request's keys: of a model with
+        state layers, those up to the last snapshot, as the replica itself will find."""
+        if not self._grid:
+            return num_keys * self._tokens_per_key
+        most = min(num_keys, (len(entry.request.prompt_token_ids) - 1) // self._grid)
+        return self._states.reach(replica, entry.keys[:most], sent=sent) * self._grid
 
     @staticmethod
     def _cacheable(request: Request) -> bool:
@@ -261,6 +282,7 @@ class Router:
         if self._index is not None:
             # From now on other requests with this prefix are routed here too.
             self._index.add(replica, entry.keys)
+            self._states.add(replica, entry.states)
         self.loads.queue(replica, entry.rows, entry.prefill)
         insort(self._queues[replica], entry)
         self.num_queued += entry.rows
@@ -278,6 +300,7 @@ class Router:
         self.loads.unqueue(entry.replica, entry.rows, entry.prefill)
         if self._index is not None:
             self._index.remove(entry.replica, entry.keys, sent=False)
+            self._states.remove(entry.replica, entry.states, sent=False)
 
     def _send(self, entry: _Entry, now: float) -> None:
         queue = self._queues[entry.replica]
@@ -286,7 +309,9 @@ class Router:
         if self._index is not None:
             # The cache may have changed while the request waited.
             queued, found = entry.prefill, self._index.send(entry.replica, entry.keys)
-            self._expect(entry, found * self._tokens_per_key if self._cacheable(entry.request) else 0)
+            reached = self._reach(entry, entry.replica, found, sent=True)
+            self._states.send(entry.replica, entry.states)
+            self._expect(entry, reached if self._cacheable(entry.request) else 0)
             self.loads.queue(entry.replica, 0, entry.prefill - queued)
         self.loads.send(entry.replica, entry.rows, entry.prefill)
         entry.prompt = entry.prefill
@@ -335,6 +360,7 @@ class Router:
         stats.wrong_hit_tokens += abs(cached - entry.hit)
         if self._index is not None:
             self._index.remove(entry.replica, entry.keys, sent=True, computed=True)
+            self._states.remove(entry.replica, entry.states, sent=True)
 
     def remove(self, request_id: str) -> Request | None:
         """Takes a request out of the queue. None: it is not there."""
@@ -362,3 +388,4 @@ class Router:
         self.loads.remove(entry.replica, len(entry.open), entry.prefill, entry.prompt + sum(entry.open.values()))
         if self._index is not None and not entry.started:
             self._index.remove(entry.replica, entry.keys, sent=True)
+            self._states.remove(entry.replica, entry.states, sent=True)

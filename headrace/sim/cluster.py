@@ -12,6 +12,7 @@ from typing import Any
 from headrace.core.request import Request
 from headrace.errors import EngineDeadError, RequestError
 from headrace.metrics.exchanges import Exchange, summary
+from headrace.metrics.stats import EngineStats
 from headrace.options import INT32_MAX
 from headrace.routing import Capacity, Router, make_policy
 from headrace.sim.config import ReplicaFailure, SimConfig
@@ -211,4 +212,15 @@ class Simulation:
             "busy": round(replica.busy_seconds / self.now, 4) if self.now else 0.0,
             "preemptions": stats.num_preemptions,
             "prefix_hit_rate": round(stats.prefix_hit_tokens / query, 4) if query else 0.0,
+        } | self._states_of(stats)
+
+    def _states_of(self, stats: EngineStats) -> dict[str, Any]:
+        """Counts what the replica found and kept for state layers, if there are any."""
+        if self._calibration.engine.states is None:
+            return {}
+        query = stats.prefix_query_tokens
+        return {
+            "prefix_attention_rate": round(stats.prefix_attention_tokens / query, 4) if query else 0.0,
+            "state_snapshots_saved": stats.state_snapshots_saved,
+            "state_snapshots_skipped": sum(stats.state_snapshots_skipped.values()),
         }

@@ -13,7 +13,7 @@ from headrace.choices import Policy, RoutingPolicy
 from headrace.config import MAX_NUM_SEQS, CacheConfig, SchedulerConfig
 from headrace.errors import ConfigError
 from headrace.host.user_files import read_input
-from headrace.model_spec import CacheGroup
+from headrace.model_spec import CacheGroup, StateGroup, StatePlane
 from headrace.options import INT32_MAX
 from headrace.routing import Capacity
 from headrace.sim.step_time import StepTimeModel
@@ -41,6 +41,16 @@ class GroupShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     window: Tokens | None = None
 
 
+class StateShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The states of a hybrid model."""
+
+    bytes: Bytes
+    """Bytes of one sequence's state."""
+    snapshot_bytes: Annotated[int, Meta(ge=0, le=2**50)]
+    grid: Tokens
+    """Snapshots are taken at multiples of so many tokens, themselves a multiple of the block size."""
+
+
 class EngineShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Settings of an engine that decide its steps."""
 
@@ -55,6 +65,8 @@ class EngineShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     pipeline_depth: Annotated[int, Meta(ge=1, le=8)] = 1
     policy: Policy = "fcfs"
     enable_prefix_caching: bool = True
+    states: StateShape | None = None
+    """None: the model has no state layers."""
 
     def scheduler(self) -> SchedulerConfig:
         return SchedulerConfig(
@@ -70,16 +82,26 @@ class EngineShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     def cache(self) -> CacheConfig:
         groups = tuple(CacheGroup(i, one.window, (i,), one.bytes_per_token) for i, one in enumerate(self.groups))
+        states = {} if self.states is None else _states(self.states)
         return CacheConfig(
             block_size=self.block_size,
             groups=groups,
             nbytes=self.cache_bytes,
             enable_prefix_caching=self.enable_prefix_caching,
             dtype="float32",
+            **states,
         )
 
     def capacity(self) -> Capacity:
-        return Capacity.of(self.max_num_seqs, self.max_num_batched_tokens, self.block_size, self.cache().num_blocks)
+        num_blocks = self.cache().num_blocks[: len(self.groups)]
+        grid = 0 if self.states is None else self.states.grid
+        return Capacity.of(self.max_num_seqs, self.max_num_batched_tokens, self.block_size, num_blocks, grid)
+
+
+def _states(shape: StateShape) -> dict[str, Any]:
+    """The fields of a CacheConfig."""
+    group = StateGroup(((StatePlane("state", (-(-shape.bytes // 4),), "float32"),),))
+    return {"states": group, "state_snapshot_bytes": shape.snapshot_bytes, "state_grid": shape.grid}
 
 
 class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -193,6 +215,8 @@ def load(path: str | Path) -> SimConfig:
     for failure in config.failures:
         if failure.replica >= config.replicas:
             raise ConfigError(f"failures: there is no replica {failure.replica} of {config.replicas}", "failures")
+    if engine.states is not None and engine.states.grid % engine.block_size:
+        raise ConfigError(f"states.grid {engine.states.grid} is no multiple of block_size {engine.block_size}", "states.grid")
     blocks = config.replicas * sum(engine.cache().num_blocks)
     if blocks > _MOST_BLOCKS:
         raise ConfigError(

@@ -32,6 +32,7 @@ def engine_info(
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         block_size=config.cache.block_size,
         num_blocks=list(config.cache.num_blocks[: len(config.cache.groups)]),
+        state_grid=config.cache.state_grid if config.cache.states is not None else 0,
         dtype=config.dtype,
         quantization=config.quantization,
         device=config.device,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from support.core.small_tiles import small_tiles
 from support.core.world import World, make_cache, make_config, make_request
 
-from core.test_states_property import small_tiles
 from headrace.core.points import ChunkGrid, snapshot_points
 from headrace.kv import Item
 from headrace.outputs import Failure
@@ -53,10 +53,33 @@ def test_kv_without_a_state_is_not_attached() -> None:
     assert stats.prefix_attention_tokens == 28 and stats.prefix_hit_tokens == 0 and stats.state_snapshots == 0
 
 
+def test_a_minute_without_reuse_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    own = world(states=(1, 40, 0))
+    for number in range(5):
+        own.now = 31.0 * number
+        run(own, f"{number}", PROMPT)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2 and "the KV of 28 in 1 prompts was found: no snapshot of the states" in told[0]
+    caplog.clear()
+    own = world()
+    for number in range(5):
+        own.now = 31.0 * number
+        run(own, f"{number}", PROMPT)
+    assert not caplog.records, "states were found"
+
+
 def test_the_third_sibling_of_a_branch_hits_at_the_fork() -> None:
     own = world()
     found = [run(own, f"{tail}", [*PROMPT[:26], *[tail] * 9]) for tail in (1, 5, 10)]
     assert found == [0, 16, 24], "periodic points are 16 tokens apart here, and a branch is worth one from 6 on"
+    own.assert_right()
+
+
+def test_shared_lengths_that_fall_are_found_at_the_next() -> None:
+    """Each prompt shares a little less than the one before: the branch of one is no snapshot of the next."""
+    own = world()
+    found = [run(own, f"{number}", [*PROMPT[:shared], *[number + 1] * 8]) for number, shared in enumerate((15, 14, 11, 9))]
+    assert found == [0, 0, 0, 8]
     own.assert_right()
 
 
@@ -68,6 +91,21 @@ def test_ends_of_turns_have_snapshots_however_close() -> None:
     own.run()
     assert run(own, "shared instructions", [*PROMPT[:10], 1, 1, 1, 1]) == 8
     assert run(own, "another answer", [*PROMPT[:26], 1, 1, 1, 1]) == 24
+    own.assert_right()
+
+
+def test_periodic_snapshots_are_evicted_before_those_of_turns() -> None:
+    own = world(states=(1, 40, 3))
+    run(own, "first", PROMPT, boundaries=(5,), max_tokens=1)
+    assert run(own, "other", [1, 1, 1, 1, 1, 1], max_tokens=1) == 0
+    states = own.scheduler.kv.states
+    assert states is not None and states.num_findable == 3
+    assert run(own, "shared instructions", [*PROMPT[:6], 1, 1], max_tokens=1) == 4
+    assert run(own, "again", PROMPT, boundaries=(5,), max_tokens=1) == 28
+    # The hit behind the turn has renewed it.
+    for number in range(2):
+        run(own, f"more {number}", [number + 2] * 6, max_tokens=1)
+    assert run(own, "instructions again", [*PROMPT[:6], 2, 2], max_tokens=1) == 4
     own.assert_right()
 
 

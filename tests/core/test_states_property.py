@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from unittest import mock
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.core.small_tiles import small_tiles
 from support.core.world import World, make_cache
 
 from core.test_scheduler_property import QUIET, Arrival, arrivals, play
 from headrace.config import SchedulerConfig
-
-
-@contextlib.contextmanager
-def small_tiles() -> Iterator[None]:
-    """Makes points of snapshots lie close to each other."""
-    with (
-        mock.patch("headrace.core.points.MERGE", 6),
-        mock.patch("headrace.core.states.MERGE", 6),
-        mock.patch.multiple("headrace.core.states", _LEAST_PERIOD=8, _LONGEST_PERIOD=16),
-    ):
-        yield
 
 
 @st.composite

@@ -137,3 +137,10 @@ def test_the_environment_variables_are_documented() -> None:
         read |= set(re.findall(r"HEADRACE_[A-Z_]+", path.read_text(encoding="utf-8")))
     pages = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md"))
     assert {name for name in read if name not in pages} == set()
+
+
+def test_the_tests_that_pages_name_exist() -> None:
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md"))
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", pages)
+    assert named, "no page names a test"
+    assert [name for path, name in named if f"def {name}(" not in (ROOT / path).read_text(encoding="utf-8")] == []

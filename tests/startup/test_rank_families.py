@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.models.cases import CASES, SMALL
+from support.models.hybrids import CASES as HYBRID_CASES
 from support.thread_ranks import ThreadAgreement, on_ranks
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from headrace.config import EngineArgs
 from headrace.frontend.local import open_local
@@ -23,9 +27,17 @@ HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
 REFUSED = ("llama-head-dim",)
 """3 KV heads."""
 TEXT = [name for name in CASES if name not in REFUSED and not any(word in name for word in ("vl", "images", "uneven"))]
-PROCESSES = ["llama", "mistral-window", "qwen3", "gemma3", "mimo", "gpt-oss", "qwen3-moe", "deepseek-v2"]
+PROCESSES = ["llama", "mistral-window", "qwen3", "gemma3", "mimo", "gpt-oss", "qwen3-moe", "deepseek-v2", "qwen3.5-moe"]
 """Also run as processes over gloo: each kind of layer once."""
+HYBRIDS = ("qwen3-next-uneven", "qwen3.5-moe", "bamba", "lfm2-moe", "olmo-hybrid", "nemotron-h", "falcon-h1-norm")
 Tokens = dict[tuple[str, int], list[int]]
+
+
+def write_hybrid(folder: Path, name: str) -> None:
+    kind, values = HYBRID_CASES[name]
+    config = CONFIG_MAPPING[kind](**values)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
+    config.save_pretrained(folder)
 
 
 def write(folder: Path, name: str) -> list[int]:
@@ -57,14 +69,16 @@ def args_of(folder: Path, **changes: Any) -> EngineArgs:
     return EngineArgs(**values | changes)
 
 
-def served(source: FileSource) -> Tokens:
+def served(source: FileSource, beginning: int = 24) -> Tokens:
     """Prompts that share beginnings come while others run; one is aborted."""
     engine = open_local(source)
     chance, core, found = random.Random(1), engine.core, Tokens()
-    prefix = [chance.randrange(engine.info.vocab_size) for _ in range(24)]
+    prefix = [chance.randrange(engine.info.vocab_size) for _ in range(beginning)]
     waiting = []
     for number in range(10):
-        prompt = prefix[: chance.choice((0, 16, 24))] + [chance.randrange(engine.info.vocab_size) for _ in range(9)]
+        prompt = prefix[: chance.choice((0, 2 * beginning // 3, beginning))] + [
+            chance.randrange(engine.info.vocab_size) for _ in range(9)
+        ]
         greedy: dict[str, Any] = {"temperature": 0.0} if number % 2 else {"temperature": 1.0, "seed": number, "top_p": 0.9}
         params = SamplingParams(**greedy, max_tokens=chance.randint(4, 20), ignore_eos=True, detokenize=False)
         waiting.append((f"r{number}", {"prompt_token_ids": prompt}, params))
@@ -77,6 +91,7 @@ def served(source: FileSource) -> Tokens:
         if len(waiting) == 4:
             core.abort("r3")
     core.check_integrity()
+    assert beginning == 24 or core.scheduler.stats().prefix_hit_tokens
     core.close()
     return found
 
@@ -99,9 +114,27 @@ def test_ranks_serve_what_one_serves(name: str, tmp_path: Path) -> None:
             assert found == expected, f"rank {rank} of {size}"
 
 
-@pytest.mark.parametrize("name", PROCESSES)
+@pytest.mark.parametrize("name", [name for name in PROCESSES if name not in HYBRIDS])
 def test_processes_serve_what_one_serves(name: str, tmp_path: Path) -> None:
     sizes = write(tmp_path, name)
     expected = served(FileSource(args_of(tmp_path)))
     for size in sizes:
         assert served(FileSource(args_of(tmp_path, tensor_parallel_size=size))) == expected, f"{size} ranks"
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_ranks_serve_what_one_serves_of_hybrids(name: str, tmp_path: Path) -> None:
+    """Prompts find each other's states on every rank alike."""
+    write_hybrid(tmp_path, name)
+    args = args_of(tmp_path, max_model_len=192, max_num_batched_tokens=80, num_kv_blocks=None, kv_cache_memory=2 << 20)
+    expected = served(FileSource(args), beginning=130)
+    assert len(expected) >= 9 and len({token for tokens in expected.values() for token in tokens}) > 5
+    args = dataclasses.replace(args, tensor_parallel_size=2)
+    if name in PROCESSES:
+        assert served(FileSource(args), beginning=130) == expected
+
+    def one(group: ThreadGroup) -> Tokens:
+        return served(FileSource(args, ThreadAgreement(group), group), beginning=130)
+
+    for rank, found in enumerate(on_ranks(2, one)):
+        assert found == expected, f"rank {rank}"

@@ -53,7 +53,7 @@ class FalconMixer(Mamba2Mixer):
             spec,
             dtype,
             device,
-            norm_groups=spec.key_heads if facts.mamba_rms_norm else 0,
+            normed=facts.mamba_rms_norm,
             gate_first=not facts.norm_before_gate,
             bias=facts.mamba_bias,
             out_bias=facts.out_bias,

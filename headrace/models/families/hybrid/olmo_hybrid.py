@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from headrace.layers.state import GatedDeltaNet
 from headrace.model_spec import ModelSpec, StateSpec
 from headrace.models.decoder import Decoder, DecoderLayer
 from headrace.models.families.hybrid.qwen3_next import delta_rule_spec
-from headrace.models.families.olmo2 import Olmo2Attention
+from headrace.models.families.olmo2 import Olmo2Decoder, Olmo2Layer
 from headrace.models.family import Family
 from headrace.models.hf_config import (
     HFConfig,
@@ -49,32 +50,37 @@ class OlmoDeltaNet(GatedDeltaNet):
         return 1e-5
 
 
-class OlmoHybridLayer(DecoderLayer):
-    attention_class = Olmo2Attention
+class OlmoHybridLayer(Olmo2Layer):
+    """One of OLMo 2's; with a state, a common decoder layer."""
+
     state_class: type[nn.Module] = OlmoDeltaNet
 
     def __init__(self, model: ModelSpec, index: int, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__(model, index, dtype, device)
-        self.post_feedforward_layernorm: RMSNorm | None = None
-        if model.blocks[index].attention is not None:
-            del self.input_layernorm
-            norm = self.norm_class(model.hidden_size, model.norm_eps, dtype=dtype, device=device)
-            self.post_feedforward_layernorm = norm
+        self.normed_behind = model.blocks[index].attention is not None
+        if not self.normed_behind:
+            del self.post_feedforward_layernorm
+            self.input_layernorm = self.norm_class(model.hidden_size, model.norm_eps, dtype=dtype, device=device)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, cos_sin: torch.Tensor | None, ctx: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self.post_feedforward_layernorm is None:
+        if self.normed_behind:
             return super().forward(x, residual, cos_sin, ctx)
-        stream = x if residual is None else residual + x
-        stream = stream + self.post_attention_layernorm(self.mix(stream, cos_sin, ctx))
-        return self.post_feedforward_layernorm(self.run_mlp(stream, ctx)), stream
+        if residual is not None:
+            before = cast(OlmoHybridLayer, self._before[0])
+            if before.normed_behind:
+                x, residual = before.stream(x, residual), None
+        return DecoderLayer.forward(self, x, residual, cos_sin, ctx)
 
     def norm_readers(self) -> Iterator[tuple[RMSNorm, nn.Module]]:
-        return super().norm_readers() if self.post_feedforward_layernorm is None else iter(())
+        return super().norm_readers() if self.normed_behind else DecoderLayer.norm_readers(self)
+
+    def stream(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return super().stream(x, residual) if self.normed_behind else DecoderLayer.stream(self, x, residual)
 
 
-class OlmoHybridDecoder(Decoder):
+class OlmoHybridDecoder(Olmo2Decoder):
     layer_class = OlmoHybridLayer
 
 

@@ -58,6 +58,10 @@ class OutputGatedAttention(DecoderAttention):
         self.qkv_proj.parts = {"q_proj": spec.out_size + spec.q_size, "k_proj": spec.k_size, "v_proj": spec.v_size}
         self.qkv_proj.stored_rows = {"q_proj": partial(_gates_first, spec.num_heads, spec.head_dim)}
 
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        return "gate", "q", "k", "v"
+
     def forward(self, x: Activations, cos_sin: torch.Tensor | None, ctx: ForwardContext) -> torch.Tensor:
         spec = self.spec
         gate, qkv = self.qkv_proj(x).split((spec.out_size, spec.q_size + spec.k_size + spec.v_size), dim=1)

@@ -14,7 +14,7 @@ from headrace.models.vision.interface import VISION_NAME
 from headrace.weights.update import Named, TensorFacts, WeightUpdate, WholeUpdate
 
 
-def _packed(model: Decoder) -> dict[str, Linear]:
+def packed_layers(model: Decoder) -> dict[str, Linear]:
     """Layers that hold a parameter in another form, by its name."""
     found = {}
     for path, layer in model.named_modules():
@@ -38,7 +38,7 @@ def update_plan(model: Any, facts: Iterable[TensorFacts], *, with_encoder: bool 
         if with_encoder and VISION_NAME.fullmatch(one.name):
             raise ConfigError(f"{one.name} is of the vision encoder, which is not updated: leave it out", "tensors")
     if isinstance(model, Decoder):
-        return WeightUpdate(registry.name_table(model.spec), dict(model.named_parameters()), facts, _packed(model))
+        return WeightUpdate(registry.name_table(model.spec), dict(model.named_parameters()), facts, packed_layers(model))
     return model.update_plan(facts)  # type: ignore[no-any-return]
 
 

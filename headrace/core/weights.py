@@ -10,9 +10,13 @@ PauseMode = Literal["keep", "recompute", "wait", "abort"]
 """Ordered from the loosest to the tightest. keep: sequences are frozen, and go on with their KV. recompute: they are preempted.
 wait: they run to their ends. abort: they end with what they have."""
 PAUSE_MODES: tuple[PauseMode, ...] = ("keep", "recompute", "wait", "abort")
-WeightState = Literal["serving", "paused", "open", "writing", "torn", "lost"]
-"""open: an update has begun. writing: a load is under way. torn: an update failed after it had written something. lost: the
-engine was started again, with the weights of its files in place of later ones."""
+WeightState = Literal["serving", "paused", "open", "writing", "asleep", "hollow", "torn", "lost"]
+"""open: an update has begun. writing: a load is under way. asleep: memory was given back. hollow: the memory of the weights is
+there again, and their values are not. torn: an update failed after it had written something. lost: the engine was started
+again, with the weights of its files in place of later ones."""
+SleepTag = Literal["scheduling", "weights", "kv_cache", "cuda_graph"]
+"""Parts of an engine that sleep and wake: its steps, and three kinds of memory."""
+MEMORY_TAGS: tuple[SleepTag, ...] = ("weights", "kv_cache", "cuda_graph")
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -42,7 +46,11 @@ class GroupSource(msgspec.Struct, frozen=True, array_like=True, tag="group"):
     """Tensors come in packs: one is sent once it has more bytes than this. None: one by one."""
 
 
-Source = DiskSource | GroupSource
+class FilesSource(msgspec.Struct, frozen=True, array_like=True, tag="files"):
+    """The files that the engine's model was loaded from."""
+
+
+Source = DiskSource | GroupSource | FilesSource
 
 
 class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,7 +139,28 @@ class Checksums(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Asks for the sums of all weights."""
 
 
-WeightCommand = Pause | Resume | Begin | Load | Finish | Fail | Lose | AcceptFiles | Rename | Join | Leave | Checksums
+class Sleep(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Pauses the engine, and gives memory back. Answered once it is free."""
+
+    level: Literal[0, 1, 2]
+    """0: only the steps sleep. 1: host memory keeps the weights. 2: the weights are dropped."""
+    mode: PauseMode = "abort"
+    tags: tuple[SleepTag, ...] = MEMORY_TAGS
+    until_update: bool = False
+    """The end of the next update wakes everything. At level 2 weights are kept all the same if the model's files cannot be that
+    update."""
+
+
+class Wake(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Takes memory again. Answered once it is there."""
+
+    tags: tuple[SleepTag, ...] | None = None
+    """None: all."""
+
+
+WeightCommand = (
+    Pause | Resume | Begin | Load | Finish | Fail | Lose | AcceptFiles | Rename | Join | Leave | Checksums | Sleep | Wake
+)
 
 
 class ServedWeights(msgspec.Struct, frozen=True, array_like=True):
@@ -148,7 +177,11 @@ class WeightStatus(msgspec.Struct, frozen=True, kw_only=True):
     state: WeightState = "serving"
     pause: PauseMode | None = None
     own_pause: bool = False
-    """The update that is open paused the engine, which its end resumes."""
+    """The update that is open paused the engine, or sleep did: its end resumes."""
+    asleep: tuple[SleepTag, ...] = ()
+    """Parts of the engine that sleep."""
+    level: int = 0
+    """Level of the last sleep."""
     number: int = 0
     """Counts the versions. It is in the identity of all KV."""
     version: str = "0"
@@ -208,7 +241,21 @@ class Missing(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Asks which tensors were not written since ``Forget``."""
 
 
-RankCommand = Check | Receive | JobEnded | Drop | Forget | Missing | Join | Leave | Checksums
+class Release(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Gives memory back. Memory that was given back already is left as it is."""
+
+    tags: tuple[SleepTag, ...]
+    drop: bool
+    """Weights that an update can write are not kept."""
+
+
+class Restore(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Takes memory again, with the weights that were kept, and zeros for KV."""
+
+    tags: tuple[SleepTag, ...]
+
+
+RankCommand = Check | Receive | JobEnded | Drop | Forget | Missing | Join | Leave | Checksums | Release | Restore
 
 
 class RankReply(msgspec.Struct, frozen=True, array_like=True):
@@ -217,4 +264,6 @@ class RankReply(msgspec.Struct, frozen=True, array_like=True):
     written: int = 0
     """Tensors: of the load so far, or with ``Missing`` since ``Forget``."""
     missing: list[str] = []
+    fixed: list[str] = []
+    """With ``Missing``: tensors that no update writes."""
     checksums: dict[str, int] = {}

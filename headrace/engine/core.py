@@ -58,13 +58,16 @@ class EngineCore:
         *,
         pipeline_depth: int = 1,
         weights_must_be_complete: bool = False,
+        capture_seconds: float = 0.0,
     ) -> None:
-        """``constraints``: None: constrained requests are refused."""
+        """``constraints``: None: constrained requests are refused. ``capture_seconds``: most time that an engine that wakes
+        captures CUDA graphs, before it captures the others while it is idle."""
         self.scheduler = scheduler
         self.executor: Executor[Any] = executor
         self.outputs = outputs
         self.adapters = LoadedAdapters(scheduler, executor)
         self._depth = pipeline_depth
+        self._capture_seconds = capture_seconds
         self._constraints = constraints if constraints is not None else Constraints(None, 1)
         self._launched: deque[tuple[StepPlan, Any]] = deque()
         """Steps whose results have not been read, oldest first."""
@@ -206,11 +209,19 @@ class EngineCore:
 
     def idle(self) -> bool:
         """Captures one CUDA graph unless requests are waiting. False: nothing was captured."""
+        if self.weights.asleep:
+            return False
         graphs = self.executor.graphs()
         if self.has_work() or graphs.captured >= graphs.total:
             return False
         self.executor.capture_next()
         return True
+
+    def capture_graphs(self) -> None:
+        """Captures CUDA graphs again, for a while. No step is in flight."""
+        end, graphs = time.perf_counter() + self._capture_seconds, self.executor.graphs()
+        while graphs.captured < graphs.total and time.perf_counter() < end:
+            graphs = self.executor.capture_next()
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. False: prefix caching is disabled."""

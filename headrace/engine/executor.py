@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from headrace.core.plan import RunnerEvent, SamplePlan, StepPlan, StepResult
-from headrace.core.weights import RankCommand, RankReply, Receive
+from headrace.core.weights import RankCommand, RankReply, Receive, Release, Restore
+from headrace.engine.sleep import SleepingMemory
 from headrace.engine.weight_receiver import WeightReceiver
 from headrace.errors import ConfigError, EngineError
 from headrace.models.interface import Model
+from headrace.models.kinds import own_weights
 from headrace.models.update import weight_update
 from headrace.parallel.agreement import Agreement
 from headrace.runner.graphs import GraphCount
@@ -17,6 +19,8 @@ from headrace.runner.part import StepHandle
 from headrace.runner.parts.adapters import adapter_tables
 from headrace.runner.runner import ModelRunner
 from headrace.sources.adapter import AdapterFiles
+from headrace.sources.files import ModelFiles
+from headrace.weights.transport.source import OpenSource
 from headrace.weights.update import Named, WholeUpdate
 
 Handle = TypeVar("Handle")
@@ -90,15 +94,29 @@ class Executor(Protocol[Handle]):
 class LocalExecutor(Executor[StepHandle]):
     """One runner in this process. Processes that share its model (``ranks``) each have one and get the same calls."""
 
-    def __init__(self, model: Model, runner: ModelRunner, ranks: Agreement, *, weight_timeout: float = 600.0) -> None:
-        """``weight_timeout``: seconds in which a group of a trainer must come together, and each broadcast must come."""
+    def __init__(
+        self,
+        model: Model,
+        runner: ModelRunner,
+        ranks: Agreement,
+        files: ModelFiles | None = None,
+        *,
+        weight_timeout: float = 600.0,
+    ) -> None:
+        """
+        Args:
+            files: those that the model was loaded from; None: it was handed over, and its weights do not sleep.
+            weight_timeout: seconds in which a group of a trainer must come together, and each broadcast must come.
+        """
         self.model = model
         self.runner = runner
         self._ranks = ranks
         group, with_encoder = model.group, runner.encoder is not None
         self._receiver = WeightReceiver(
-            model, with_encoder=with_encoder, rank=group.rank, size=group.size, seconds=weight_timeout
+            model, self._open_files, with_encoder=with_encoder, rank=group.rank, size=group.size, seconds=weight_timeout
         )
+        self._files = files
+        self._memory = SleepingMemory(model, runner, own_weights=files is not None)
 
     def execute(self, plan: StepPlan) -> StepHandle:
         return self.runner.execute(plan)
@@ -128,9 +146,20 @@ class LocalExecutor(Executor[StepHandle]):
             self._receiver.note(update.update)
 
     def weights(self, command: RankCommand) -> RankReply:
-        if isinstance(command, Receive):
-            self.runner.note(RunnerEvent("weights"))
+        match command:
+            case Release(tags, drop):
+                return self._memory.release(tags, drop=drop)
+            case Restore(tags):
+                return self._memory.restore(tags)
+            case Receive():
+                self.runner.note(RunnerEvent("weights"))
         return self._receiver.handle(command)
+
+    def _open_files(self) -> OpenSource:
+        """Raises: ConfigError: the model cannot be loaded from its files again."""
+        if self._files is None:
+            raise ConfigError("the model was handed over, and not loaded from files: update its weights", "model")
+        return own_weights(self.model, self._files, self.runner.config.args.seed, self.runner.device)
 
     def load_adapter(self, files: AdapterFiles) -> None:
         adapter_tables(self.runner.parts).load(files)

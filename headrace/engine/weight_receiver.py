@@ -16,6 +16,7 @@ from headrace.core.weights import (
     Checksums,
     DiskSource,
     Drop,
+    FilesSource,
     Forget,
     GroupSource,
     GroupSpec,
@@ -29,6 +30,7 @@ from headrace.core.weights import (
     Source,
 )
 from headrace.errors import ConfigError
+from headrace.models.kinds import unwritable
 from headrace.models.update import update_plan
 from headrace.weights.checksum import checksum
 from headrace.weights.transport.group import OpenBroadcasts, WeightGroup
@@ -62,14 +64,17 @@ class _Job:
 class WeightReceiver:
     """Answers each command at once. The engine sends no step while a load is under way."""
 
-    def __init__(self, model: Any, *, with_encoder: bool, rank: int, size: int, seconds: float) -> None:
+    def __init__(
+        self, model: Any, own: Callable[[], OpenSource], *, with_encoder: bool, rank: int, size: int, seconds: float
+    ) -> None:
         """
         Args:
+            own: opens the files of the model. Raises ConfigError: it cannot be loaded from them again.
             with_encoder: the model has a vision encoder, which is not updated.
             rank, size: among the tensor-parallel ranks of the engine.
             seconds: time in which a group must come together, and each broadcast must come.
         """
-        self._model = model
+        self._model, self._own = model, own
         self._plan = functools.partial(update_plan, model, with_encoder=with_encoder)
         self._rank, self._size = rank, size
         self._seconds = seconds
@@ -109,7 +114,8 @@ class WeightReceiver:
                 self._written.clear()
             case Missing():
                 table = self._table or self._plan([])
-                return RankReply(written=sum(map(len, self._written.values())), missing=table.unwritten(self._written))
+                count, fixed = sum(map(len, self._written.values())), set().union(*unwritable(self._model).values())
+                return RankReply(written=count, missing=table.unwritten(self._written), fixed=sorted(fixed))
             case Join(spec, replica):
                 self._leave(spec.name)
                 rank = spec.rank_offset + replica * self._size + self._rank
@@ -128,6 +134,8 @@ class WeightReceiver:
 
     def _open(self, source: Source) -> OpenSource:
         match source:
+            case FilesSource():
+                return self._own()
             case DiskSource(path):
                 return OpenFiles(path)
             case GroupSource(name):

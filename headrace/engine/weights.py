@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from headrace.core.weights import (
+    MEMORY_TAGS,
     PAUSE_MODES,
     AcceptFiles,
     Begin,
@@ -16,6 +17,7 @@ from headrace.core.weights import (
     Checksums,
     Drop,
     Fail,
+    FilesSource,
     Finish,
     Forget,
     JobEnded,
@@ -29,9 +31,14 @@ from headrace.core.weights import (
     RankCommand,
     RankReply,
     Receive,
+    Release,
     Rename,
+    Restore,
     Resume,
     ServedWeights,
+    Sleep,
+    SleepTag,
+    Wake,
     WeightCommand,
     WeightResult,
     WeightState,
@@ -47,6 +54,8 @@ Reply = Callable[[WeightResult], None]
 
 BEAT_SECONDS = 1.0
 """Interval of reports of the state while a command is under way."""
+_WAIT_SECONDS = 0.002
+"""Interval at which a command is looked after in the calling process, where a thread carries it out."""
 _SHOWN = 5
 """Names of tensors in an answer."""
 
@@ -79,6 +88,10 @@ class PausableEngine(Protocol):
 
     def preempt_all(self) -> None: ...
 
+    def reset_prefix_cache(self) -> bool: ...
+
+    def capture_graphs(self) -> None: ...
+
     def weights_changed(self, version: str, number: int = 0) -> int: ...
 
 
@@ -108,6 +121,14 @@ class WeightControl:
         """A load of the update has begun to write."""
         self._own_pause = False
         """An update paused the engine, which its end resumes."""
+        self._own_sleep = False
+        """Sleep paused the engine, which resumes once it is awake and its weights are whole."""
+        self._asleep: set[SleepTag] = set()
+        """Parts that sleep."""
+        self._level = 0
+        """Level of the last sleep."""
+        self._until_update = False
+        """The end of the next update wakes everything."""
         self._num_updates = 0
         self._damage: tuple[WeightState, str] | None = None
         """State and reason, if the weights are not whole."""
@@ -128,7 +149,9 @@ class WeightControl:
     @property
     def status(self) -> WeightStatus:
         state: WeightState = "serving"
-        if self._damage is not None:
+        if self._asleep:
+            state = "asleep"
+        elif self._damage is not None:
             state = self._damage[0]
         elif self._load is not None:
             state = "writing"
@@ -139,13 +162,31 @@ class WeightControl:
         return WeightStatus(
             state=state,
             pause=self._pause,
-            own_pause=self._own_pause,
+            own_pause=self._own_pause or self._own_sleep,
+            asleep=self._sleeping,
+            level=self._level,
             number=self._number,
             version=self._version,
-            reason="" if self._damage is None else self._damage[1],
+            reason=self._reason,
             groups=sorted(self._groups),
             num_tensors=self._num_tensors,
         )
+
+    @property
+    def _sleeping(self) -> tuple[SleepTag, ...]:
+        return tuple(sorted(self._asleep))
+
+    @property
+    def asleep(self) -> bool:
+        """Whether some part of the engine sleeps: no step can run."""
+        return bool(self._asleep)
+
+    @property
+    def _reason(self) -> str:
+        """Reason why nothing can be generated; empty: it can."""
+        if self._asleep:
+            return f"the engine is asleep (level {self._level}): wake it up first"
+        return "" if self._damage is None else self._damage[1]
 
     def start(self, served: ServedWeights) -> None:
         """Takes over what the engine before this one had."""
@@ -161,9 +202,9 @@ class WeightControl:
     def _apply(self) -> None:
         """Makes the core hold and refuse what the state demands, and reports the state."""
         core, pause = self._core, self._pause
-        core.refusal = ""
-        if self._damage is not None:
-            core.hold, core.refusal = True, self._damage[1]
+        core.refusal = self._reason
+        if core.refusal:
+            core.hold = True
         else:
             core.hold = pause is not None and (pause != "wait" or not self._awaiting)
             if pause in ("wait", "abort"):
@@ -183,6 +224,8 @@ class WeightControl:
                     self._on_begin(reply)
                 case Load():
                     self._on_load(command, reply)
+                case Sleep():
+                    ended = self._on_sleep(command, reply)
                 case Join(group):
                     self._rank(command)
                     self._groups.discard(group.name)
@@ -192,6 +235,7 @@ class WeightControl:
                     self._apply()
                     reply(result)
         except WeightsError as error:
+            self._apply()
             reply(WeightResult(status=error.status, error=str(error), weights=self.status))
         return ended
 
@@ -219,14 +263,21 @@ class WeightControl:
             case Leave(name):
                 self._rank(command)
                 self._groups.discard(name)
+            case Wake(tags):
+                self._wake(tags)
             case Checksums():
                 self._check_idle()
+                if "weights" in self._asleep:
+                    raise WeightsError(self._reason, 409)
                 result = WeightResult(checksums=self._rank(command).checksums)
         return msgspec.structs.replace(result, weights=self.status)
 
     def _on_pause(self, mode: PauseMode, reply: Reply) -> list[OutputDelta]:
         """A pause may only be tightened."""
-        self._own_pause = False
+        self._own_pause = self._own_sleep = False
+        return self._tighten(mode, reply)
+
+    def _tighten(self, mode: PauseMode, reply: Reply) -> list[OutputDelta]:
         if self._pause is None or PAUSE_MODES.index(mode) > PAUSE_MODES.index(self._pause):
             self._pause = mode
         self._awaiting.append(reply)
@@ -235,11 +286,13 @@ class WeightControl:
         return ended
 
     def _on_resume(self) -> None:
+        if self._asleep:
+            raise WeightsError(self._reason, 409)
         if self._damage is not None:
             raise WeightsError(self._damage[1], 409)
         if self._open or self._begins:
             raise WeightsError("an update is open: finish it first", 409)
-        self._own_pause = False
+        self._own_pause = self._own_sleep = False
         awaiting, self._awaiting, self._pause = self._awaiting, [], None
         for reply in awaiting:
             reply(WeightResult(status=409, error="the engine was resumed before it was paused", weights=self.status))
@@ -259,6 +312,12 @@ class WeightControl:
 
     def _begin(self, reply: Reply) -> None:
         self._begins = False
+        if "weights" in self._asleep:
+            try:
+                self._wake(("weights",))
+            except WeightsError as error:
+                reply(WeightResult(status=error.status, error=str(error), weights=self.status))
+                return
         if not self._open:
             self._num_updates += 1
             self._open, self._changed = True, False
@@ -284,10 +343,12 @@ class WeightControl:
         if not self._open:
             raise WeightsError(self._damage[1] if self._damage is not None else "no update is open", 409)
         found = self._rank(Missing())
-        if found.missing and (self._damage is not None or self._complete):
+        lacking = found.missing if self._complete else []
+        if self._damage is not None:
+            lacking = [name for name in found.missing if name not in found.fixed]
+        if lacking:
             what = self._damage[1] if self._damage is not None else "the update is not complete (weights_must_be_complete)"
-            names = ", ".join(found.missing[:_SHOWN])
-            raise WeightsError(f"{what}; {len(found.missing)} tensors were not written: {names}", 409)
+            raise WeightsError(f"{what}; {len(lacking)} tensors were not written: {', '.join(lacking[:_SHOWN])}", 409)
         self._renew(command.number, command.version)
         missing = found.missing
         return WeightResult(written=found.written, kept=missing[:_SHOWN], num_kept=len(missing))
@@ -301,6 +362,69 @@ class WeightControl:
         if self._own_pause:
             self._pause, self._own_pause = None, False
         self._rank(Forget())
+        if self._until_update:
+            self._wake(None)
+        self._end_own_sleep()
+
+    # Sleep
+
+    def _on_sleep(self, command: Sleep, reply: Reply) -> list[OutputDelta]:
+        self._check_idle()
+        if self._open or self._begins:
+            raise WeightsError("an update is open: finish it first", 409)
+        self._own_sleep = self._own_sleep or self._pause is None
+
+        def paused(result: WeightResult) -> None:
+            if result.status == 200:
+                try:
+                    self._fall_asleep(command)
+                except WeightsError as error:
+                    self._end_own_sleep()
+                    result = WeightResult(status=error.status, error=str(error))
+                self._apply()
+            reply(msgspec.structs.replace(result, weights=self.status))
+
+        return self._tighten(command.mode, paused)
+
+    def _fall_asleep(self, command: Sleep) -> None:
+        """No step is in flight."""
+        tags, level = command.tags if command.level else (), command.level
+        if level == 2 and command.until_update:
+            level = 1 if self._rank(Check(FilesSource())).error else 2
+            self._rank(Drop())
+        if "kv_cache" in tags:
+            self._core.preempt_all()
+            self._core.reset_prefix_cache()
+        if tags and (error := self._rank(Release(tags, level == 2)).error):
+            self._rank(Restore(tuple(tag for tag in tags if tag not in self._asleep)))
+            raise WeightsError(error, 503)
+        self._asleep |= {"scheduling", *tags}
+        self._level = max(level, self._level)
+        self._until_update = self._until_update or command.until_update
+        if "weights" in tags and level == 2:
+            self._rank(Forget())
+            self._damage = "hollow", "the weights were dropped (sleep level 2): update or reload them"
+
+    def _wake(self, tags: tuple[SleepTag, ...] | None) -> None:
+        """Raises: WeightsError: a rank has no memory for it; what is woken stays awake."""
+        wanted = self._asleep & set(self._asleep if tags is None else tags)
+        memory = tuple(sorted(wanted - {"scheduling"}))
+        if memory and (error := self._rank(Restore(memory)).error):
+            raise WeightsError(error, 503)
+        self._asleep -= wanted
+        # Clients of weights and KV alone mean the graphs too.
+        if memory and self._asleep <= {"scheduling", "cuda_graph"}:
+            self._rank(Restore(MEMORY_TAGS))
+            self._asleep.clear()
+        if wanted and not self._asleep:
+            self._level, self._until_update = 0, False
+            self._core.capture_graphs()
+        self._end_own_sleep()
+
+    def _end_own_sleep(self) -> None:
+        """Resumes an engine that only sleep had paused, once nothing speaks against it."""
+        if self._own_sleep and not self._asleep and self._damage is None:
+            self._pause, self._own_sleep = None, False
 
     def _fail(self, reason: str) -> None:
         """Ends the update."""
@@ -390,6 +514,8 @@ class WeightControl:
             self.poll()
             if self._core.runnable():
                 self._core.step()
+            elif not results:
+                time.sleep(_WAIT_SECONDS)
         return checked(results[0])
 
 

@@ -26,6 +26,7 @@ from headrace.frontend.pending import PendingRequests, prompt_list
 from headrace.frontend.pooled_calls import Make, PooledCalls
 from headrace.frontend.progress import ProgressBar, bar_shown
 from headrace.frontend.replicated import ReplicatedEngine, start_replicas
+from headrace.frontend.sleep import SleepCalls
 from headrace.frontend.streams import new_output
 from headrace.metrics.stats import EngineStats
 from headrace.options import shown
@@ -52,7 +53,7 @@ _Shaped = Callable[[Any, SamplingParams], _Shape]
 """Prompt and parameters -> shape"""
 
 
-class LLM(PooledCalls):
+class LLM(PooledCalls, SleepCalls):
     """A model and its engine. Keywords are the fields of ``EngineArgs``.
 
     ::

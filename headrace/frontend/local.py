@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from headrace.core.weights import WeightCommand, WeightResult, WeightStatus
 from headrace.engine.info import Progress
 from headrace.engine.timeline import Timeline
 from headrace.frontend.adapters import AdapterNames, LocalAdapters
@@ -23,6 +24,14 @@ class LocalEngine(LoadedEngine):
     inputs: InputProcessor
     pooling: PoolingInputs
     adapters: LocalAdapters
+
+    @property
+    def weights(self) -> WeightStatus:
+        return self.core.weights.status
+
+    def command(self, command: WeightCommand) -> WeightResult:
+        """Carries out a command to the weights. Raises: WeightsError."""
+        return self.core.weights.call(command)
 
 
 def open_local(source: ModelSource, on_progress: Callable[[Progress], None] | None = None) -> LocalEngine:

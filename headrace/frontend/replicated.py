@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from headrace.config import EngineArgs
 from headrace.core.request import Request
+from headrace.core.weights import WeightCommand, WeightResult, WeightStatus
 from headrace.engine.endings import failed
 from headrace.engine.info import EngineInfo, Progress
 from headrace.errors import EngineError, RequestError
@@ -168,6 +169,15 @@ class ReplicatedEngine:
     text: ModelText
     pooling: PoolingInputs
     adapters: ReplicatedAdapters
+    llm: AsyncLLM
+
+    @property
+    def weights(self) -> WeightStatus:
+        return self.llm.weights.status()
+
+    def command(self, command: WeightCommand) -> WeightResult:
+        """Carries out a command to the weights of all replicas. Raises: WeightsError."""
+        return self.core.call(self.llm.weights.send(command))
 
 
 def start_replicas(args: EngineArgs, on_progress: Callable[[Progress], None] | None) -> ReplicatedEngine:
@@ -186,4 +196,4 @@ def start_replicas(args: EngineArgs, on_progress: Callable[[Progress], None] | N
     except BaseException:
         core.close()
         raise
-    return ReplicatedEngine(core, llm.inputs, llm.info, llm.text, llm.pooling, ReplicatedAdapters(core, llm))
+    return ReplicatedEngine(core, llm.inputs, llm.info, llm.text, llm.pooling, ReplicatedAdapters(core, llm), llm)

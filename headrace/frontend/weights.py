@@ -6,14 +6,16 @@ import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from headrace.core.weights import (
+    MEMORY_TAGS,
     AcceptFiles,
     Begin,
     Checksums,
     DiskSource,
     Fail,
+    FilesSource,
     Finish,
     GroupSource,
     GroupSpec,
@@ -24,8 +26,11 @@ from headrace.core.weights import (
     PauseMode,
     Rename,
     Resume,
+    Sleep,
+    SleepTag,
     Source,
     TensorSpec,
+    Wake,
     WeightCommand,
     WeightResult,
     WeightStatus,
@@ -74,7 +79,8 @@ class Weights:
         """Names of the commands that are not answered."""
         return [name for name, _ in self._calls.values()]
 
-    async def _send(self, command: WeightCommand) -> WeightResult:
+    async def send(self, command: WeightCommand) -> WeightResult:
+        """Sends a command to all engines, and waits for their answer."""
         number, reply = next(self._numbers), asyncio.get_running_loop().create_future()
         self._calls[number] = (type(command).__name__, reply)
         try:
@@ -106,48 +112,84 @@ class Weights:
                 computed again from their tokens. wait: they run to their ends; new ones are refused. abort: they end with what
                 they have; new ones are refused.
         """
-        paused = self._send(Pause(mode))
+        paused = self.send(Pause(mode))
         if mode == "abort":
             self._abort()
         return await paused
 
     async def resume(self) -> WeightResult:
         """Goes on with requests. Refused while an update is open or the weights are not whole."""
-        return await self._send(Resume())
+        return await self.send(Resume())
+
+    async def sleep(
+        self,
+        level: Literal[0, 1, 2] = 1,
+        mode: PauseMode = "abort",
+        tags: Sequence[SleepTag] = MEMORY_TAGS,
+        *,
+        until_update: bool = False,
+    ) -> WeightResult:
+        """Pauses, and gives memory back. Returns once it is free. An engine that sleeps already may give back more.
+
+        Args:
+            level: 0: nothing but the pause. 1: the host's memory keeps the weights. 2: the weights are dropped, and an update
+                or ``reload`` must write all of them.
+            mode: of the pause. KV is dropped, so that requests that are kept are computed again.
+            tags: parts that give memory back; CUDA graphs always do.
+            until_update: the end of the next update wakes the engine. Weights that ``reload`` could not read again are kept at
+                level 2 too.
+        """
+        asleep = self.send(Sleep(level, mode, tuple(tags), until_update))
+        if mode == "abort":
+            self._abort()
+        return await asleep
+
+    async def wake_up(self, tags: Sequence[SleepTag] | None = None) -> WeightResult:
+        """Takes memory again, all of it or that of some tags. The engine goes on if only its sleep had paused it, once it is
+        awake and its weights are whole."""
+        return await self.send(Wake(None if tags is None else tuple(tags)))
 
     async def begin(self) -> WeightResult:
         """Begins an update. An engine that serves is paused (keep) until ``finish``."""
-        return await self._send(Begin())
+        return await self.send(Begin())
 
     async def load(self, source: Source) -> WeightResult:
         """Writes the weights of a source, all or some. If that fails once something may be written, the weights are torn:
         nothing is generated until an update has written all of them."""
-        return await self._send(Load(source))
+        return await self.send(Load(source))
 
     async def finish(self, version: str | None = None) -> WeightResult:
         """Ends the update. ``version``: its name, which answers report; None: its number."""
-        return await self._send(Finish(0, version))
+        return await self.send(Finish(0, version))
 
     async def fail(self, reason: str = "it was given up") -> WeightResult:
         """Gives the open update up."""
-        return await self._send(Fail(reason))
+        return await self.send(Fail(reason))
 
     async def update_from_disk(self, path: str | Path, version: str | None = None) -> WeightResult:
         """An update from the safetensors files of a directory, which may be deleted afterwards."""
+        return await self._update(DiskSource(str(path)), version)
+
+    async def _update(self, source: Source, version: str | None) -> WeightResult:
         await self.begin()
         try:
-            await self.load(DiskSource(str(path)))
+            await self.load(source)
         except BaseException:
             await self.fail()
             raise
         return await self.finish(version)
 
+    async def reload(self, version: str | None = None) -> WeightResult:
+        """An update from the files that the model was loaded from. Weights that a checkpoint stores as codes are not read
+        again: 400, and nothing has changed."""
+        return await self._update(FilesSource(), version)
+
     async def join(self, group: GroupSpec) -> WeightResult:
         """Joins a group, together with the trainer and all ranks."""
-        return await self._send(Join(group))
+        return await self.send(Join(group))
 
     async def leave(self, name: str) -> WeightResult:
-        return await self._send(Leave(name))
+        return await self.send(Leave(name))
 
     async def receive(
         self, group: str, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], *, packed: bool = False
@@ -158,12 +200,12 @@ class Weights:
 
     async def rename(self, version: str) -> WeightResult:
         """Gives the present weights another version."""
-        return await self._send(Rename(version))
+        return await self.send(Rename(version))
 
     async def accept_files(self) -> WeightResult:
         """Serves the weights of the engine's files, although it had later ones before it was started again."""
-        return await self._send(AcceptFiles())
+        return await self.send(AcceptFiles())
 
     async def checksums(self) -> dict[str, int]:
         """64-bit sums of all parameters, by name, rank and replica."""
-        return (await self._send(Checksums())).checksums
+        return (await self.send(Checksums())).checksums

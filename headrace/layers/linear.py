@@ -89,6 +89,8 @@ class LinearMethod(ABC):
     """The kernels that multiply, for reports; empty where ``format`` says them, or where they depend on the machine."""
     batch_invariant: ClassVar[bool] = False
     """Honours ``layer.batch_invariant``."""
+    constants: frozenset[str] = frozenset()
+    """Names of buffers that no update of the weights writes: orders of inputs, and counters of kernels."""
     multiples: ClassVar[tuple[int, int]] = 1, 1
     """Numbers of which outputs and inputs must be multiples."""
 

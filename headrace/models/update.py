@@ -15,7 +15,7 @@ from headrace.models.vision.interface import VISION_NAME
 from headrace.weights.update import Named, TensorFacts, WeightUpdate, WholeUpdate
 
 
-def _packed(model: Decoder) -> dict[str, Linear]:
+def packed_layers(model: Decoder) -> dict[str, Linear]:
     """Layers that hold a parameter in another form, by its name."""
     found = {}
     for path, layer in model.named_modules():
@@ -25,8 +25,8 @@ def _packed(model: Decoder) -> dict[str, Linear]:
     return found
 
 
-def _packed_experts(model: Decoder) -> dict[str, Experts]:
-    """The same of experts."""
+def packed_experts(model: Decoder) -> dict[str, Experts]:
+    """The same of experts. Not all formats take new values: ``ExpertsMethod.rounds``."""
     return {
         f"{path}.{matrix}": layer
         for path, layer in model.named_modules()
@@ -51,7 +51,7 @@ def update_plan(model: Any, facts: Iterable[TensorFacts], *, with_encoder: bool 
             raise ConfigError(f"{one.name} is of the vision encoder, which is not updated: leave it out", "tensors")
     if isinstance(model, Decoder):
         table, parameters = registry.name_table(model.spec), dict(model.named_parameters())
-        return WeightUpdate(table, parameters, facts, _packed(model), _packed_experts(model))
+        return WeightUpdate(table, parameters, facts, packed_layers(model), packed_experts(model))
     return model.update_plan(facts)  # type: ignore[no-any-return]
 
 

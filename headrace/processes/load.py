@@ -61,8 +61,8 @@ def load_engine(source: ModelSource, timeline: Timeline | None = None, *, captur
             loaded = start_ranks(args, args.tensor_parallel_size)
             phase.detail = f"{args.tensor_parallel_size} processes"
     config, executor = loaded.config, loaded.executor
+    seconds = capture_seconds if args.graph_capture_seconds is None else args.graph_capture_seconds
     if config.graph_rows:
-        seconds = capture_seconds if args.graph_capture_seconds is None else args.graph_capture_seconds
         with timeline.phase("CUDA graphs") as phase:
             graphs = _capture_graphs(executor, seconds, phase.progress)
             phase.detail = f"{graphs.captured} of {graphs.total}; the others follow while the engine is idle"
@@ -80,6 +80,7 @@ def load_engine(source: ModelSource, timeline: Timeline | None = None, *, captur
         constraints,
         pipeline_depth=config.scheduler.pipeline_depth,
         weights_must_be_complete=args.weights_must_be_complete,
+        capture_seconds=seconds,
     )
     with timeline.phase("warm-up"):
         core.warm_up(_warm_up_requests(config))

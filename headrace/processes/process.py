@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from headrace.config import EngineArgs
+from headrace.core.weights import WeightResult
 from headrace.engine.core import EngineCore
 from headrace.engine.info import EngineInfo
 from headrace.engine.timeline import Timeline
@@ -143,7 +144,7 @@ class EngineLoop:
             case Control():
                 self._control(message)
             case WeightCall(call, command):
-                return self._core.weights.submit(command, lambda result: self._send(WeightReply(call, result)))
+                return self._core.weights.submit(command, lambda result: self._answer_weights(call, result))
             case Shutdown():
                 self._running = False
             case Start():
@@ -192,6 +193,11 @@ class EngineLoop:
             self._send(ControlReply(message.call, False, f"{type(error).__name__}: {error}"))
             return
         self._send(ControlReply(message.call, value))
+
+    def _answer_weights(self, call: int, result: WeightResult) -> None:
+        """Answers a command. What it did to requests and KV is in the statistics by then."""
+        self._send(Stats(self._core.stats()))
+        self._send(WeightReply(call, result))
 
     def _answer_drains(self) -> None:
         for call in self._drains:

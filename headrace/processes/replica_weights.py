@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Literal, Protocol, cast
 
 import msgspec
 
 from headrace.core.weights import (
+    MEMORY_TAGS,
     Begin,
     Fail,
     Finish,
@@ -16,6 +17,8 @@ from headrace.core.weights import (
     Load,
     Lose,
     Pause,
+    Sleep,
+    Wake,
     WeightCommand,
     WeightResult,
     WeightStatus,
@@ -23,7 +26,7 @@ from headrace.core.weights import (
 from headrace.errors import EngineDeadError
 from headrace.processes.messages import ToEngine, WeightCall, WeightReply
 
-_STATES = ("serving", "paused", "open", "writing", "lost", "torn")
+_STATES = ("serving", "paused", "open", "writing", "asleep", "hollow", "lost", "torn")
 """From the best to the worst: a set of replicas is in the worst state of them."""
 _UNANSWERED = 0
 """Number of calls that wait for no answer."""
@@ -114,6 +117,9 @@ class ReplicaWeights:
         newest = max(others, key=lambda one: one.number)
         if pause is not None and replica.weights.pause is None:
             replica.send(WeightCall(_UNANSWERED, Pause(pause)))
+        if (sleeper := next((other for other in others if other.asleep), None)) is not None and not replica.weights.asleep:
+            level, tags = cast(Literal[0, 1, 2], sleeper.level), sleeper.asleep
+            replica.send(WeightCall(_UNANSWERED, Sleep(level, tags=tuple(tag for tag in tags if tag in MEMORY_TAGS))))
         if newest.number > replica.weights.number:
             replica.send(WeightCall(_UNANSWERED, Lose(newest.number, newest.version)))
 
@@ -140,6 +146,9 @@ class ReplicaWeights:
             case Begin():
                 for replica in succeeded:
                     replica.send(WeightCall(_UNANSWERED, Fail("")))
+            case Sleep():
+                for replica in succeeded:
+                    replica.send(WeightCall(_UNANSWERED, Wake()))
             case Load() if succeeded or not refused:
                 for replica in self._replicas:
                     if replica.up and replica.number in call.results:

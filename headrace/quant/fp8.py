@@ -35,6 +35,7 @@ class Fp8Method(PackedMethod):
     format = "FP8, a scale for each output"
     devices = frozenset({"cpu", "cuda"})
     kernel = "by number of rows, Triton or cuBLASLt"
+    constants = frozenset({"one", "turns"})
     multiples = 16, 16
 
     @classmethod

@@ -167,6 +167,23 @@ def round_to_groups(weight: torch.Tensor, bits: int, step: torch.dtype, anchor: 
     return GroupCodes(bits, codes, scales, mins)
 
 
+def round_to_zero_points(weight: torch.Tensor, bits: int, step: torch.dtype) -> GroupCodes:
+    """Rounds a float matrix to codes with integer zero points: each group's range is widened to include 0.
+
+    Args:
+        weight: ``[N, K]``, K a multiple of 32.
+        step: the dtype in which the kernel keeps scales.
+    """
+    top = 2**bits - 1
+    groups = weight.float().view(len(weight), -1, GROUP)
+    low, high = groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
+    scales = ((high - low) / top).to(step).float()
+    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+    zeros = (-low / scales).round_().clamp_(0, top)
+    codes = (groups / scales[..., None]).add_(zeros[..., None]).round_().clamp_(0, top)
+    return GroupCodes(bits, codes.to(torch.uint8).view(weight.shape), scales.to(step), zeros.to(torch.uint8))
+
+
 def relative_error(approximate: torch.Tensor, exact: torch.Tensor) -> float:
     """Root mean square of the difference over that of ``exact``."""
     norm = exact.float().norm()

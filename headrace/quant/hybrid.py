@@ -24,6 +24,7 @@ class HybridMethod(PackedMethod):
     def __init__(self, packed: PackedMethod, crossover: int) -> None:
         """``crossover``: the most rows that go to ``packed``."""
         self.packed = packed
+        self.constants = packed.constants
         self.crossover = crossover
 
     def allocate(self, layer: Linear, dtype: torch.dtype, device: str | torch.device) -> None:
@@ -37,13 +38,13 @@ class HybridMethod(PackedMethod):
     def load(self, layer: Linear, parts: Sequence[StoredMatrix]) -> float:
         error = self.packed.load(layer, parts)
         copy = torch.empty(layer.out_features, layer.in_features, dtype=self.dtype)
-        start = 0
-        for part in parts:
-            rows = part.exact()
-            copy[start : start + len(rows)] = rows
-            start += len(rows)
+        _fill(copy, parts)
         layer.register_buffer("copy", copy)
         return error
+
+    def rewrite(self, layer: Linear, parts: Sequence[StoredMatrix]) -> None:
+        self.packed.rewrite(layer, parts)
+        _fill(layer.get_buffer("copy"), parts)
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         if x.numel() <= self.crossover * layer.in_features:
@@ -64,3 +65,11 @@ class HybridMethod(PackedMethod):
             MemoryLine("packed weights", packed, self.packed.format),
             MemoryLine("second copy of packed weights", copy, "for prompts and large batches"),
         ]
+
+
+def _fill(copy: torch.Tensor, parts: Sequence[StoredMatrix]) -> None:
+    start = 0
+    for part in parts:
+        rows = part.exact()
+        copy[start : start + len(rows)] = rows
+        start += len(rows)

@@ -14,7 +14,7 @@ from headrace.kernels.native.library import DTYPES, NativeKernels
 from headrace.layers.linear import Linear
 from headrace.layers.stored import Codes, StoredMatrix
 from headrace.quant.float_codes import TileCodes
-from headrace.quant.groups import GROUP, GroupCodes, concatenate, rows_at_once
+from headrace.quant.groups import GROUP, GroupCodes, concatenate, round_to_groups, round_to_zero_points, rows_at_once
 from headrace.quant.packed import PackedMethod, group_codes, integer_codes, kept_codes, rounding_error
 
 LANES = 16
@@ -72,6 +72,7 @@ class NativeMethod(PackedMethod):
     """
 
     multiples = 1, GROUP
+    constants = frozenset({"order"})
 
     def __init__(self, kernels: NativeKernels, bits: int) -> None:
         """``bits``: 4 or 8."""
@@ -105,6 +106,25 @@ class NativeMethod(PackedMethod):
         here = held(weights)
         exact = kept is not None and here.scales.equal(weights.scales) and here.mins.equal(weights.mins)
         return 0.0 if exact else rounding_error(lambda rows: here.rows(rows).dequantize(), parts)
+
+    def rewrite(self, layer: Linear, parts: Sequence[StoredMatrix]) -> None:
+        """Rounds floats to the form of scales that the layer has, in its order of inputs: calls of the kernels keep both."""
+        floats = torch.cat([part.exact() for part in parts])
+        floats = floats if self.order is None else floats[:, self.order]
+        packed, size = layer.get_buffer("packed"), rows_at_once(layer.in_features, LANES)
+        for start in range(0, layer.out_features, size):
+            rows = self._pack_floats(floats[start : start + size])
+            packed[start // LANES : start // LANES + len(rows)].copy_(rows)
+
+    def _pack_floats(self, floats: torch.Tensor) -> torch.Tensor:
+        if self._tail is Tail.HALF_MINIMA:
+            weights = round_to_groups(floats, self.bits, torch.float16)
+        else:
+            weights = round_to_zero_points(floats, self.bits, self._tail.dtype)
+        limit = torch.finfo(self._tail.dtype).max
+        if not all(float(values.abs().amax()) <= limit for values in (weights.scales, weights.mins)):
+            raise OverflowError(f"a scale is beyond {limit:g}, or no number")
+        return pack(weights, self._tail)
 
     def _register(self, layer: Linear, packed: torch.Tensor) -> None:
         layer.register_buffer("packed", packed)
@@ -148,6 +168,12 @@ class NativeFp8Method(NativeMethod):
         """Raises OverflowError if a code is NaN; the layer is then as it was."""
         self._register(layer, pack_fp8([part.codes for part in parts if isinstance(part.codes, TileCodes)]))
         return 0.0
+
+    def _pack_floats(self, floats: torch.Tensor) -> torch.Tensor:
+        groups = floats.float().view(len(floats), -1, GROUP)
+        scales = (groups.abs().amax(-1) / torch.finfo(torch.float8_e4m3fn).max).clamp_min(torch.finfo(torch.float32).tiny)
+        codes = (groups / scales[..., None]).view(floats.shape).to(torch.float8_e4m3fn)
+        return pack_fp8([TileCodes(codes, scales, (1, GROUP))])
 
 
 def keep(parts: Sequence[StoredMatrix], bits: int) -> tuple[torch.Tensor | None, GroupCodes] | None:

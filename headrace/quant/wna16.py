@@ -31,6 +31,7 @@ class Int4GpuMethod(PackedMethod):
     format = "int4 in groups"
     kernel = "by number of rows, Triton or cuBLAS"
     devices = frozenset({"cpu", "cuda"})
+    constants = frozenset({"order", "arrived"})
     batch_invariant = True
 
     @classmethod

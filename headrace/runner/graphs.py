@@ -116,6 +116,9 @@ class EagerSteps:
     def stop_capturing(self, reason: str) -> None:
         """Nothing is ever captured."""
 
+    def drop(self) -> None:
+        """Nothing is captured."""
+
     def shape_of(self, rows: RowArrays, adapters: bool) -> None:
         return None
 
@@ -262,6 +265,12 @@ class StepGraphs:
     def stop_capturing(self, reason: str) -> None:
         """Captures nothing more, as after a capture that failed."""
         self._failure = self._failure or reason
+
+    def drop(self) -> None:
+        """Forgets all graphs, which read memory that is given back. They are captured again as at first."""
+        self._captured.clear()
+        self._missed.clear()
+        self._pool, self.nbytes = None, 0
 
     def forward(self, shape: Shape, query_start: np.ndarray, places: np.ndarray, ends: np.ndarray) -> bool:
         """Runs the model for the rows that have been sent as ``shape``. Returns whether a graph was replayed.

@@ -115,6 +115,17 @@ class ModelRunner:
     def stop_capturing(self, reason: str) -> None:
         self._graphs.stop_capturing(reason)
 
+    def drop_graphs(self) -> None:
+        """Forgets all CUDA graphs, and frees their memory. They are captured again by ``capture_next`` or by later steps."""
+        if self._unsampled is not None:
+            raise EngineError(f"step {self._unsampled.step} has not been sampled")
+        self._graphs.drop()
+
+    @property
+    def caches(self) -> Sequence[LayerCache]:
+        """The KV of each layer."""
+        return self._caches
+
     def graphs(self) -> GraphCount:
         return self._graphs.count()
 

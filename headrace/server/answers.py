@@ -6,6 +6,7 @@ import dataclasses
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
+from urllib.parse import quote
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -50,7 +51,11 @@ class AnswerRoute(Generic[B]):
             generation.of_session(session)
         stream = body.stream
         del body  # its content is in the generation, which may take long
-        return await respond(request, state, generation, answer, stream=stream)
+        version = state.weight_version
+        response = await respond(request, state, generation, answer, stream=stream)
+        if state.settings.enable_rl_api:
+            response.headers["X-Weight-Version-Start"] = quote(version, safe="/:@+ ")
+        return response
 
     async def begun(self, state: Serving, fields: dict[str, Any], request_id: str) -> Begun:
         """Begins the answer to a body that came without HTTP."""

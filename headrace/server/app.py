@@ -16,7 +16,8 @@ import headrace
 from headrace.server.errors import install_handlers
 from headrace.server.generation import cancelled
 from headrace.server.middleware import AllowedHosts, ApiKeys, HeadAsGet, Observe, SameOrigin
-from headrace.server.routes.routers import ROUTERS, TRAINERS
+from headrace.server.routes.routers import ROUTERS
+from headrace.server.routes.trainers import NO_TRAINERS, TRAINERS
 from headrace.server.settings import ServerSettings
 from headrace.server.sse import SEND
 from headrace.server.state import Serving
@@ -51,9 +52,9 @@ def build_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI:
     install_handlers(app, settings.retry_after)
     for router in ROUTERS:
         app.include_router(router)
-    if settings.enable_rl_api and (settings.admin_keys or not settings.api_keys):
-        for router in TRAINERS:
-            app.include_router(router)
+    trainers = settings.enable_rl_api and (settings.admin_keys or not settings.api_keys)
+    for router in TRAINERS if trainers else NO_TRAINERS:
+        app.include_router(router)
     return app
 
 

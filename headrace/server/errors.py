@@ -29,7 +29,7 @@ _OLLAMA = "/api/"
 _MESSAGES_KINDS = {413: "request_too_large", 503: "overloaded_error"}
 _OVERLOADED = 529
 """Anthropic's status for 503."""
-_PAUSED_RETRY_SECONDS = 5
+WEIGHTS_RETRY_SECONDS = 5
 """Seconds after which a request may come again that was refused because of the weights."""
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -109,7 +109,7 @@ def api_error(error: BaseException, retry_after: int) -> ApiError:
         headers = {"Retry-After": str(retry_after)} if isinstance(error, QueueFullError) else None
         return ApiError(error.status, error.message, param=error.param, code=error.code, kind=error.kind, headers=headers)
     if isinstance(error, UnavailableError):
-        return unavailable(first_line(str(error)), max(retry_after, _PAUSED_RETRY_SECONDS))
+        return unavailable(first_line(str(error)), max(retry_after, WEIGHTS_RETRY_SECONDS))
     if isinstance(error, WeightsError):
         return ApiError(error.status, first_line(str(error)), code="weights")
     if isinstance(error, EngineDeadError):

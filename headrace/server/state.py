@@ -19,6 +19,7 @@ from fastapi import Request
 
 import headrace
 from headrace.core.request import AdapterRef
+from headrace.core.weights import WeightStatus
 from headrace.errors import ConfigError, ConflictError, EngineDeadError, EngineError, QueueFullError, RequestError
 from headrace.frontend.adapters import LoRARequest
 from headrace.host.bounded_cache import BoundedCache
@@ -26,7 +27,7 @@ from headrace.host.garbage import freeze_gc
 from headrace.metrics.prometheus import ServerMetrics
 from headrace.outputs import AttentionReport
 from headrace.server.body import BodyBudget
-from headrace.server.errors import ApiError, first_line, shown, unavailable
+from headrace.server.errors import WEIGHTS_RETRY_SECONDS, ApiError, first_line, shown, unavailable
 from headrace.server.features import FeatureStore
 from headrace.server.logprobs import TokenTexts
 from headrace.server.settings import ServerSettings
@@ -110,6 +111,8 @@ class Serving:
         """The tensors that it announced last."""
         self.next_version: str | None = None
         """Version that the update of SGLang's routes will have."""
+        self.weight_sums: dict[str, int] | None = None
+        """Sums of the weights at the last snapshot of SGLang's routes."""
         self.pause_watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -183,6 +186,19 @@ class Serving:
         """Returns the field that /health has while generation is paused."""
         return {"paused": True} if self.settings.enable_rl_api and self.llm.weights.status().pause is not None else {}
 
+    @property
+    def awaits_weights(self) -> WeightStatus | None:
+        """The state of weights that only an update can make whole, which the RL API takes; None: nothing waits for one."""
+        weights = self.llm.weights.status()
+        waits = weights.state in ("torn", "lost", "hollow") and self._lacks_weights
+        return weights if waits and self.settings.enable_rl_api and not (self.draining or self.loading) else None
+
+    @property
+    def _lacks_weights(self) -> bool:
+        """Whether the engine runs, and only its weights keep it from serving."""
+        reason = self.llm.weights.status().reason
+        return bool(reason) and self.llm.health().reason == reason
+
     def check_live(self) -> None:
         """Raises: ApiError 503 if the server cannot serve again: its engine did not start, or died repeatedly."""
         if self.failure is not None or self.llm.failed:
@@ -192,7 +208,8 @@ class Serving:
         """Raises: ApiError 503 with the reason."""
         ok, reason = self.health()
         if not ok:
-            raise unavailable(reason, self.settings.retry_after)
+            seconds = max(self.settings.retry_after, WEIGHTS_RETRY_SECONDS if self._lacks_weights else 0)
+            raise unavailable(reason, seconds)
 
     async def until_ready(self) -> None:
         """Waits for an engine that starts or restarts, at most ``ready_timeout`` seconds.
@@ -200,7 +217,7 @@ class Serving:
         Raises: ApiError 503 with the reason: that was not enough, or the engine does not come.
         """
         deadline = time.monotonic() + self.settings.ready_timeout
-        while not self.health()[0] and not (self.draining or self.failure is not None or self.llm.failed):
+        while not (self.health()[0] or self.draining or self.failure is not None or self.llm.failed or self._lacks_weights):
             if (left := deadline - time.monotonic()) <= 0:
                 break
             await asyncio.sleep(min(left, _READY_POLL_SECONDS))

@@ -62,7 +62,8 @@ def load_executor(source: ModelSource, text: ModelText, timeline: Timeline) -> L
     with timeline.phase("cache"):
         token_bytes = None if text.tokenizer is None else text.tokenizer.token_bytes
         runner = ModelRunner(model, config, token_bytes, encoder=encoder)
-        executor = LocalExecutor(model, runner, source.ranks, weight_timeout=args.weight_timeout)
+        own = None if files.kind == "object" else files
+        executor = LocalExecutor(model, runner, source.ranks, own, weight_timeout=args.weight_timeout)
     # Before the graphs, which may have them within: captured without, they would be captured again.
     if kernels:
         with timeline.phase("FlashInfer") as phase:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
@@ -68,13 +68,22 @@ def load_weights(
             weights (the message names it), or a matrix cannot be packed.
     """
     device = next(model.parameters()).device if device is None else device
-    with closing(_open(model, table, files, seed, device)) as checkpoint:
+    with closing(open_checkpoint(model, table, files, seed, device)) as checkpoint:
         loader = _Loader(model, table.chosen(checkpoint.tensors), checkpoint, device, progress)
         loader.check()
         return loader.load(quantization, head_quantization(quantize_head, quantization, device.type), ignore)
 
 
-def _open(model: nn.Module, table: NameTable, files: ModelFiles, seed: int, device: torch.device) -> Checkpoint:
+def open_checkpoint(
+    model: nn.Module,
+    table: NameTable,
+    files: ModelFiles,
+    seed: int,
+    device: torch.device,
+    packed: Mapping[str, torch.Tensor] | None = None,
+) -> Checkpoint:
+    """Opens the files of a model, as ``load_weights`` takes them. ``packed``: tensors like the parameters that layers hold in
+    another form by now."""
     own: ModelSpec = model.spec  # type: ignore[assignment]
     if files.kind == "safetensors" and is_sharded(files.weight_files):
         return ShardedCheckpoint(files.weight_files, own.whole)
@@ -85,11 +94,11 @@ def _open(model: nn.Module, table: NameTable, files: ModelFiles, seed: int, devi
 
         (file,) = files.weight_files
         return GGUFCheckpoint(file, own.whole, table.all_names())
-    parameters = dict(model.named_parameters())
+    parameters = {**dict(model.named_parameters()), **(packed or {})}
     like = {
         name: torch.empty(part.stored_shape(held), dtype=held.dtype, device="meta")
         for name, part in table.items()
-        for held in (parameters[part.parameter],)
+        if (held := parameters.get(part.parameter)) is not None
     }
     return DummyCheckpoint(like, seed, device)
 

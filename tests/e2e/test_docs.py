@@ -153,6 +153,8 @@ def training(checkpoint: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]
     names: dict[str, Any] = {"policy": policy, "train": train, "PROMPTS": ["The mill", "A wheel"]}
     small = f"model={str(checkpoint)!r}, num_kv_blocks=64"
     yield names, {'model="path/to/checkpoint"': small, "/dev/shm": str(checkpoint.parent), "max_tokens=32": "max_tokens=4"}
+    first, second, third = (names[name][0].outputs[0].token_ids for name in ("first", "second", "third"))
+    assert first == second != third
     spans = [[(span.version, span.start) for span in sample] for sample in names["versions"]]
     assert spans == [[(version, 0)] for version in ("0", "0", "1") for _ in range(4)]
 

@@ -17,6 +17,9 @@ from headrace.core.weights import (
     Load,
     Lose,
     Pause,
+    Sleep,
+    SleepTag,
+    Wake,
     WeightCommand,
     WeightResult,
     WeightStatus,
@@ -65,6 +68,19 @@ def bench() -> Bench:
 
 
 OK, REFUSED, FAILED = WeightResult(written=2), WeightResult(status=400, error="no"), WeightResult(status=503, error="torn")
+
+
+def test_replicas_sleep_together(bench: Bench) -> None:
+    """Where one of them does not, the others wake; one that starts again falls asleep as the others have."""
+    tags: tuple[SleepTag, ...] = ("kv_cache", "scheduling", "weights")
+    assert bench.call(Sleep(1), OK, OK) == OK
+    failed = bench.call(Sleep(2), OK, FAILED)
+    assert failed is not None and failed.error == "replica 1: torn"
+    assert bench.last == [Wake(), Sleep(2)]
+    bench.replicas[0].weights = WeightStatus(state="asleep", pause="abort", own_pause=True, asleep=tags, level=1)
+    assert bench.weights.status().state == "asleep"
+    bench.weights.started(bench.replicas[1])
+    assert bench.replicas[1].sent[-1] == Sleep(1, tags=("kv_cache", "weights"))
 
 
 def test_all_answer(bench: Bench) -> None:

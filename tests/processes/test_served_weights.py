@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import shutil
 import signal
@@ -25,7 +26,7 @@ from headrace.option_groups import WeightTransferConfig
 from headrace.outputs import RequestOutput
 from processes.async_engine import Shared, until
 
-ARGS: dict[str, Any] = {
+COMPANY: dict[str, Any] = {
     "num_kv_blocks": 64,
     "max_num_seqs": 4,
     "num_threads": 1,
@@ -33,6 +34,9 @@ ARGS: dict[str, Any] = {
     "dtype": "float32",
     "max_logprobs": 1,
 }
+ALONE = COMPANY | {"max_num_seqs": 1, "enable_prefix_caching": False, "max_step_seconds": 0}
+"""Each step has one sequence, and a prompt is computed in one of them: results are equal bit for bit. In company, products of a
+CPU sum up in other orders."""
 PACK = 50_000
 """Bytes beyond which a pack of tensors is sent."""
 TRANSFER = WeightTransferConfig(packed_buffer_size_bytes=PACK)
@@ -60,24 +64,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(folder: Path) -> Iterator[Shared]:
-    shared = Shared(AsyncLLM(EngineArgs(model=str(folder), weight_timeout=3.0, weight_transfer_config=TRANSFER, **ARGS)))
+    shared = Shared(AsyncLLM(EngineArgs(model=str(folder), weight_timeout=3.0, weight_transfer_config=TRANSFER, **ALONE)))
     yield shared
     shared.close()
 
 
+REQUESTS = itertools.count()
+
+
+def rollout_params(seed: int, length: int) -> SamplingParams:
+    return SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True, logprobs=0, seed=seed)
+
+
+def seed_of(output: RequestOutput) -> int:
+    return int(output.request_id.partition("-")[0])
+
+
 async def rollout(llm: AsyncLLM, prompt: int, length: int, begun: asyncio.Event | None = None) -> RequestOutput:
-    params = SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True, logprobs=0, seed=prompt)
     ids = [(prompt * 7 + place) % 90 for place in range(20)]
     output: RequestOutput | None = None
-    async for output in llm.generate({"prompt_token_ids": ids}, params):  # noqa: B007 (the last is returned)
+    request_id = f"{prompt}-{next(REQUESTS)}"
+    async for output in llm.generate({"prompt_token_ids": ids}, rollout_params(prompt, length), request_id):  # noqa: B007 (the last is returned)
         if begun is not None:
             begun.set()
     assert output is not None
     return output
 
 
-def check(outputs: list[RequestOutput], models: dict[str, Weights], folder: Path, tmp_path: Path) -> None:
-    """Each token has the logprob that a fresh engine of its version gives it."""
+def check(
+    outputs: list[RequestOutput], models: dict[str, Weights], folder: Path, tmp_path: Path, *, alone: bool = True
+) -> None:
+    """Each token has the logprob that a fresh engine of its version gives it. ``alone``: to the last bit."""
     for version, weights in models.items():
         model = tmp_path / f"fresh-{version}"
         shutil.copytree(folder, model, dirs_exist_ok=True)
@@ -89,7 +106,10 @@ def check(outputs: list[RequestOutput], models: dict[str, Weights], folder: Path
             if span.version == version and span.end > span.start
         ]
         with quiet():
-            llm = LLM(str(model), **ARGS)
+            llm = LLM(str(model), **(ALONE if alone else COMPANY))
+        if alone:
+            check_continued(llm, parts)
+            continue
         prompts: Any = [{"prompt_token_ids": output.prompt_token_ids + output.outputs[0].token_ids} for output, _ in parts]
         scores = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=0))
         for (output, span), score in zip(parts, scores, strict=True):
@@ -101,6 +121,18 @@ def check(outputs: list[RequestOutput], models: dict[str, Weights], folder: Path
                 assert expected is not None
                 assert sample.logprobs[place][token].logprob == pytest.approx(expected[token].logprob, abs=1e-4)
         llm.close()
+
+
+def check_continued(llm: LLM, parts: list[tuple[RequestOutput, Any]]) -> None:
+    """A fresh engine continues each answer, from its span on, with the same tokens and logprobs."""
+    prompts: Any = [{"prompt_token_ids": one.prompt_token_ids + one.outputs[0].token_ids[: span.start]} for one, span in parts]
+    params = [rollout_params(seed_of(one), span.end - span.start) for one, span in parts]
+    for (output, span), continued in zip(parts, llm.generate(prompts, params), strict=True):
+        ours, theirs = output.outputs[0], continued.outputs[0]
+        assert ours.token_ids[span.start : span.end] == theirs.token_ids
+        assert ours.logprobs is not None
+        assert ours.logprobs[span.start : span.end] == theirs.logprobs
+    llm.close()
 
 
 def spans(output: RequestOutput) -> list[tuple[str, int, int]]:
@@ -154,7 +186,9 @@ async def updates_under_load(
     return outputs, models
 
 
-def run_updates(shared: Shared, folder: Path, tmp_path: Path, count: int, first: int, trainer: Trainer | None) -> None:
+def run_updates(
+    shared: Shared, folder: Path, tmp_path: Path, count: int, first: int, trainer: Trainer | None, *, alone: bool = True
+) -> None:
     async def work() -> None:
         outputs, models = await updates_under_load(shared.llm, folder, tmp_path, count, first, trainer)
         seen = {version for output in outputs for version, _, _ in spans(output)}
@@ -163,7 +197,7 @@ def run_updates(shared: Shared, folder: Path, tmp_path: Path, count: int, first:
         for output in outputs:
             tiled = [place for _, start, end in spans(output) for place in range(start, end)]
             assert tiled == list(range(len(output.outputs[0].token_ids)))
-        await asyncio.to_thread(check, outputs, models, folder, tmp_path)
+        await asyncio.to_thread(check, outputs, models, folder, tmp_path, alone=alone)
         await shared.llm.check_integrity()
 
     shared.run(work())
@@ -328,7 +362,7 @@ def test_a_killed_engine_does_not_serve_the_weights_of_its_files(shared: Shared,
 @pytest.mark.slow
 def test_two_replicas(folder: Path, tmp_path: Path) -> None:
     """They are updated together; one that is killed comes back without requests until it has the others' weights."""
-    shared = Shared(AsyncLLM(EngineArgs(model=str(folder), data_parallel_size=2, weight_transfer_config=TRANSFER, **ARGS)))
+    shared = Shared(AsyncLLM(EngineArgs(model=str(folder), data_parallel_size=2, weight_transfer_config=TRANSFER, **ALONE)))
     llm = shared.llm
     replicas = llm.replicas
     assert replicas is not None
@@ -365,12 +399,14 @@ def test_two_replicas(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("transport", ["disk", "gloo"])
-def test_fifty_updates(folder: Path, tmp_path: Path, transport: str) -> None:
-    shared = Shared(AsyncLLM(EngineArgs(model=str(folder), weight_transfer_config=TRANSFER, **ARGS)))
+def test_fifty_updates(folder: Path, tmp_path: Path, transport: str, alone: bool) -> None:
+    args = ALONE if alone else COMPANY
+    shared = Shared(AsyncLLM(EngineArgs(model=str(folder), weight_transfer_config=TRANSFER, **args)))
     trainer = None
     if transport == "gloo":
         trainer = Trainer(2)
         joined(shared, trainer)
-    run_updates(shared, folder, tmp_path, 50, 0, trainer)
+    run_updates(shared, folder, tmp_path, 50, 0, trainer, alone=alone)
     shared.close()

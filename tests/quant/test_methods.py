@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -17,11 +17,12 @@ from headrace.model_spec import AttentionSpec, DenseSpec, MoeSpec
 from headrace.parallel.shards import Cut, attention_cuts, dense_cuts, shard_attention, shard_dense
 from headrace.quant.experts import CodedExperts, ExpertFormat
 from headrace.quant.float_codes import MicroscaledCodes, TileCodes
-from headrace.quant.groups import relative_error, round_to_groups
+from headrace.quant.fp8 import Fp8BlockMethod, Fp8Method
+from headrace.quant.groups import GroupCodes, relative_error, round_to_groups
 from headrace.quant.hybrid import HybridMethod
 from headrace.quant.int4 import Int4Method
 from headrace.quant.int8 import Int8Method
-from headrace.quant.native import NativeMethod
+from headrace.quant.native import NativeFp8Method, NativeMethod
 from headrace.quant.packed import PackedMethod
 from headrace.quant.wna16 import Int4GpuMethod, Int8GpuMethod
 
@@ -70,18 +71,22 @@ def parts_of(dtype: torch.dtype = torch.float32) -> list[StoredMatrix]:
     return [stored((0.05 * torch.randn(rows, INPUTS, generator=generator)).to(dtype)) for rows in PARTS.values()]
 
 
+def tiles() -> list[TileCodes]:
+    floats = [part.read() for part in parts_of()]
+    return [
+        TileCodes((weight * 100).to(torch.float8_e4m3fn), torch.rand(-(-len(weight) // 48), 2) / 100, (48, 64))
+        for weight in floats
+    ]
+
+
 def coded_parts() -> dict[str, list[StoredMatrix]]:
     """The same fused matrix as checkpoints store it."""
     floats = [part.read() for part in parts_of()]
     groups = [round_to_groups(weight, 4, torch.float16) for weight in floats]
-    tiles = [
-        TileCodes((weight * 100).to(torch.float8_e4m3fn), torch.rand(-(-len(weight) // 48), 2) / 100, (48, 64))
-        for weight in floats
-    ]
     return {
         "floats": [stored(weight) for weight in floats],
         "groups": [StoredMatrix("Q4_1", one.dequantize, lambda one=one: one) for one in groups],
-        "tiles": [StoredMatrix("F8_E4M3", one.dequantize, lambda one=one: one) for one in tiles],
+        "tiles": [StoredMatrix("F8_E4M3", one.dequantize, lambda one=one: one) for one in tiles()],
     }
 
 
@@ -124,6 +129,55 @@ def test_a_fused_layer_multiplies_by_the_weights_that_it_holds(
         assert y.dtype == dtype
         assert relative_error(y, product(module, x)) < DTYPES[dtype] + 0.1 * ("hybrid" in name and rows > 4)
     assert torch.equal(module(x.view(3, 11, INPUTS)), module(x).view(3, 11, -1))
+
+
+def ordered_parts(zero_points: torch.dtype) -> list[StoredMatrix]:
+    """The fused matrix as GPTQ stores it: with zero points, and groups of inputs that are not neighbours."""
+    generator = torch.Generator().manual_seed(3)
+    order = torch.randperm(INPUTS, generator=generator) // 32
+    parts = []
+    for rows in PARTS.values():
+        codes = torch.randint(0, 16, (rows, INPUTS), generator=generator, dtype=torch.uint8)
+        scales = (torch.rand(rows, INPUTS // 32, generator=generator) / 100 + 0.005).to(torch.float16).to(zero_points)
+        scales = scales if zero_points == torch.float16 else scales * 1.0001
+        zeros = torch.randint(0, 16, scales.shape, generator=generator, dtype=torch.uint8)
+        parts.append(stored(GroupCodes(4, codes, scales, zeros, 32, order)))
+    return parts
+
+
+def rewritable(kernels: NativeKernels) -> Iterator[tuple[PackedMethod, list[StoredMatrix]]]:
+    """Methods, with matrices in every form that they keep."""
+    for name, method in METHODS.items():
+        if name != "floats":
+            yield method(kernels), coded_parts()["floats"]  # type: ignore[misc]
+    for floats in (torch.float16, torch.float32):
+        yield NativeMethod(kernels, 4), ordered_parts(floats)
+        yield HybridMethod(NativeMethod(kernels, 8), 4), ordered_parts(floats)
+    columns = [TileCodes(one.values, one.scales[:1, :1].expand(len(one.values), 1), (1, INPUTS)) for one in tiles()]
+    held = [StoredMatrix("F8_E4M3", one.dequantize, lambda one=one: one) for one in columns]  # type: ignore[misc]
+    yield NativeFp8Method(kernels), held
+    yield Fp8Method(), held
+    yield Fp8BlockMethod(), coded_parts()["floats"]
+
+
+def test_weights_that_were_dropped_are_written_again(kernels: NativeKernels) -> None:
+    """Whatever form of codes a layer has. What sleep does not drop, an update need not write."""
+    new = parts_of()
+    exact = torch.cat([part.read() for part in new])
+    for method, parts in rewritable(kernels):
+        layer = fused(method, parts, torch.float32)
+        dropped = [buffer for name, buffer in layer.named_buffers() if name not in method.constants]
+        places = [buffer.data_ptr() for buffer in layer.buffers()]
+        results = []
+        for garbage in (0xA5, 0x5A):
+            for buffer in dropped:
+                buffer.view(-1).view(torch.uint8).fill_(garbage)
+            method.rewrite(layer, new)
+            results.append([buffer.clone() for buffer in layer.buffers()])
+            assert relative_error(layer(torch.eye(INPUTS)[:4]), exact.T[:4]) < 0.15, method.format
+        assert [buffer.data_ptr() for buffer in layer.buffers()] == places
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8)), method.format
 
 
 def test_load_tells_how_far_rounding_went(method: Callable[[], LinearMethod], name: str) -> None:

@@ -181,7 +181,9 @@ def test_trl(http: httpx.Client, folder: Path) -> None:
     refused = http.post("/v1/completions", json=ASK)
     assert refused.status_code == 503 and refused.headers["Retry-After"]
     assert "torn" in refused.json()["error"]["message"]
-    assert http.get("/health").status_code == 503 and http.get("/live").status_code == 200
+    health = http.get("/health")
+    assert health.status_code == 200 and health.json()["status"] == "torn" and "torn" in health.json()["reason"]
+    assert http.get("/ready").status_code == 503 and http.get("/live").json() == {"status": "ok"}
     again = joined(http)
     sync(http, again, weights_of(folder, 3), "step-3")
     assert http.get("/health").json() == {"status": "ok"}

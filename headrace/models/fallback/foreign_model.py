@@ -56,7 +56,7 @@ class ForeignModel(nn.Module):
     def name_table(self) -> NameTable:
         """Maps the library's names to its own weights. A tied weight has one name, and its others are ties."""
         table, first = NameTable(), dict[int, str]()
-        for name, weight in self._weights().items():
+        for name, weight in self.tensors_to_update().items():
             if id(weight) in first:
                 table.tie(name, first[id(weight)])
             else:
@@ -66,9 +66,9 @@ class ForeignModel(nn.Module):
 
     def update_plan(self, facts: list[TensorFacts]) -> WeightUpdate:
         """Finds places for tensors under the library's names, in its own. Errors as of ``WeightUpdate``."""
-        return WeightUpdate(self.name_table(), self._weights(), facts)
+        return WeightUpdate(self.name_table(), self.tensors_to_update(), facts)
 
-    def _weights(self) -> dict[str, torch.Tensor]:
+    def tensors_to_update(self) -> dict[str, torch.Tensor]:
         """Parameters, and saved buffers of floats: a bias that chooses experts may be one."""
         stored = self.foreign.state_dict(keep_vars=True)
         return {name: value for name, value in stored.items() if isinstance(value, torch.Tensor) and value.is_floating_point()}

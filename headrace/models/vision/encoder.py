@@ -54,7 +54,10 @@ class TransformersEncoder:
 
     @property
     def nbytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self._parts.parameters())
+        return sum(parameter.nbytes for parameter in self.weights())
+
+    def weights(self) -> list[torch.Tensor]:
+        return list(self._parts.parameters())
 
     @torch.inference_mode()
     def encode(self, items: Sequence[ItemInputs]) -> list[EncodedItem]:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request
+from starlette.responses import Response
 
 from headrace.core.weights import GroupSpec
-from headrace.errors import RequestError, WeightsError
+from headrace.errors import EngineDeadError, RequestError, WeightsError
 from headrace.server.body import ADMIN, json_object
-from headrace.server.errors import ApiError, shown
+from headrace.server.errors import JSON, ApiError, shown
 from headrace.server.state import Serving, serving
 
 logger = logging.getLogger("headrace.server")
@@ -98,6 +100,15 @@ def check_announced(names: list[str], dtypes: list[str], shapes: list[list[int]]
     """Raises: RequestError: the lists differ in length."""
     if not len(names) == len(dtypes) == len(shapes):
         raise RequestError(f"there are {len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes", "names")
+
+
+async def sglang_answer(work: Awaitable[object], message: str) -> Response:
+    """Answers in SGLang's form: 400 says that the command failed."""
+    try:
+        await work
+    except (WeightsError, RequestError, EngineDeadError) as error:
+        return JSON({"success": False, "message": str(error)}, 400)
+    return JSON({"success": True, "message": message})
 
 
 async def join(state: Serving, group: GroupSpec) -> None:

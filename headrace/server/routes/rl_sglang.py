@@ -3,14 +3,13 @@ writes begins one, and continue finishes it; while generation runs, each call is
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
 from typing import Literal
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from headrace.core.weights import GroupSpec, PauseMode
-from headrace.errors import EngineDeadError, RequestError, WeightsError
+from headrace.errors import RequestError, listed
 from headrace.server.errors import JSON
 from headrace.server.routes.rl import (
     RlBody,
@@ -21,6 +20,7 @@ from headrace.server.routes.rl import (
     open_update,
     query_word,
     rl_body,
+    sglang_answer,
     watch_pause,
     weight_directory,
 )
@@ -66,18 +66,13 @@ class _Leave(RlBody):
     group_name: str
 
 
+class _Check(RlBody):
+    action: Literal["snapshot", "reset_tensors", "compare"]
+
+
 class _Version(RlBody):
     new_version: str
     abort_all_requests: bool = False
-
-
-async def _answered(work: Awaitable[object], message: str) -> Response:
-    """SGLang's answer: 400 says that the command failed."""
-    try:
-        await work
-    except (WeightsError, RequestError, EngineDeadError) as error:
-        return JSON({"success": False, "message": str(error)}, 400)
-    return JSON({"success": True, "message": message})
 
 
 @router.post("/pause_generation")
@@ -85,7 +80,7 @@ async def pause_generation(request: Request) -> Response:
     """Pauses generation. abort: requests end with what they have. retract: they are computed again. in_place: they are
     frozen."""
     body, state = await rl_body(request, _Pause), serving(request)
-    answer = await _answered(state.llm.weights.pause(_MODES[body.mode]), "generation is paused")
+    answer = await sglang_answer(state.llm.weights.pause(_MODES[body.mode]), "generation is paused")
     watch_pause(state)
     return answer
 
@@ -94,7 +89,7 @@ async def pause_generation(request: Request) -> Response:
 async def continue_generation(request: Request) -> Response:
     """Finishes the open update, and goes on with requests."""
     await rl_body(request, RlBody)
-    return await _answered(_continue(serving(request)), "generation goes on")
+    return await sglang_answer(_continue(serving(request)), "generation goes on")
 
 
 async def _continue(state: Serving) -> None:
@@ -124,7 +119,7 @@ async def update_weights_from_disk(request: Request) -> Response:
     async def update() -> None:
         await state.llm.weights.update_from_disk(weight_directory(state, body.model_path, "model_path"), body.weight_version)
 
-    return await _answered(update(), "the weights were updated")
+    return await sglang_answer(update(), "the weights were updated")
 
 
 @router.post("/init_weights_update_group")
@@ -140,13 +135,13 @@ async def init_weights_update_group(request: Request) -> Response:
         protocol="torch",
         backend=backend_of(state, body.backend),
     )
-    return await _answered(join(state, group), "the group was joined")
+    return await sglang_answer(join(state, group), "the group was joined")
 
 
 @router.post("/destroy_weights_update_group")
 async def destroy_weights_update_group(request: Request) -> Response:
     body = await rl_body(request, _Leave)
-    return await _answered(serving(request).llm.weights.leave(body.group_name), "the group was left")
+    return await sglang_answer(serving(request).llm.weights.leave(body.group_name), "the group was left")
 
 
 @router.post("/update_weights_from_distributed")
@@ -156,7 +151,7 @@ async def update_weights_from_distributed(request: Request) -> Response:
     if body.abort_all_requests:
         state.llm.abort_all()
     check_announced(body.names, body.dtypes, body.shapes)
-    return await _answered(_receive(state, body), "the weights were written")
+    return await sglang_answer(_receive(state, body), "the weights were written")
 
 
 async def _receive(state: Serving, body: _Distributed) -> None:
@@ -185,7 +180,31 @@ async def update_weight_version(request: Request) -> Response:
     body, state = await rl_body(request, _Version), serving(request)
     if body.abort_all_requests:
         state.llm.abort_all()
-    return await _answered(state.llm.weights.rename(body.new_version), "the weights have the version")
+    return await sglang_answer(state.llm.weights.rename(body.new_version), "the weights have the version")
+
+
+@router.post("/weights_checker")
+async def weights_checker(request: Request) -> Response:
+    """Checks an update: snapshot keeps sums of all weights, reset_tensors drops the weights, and compare fails if the sums are
+    others than the snapshot's."""
+    body, state = await rl_body(request, _Check), serving(request)
+    return await sglang_answer(_check(state, body.action), f"{body.action}: done")
+
+
+async def _check(state: Serving, action: str) -> None:
+    weights = state.llm.weights
+    if action == "reset_tensors":
+        await weights.sleep(2, "keep", ["weights"])
+        await weights.wake_up()
+        return
+    sums = await weights.checksums()
+    if action == "snapshot":
+        state.weight_sums = sums
+        return
+    if state.weight_sums is None:
+        raise RequestError("there is no snapshot to compare with: take one first", "action")
+    if differing := sorted(name for name in sums if sums[name] != state.weight_sums.get(name)):
+        raise RequestError(f"{len(differing)} weights differ from the snapshot: {listed(differing)}", "action")
 
 
 @router.get("/v1/loads")

@@ -19,8 +19,6 @@ from headrace.server.routes import (
     pooling,
     render,
     responses,
-    rl_sglang,
-    rl_vllm,
     status,
     tokens,
 )
@@ -30,5 +28,3 @@ ROUTERS: tuple[APIRouter, ...] = tuple(
     part.router for part in (*_GENERATING, pooling, render, features, models, explain, tokens, status, admin, lora, page)
 )
 """In the order in which paths are looked up."""
-TRAINERS = rl_vllm.router, rl_sglang.router
-"""Routes of --enable-rl-api."""

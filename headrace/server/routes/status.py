@@ -27,8 +27,11 @@ router = APIRouter()
 @router.get("/ping")
 @router.post("/ping")
 async def health(request: Request) -> Response:
-    """200 if requests are served; else 503 with the reason. Of several replicas, says how many are up."""
+    """200 if requests are served; else 503 with the reason. Of several replicas, says how many are up. 200 too where a trainer
+    may write weights (--enable-rl-api) and an engine that runs has none that are whole: the next trainer waits for it."""
     state = serving(request)
+    if (damage := state.awaits_weights) is not None:
+        return JSON({"status": damage.state, "reason": first_line(damage.reason)} | _counted(state) | state.paused())
     state.check_ready()
     return JSON({"status": "ok"} | _counted(state) | state.paused())
 
@@ -55,8 +58,9 @@ def _counted(state: Serving) -> dict[str, Any]:
 @router.get("/live")
 async def live(request: Request) -> Response:
     """200 while the server runs, loads or restarts its engine; 503 with the reason once the engine stays down."""
-    serving(request).check_live()
-    return JSON({"status": "ok"})
+    state = serving(request)
+    state.check_live()
+    return JSON({"status": "sleeping" if state.llm.weights.status().state in ("asleep", "hollow") else "ok"})
 
 
 @router.get("/version")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -11,6 +11,7 @@ import torch
 
 from headrace.core.weights import TensorSpec
 from headrace.errors import ConfigError
+from headrace.weights.checkpoint import Checkpoint
 from headrace.weights.safetensors import SafetensorsCheckpoint
 from headrace.weights.update import TensorFacts
 
@@ -32,7 +33,30 @@ class OpenSource(Protocol):
     def close(self) -> None: ...
 
 
-class OpenFiles(OpenSource):
+class OpenCheckpoint(OpenSource):
+    """Tensors of a checkpoint of floats, under the names that a model has for them.
+
+    Args:
+        wanted: whether an update takes the tensor of a name.
+
+    Raises:
+        ConfigError: a tensor is stored as codes.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> None:
+        self._checkpoint = checkpoint
+        stored = {name: one for name, one in checkpoint.tensors.items() if wanted(name)}
+        self.facts = [TensorFacts(name, _dtype(name, one.kind), one.shape) for name, one in stored.items()]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for fact in self.facts:
+            yield fact.name, self._checkpoint.read(fact.name)
+
+    def close(self) -> None:
+        self._checkpoint.close()
+
+
+class OpenFiles(OpenCheckpoint):
     """The safetensors files of a directory. They stay readable when they are deleted.
 
     Raises:
@@ -42,18 +66,10 @@ class OpenFiles(OpenSource):
     def __init__(self, path: str) -> None:
         files = _files(Path(path))
         try:
-            self._checkpoint = SafetensorsCheckpoint(files)
+            checkpoint = SafetensorsCheckpoint(files)
         except ConfigError as error:
             raise ConfigError(error.message, "path") from error
-        stored = self._checkpoint.tensors
-        self.facts = [TensorFacts(name, _dtype(name, one.kind), one.shape) for name, one in stored.items()]
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for fact in self.facts:
-            yield fact.name, self._checkpoint.read(fact.name)
-
-    def close(self) -> None:
-        self._checkpoint.close()
+        super().__init__(checkpoint, lambda name: True)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -174,6 +174,9 @@ class Encoder:
         self.num_encoded = 0
         self._device = torch.device(device)
 
+    def weights(self) -> list[torch.Tensor]:
+        return []
+
     def encode(self, items: Sequence[ItemInputs]) -> list[EncodedItem]:
         self.num_encoded += len(items)
         pixels = [device_tensor(item.tensors["pixels"], self._device) for item in items]

@@ -155,7 +155,7 @@ class TransformersModel(ForeignModel):
         packed = self._packed()
         biases = {f"packed.{i}.layer.bias": one.layer.bias for i, one in enumerate(packed) if one.layer.bias is not None}
         layers = {f"packed.{i}.layer.weight": one.layer for i, one in enumerate(packed)}
-        return WeightUpdate(self.name_table(), {**self._weights(), **biases}, facts, layers)
+        return WeightUpdate(self.name_table(), {**self.tensors_to_update(), **biases}, facts, layers)
 
     def _packed(self) -> list[PackedMatrix]:
         return cast(list[PackedMatrix], list(self.packed))

@@ -1,0 +1,192 @@
+"""SleepingMemory: one rank's memory of weights, KV and CUDA graphs, which is given back and taken again."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from headrace.core.weights import RankReply, SleepTag
+from headrace.host import pages
+from headrace.models.interface import Model
+from headrace.models.kinds import model_tensors
+from headrace.runner.runner import ModelRunner
+
+logger = logging.getLogger("headrace.engine")
+
+_CHUNK = 2**28
+"""Bytes of a piece of page-locked memory. PyTorch rounds such pieces up to powers of 2."""
+
+
+class HostCopy:
+    """Page-locked memory for the bytes of several tensors, one after the other."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._chunks = [
+            torch.empty(min(_CHUNK, nbytes - start), dtype=torch.uint8, pin_memory=True) for start in range(0, nbytes, _CHUNK)
+        ]
+
+    def save(self, tensors: Sequence[torch.Tensor]) -> None:
+        """``tensors``: ``[n]`` uint8 on a GPU, each."""
+        for piece, held in self._pieces(tensors):
+            held.copy_(piece, non_blocking=True)
+        torch.cuda.synchronize()
+
+    def restore(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copies the bytes back, to tensors of the same sizes."""
+        for piece, held in self._pieces(tensors):
+            piece.copy_(held, non_blocking=True)
+        torch.cuda.synchronize()
+
+    def _pieces(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        at = 0
+        for tensor in tensors:
+            start = 0
+            while start < len(tensor):
+                chunk, offset = divmod(at, _CHUNK)
+                count = min(len(tensor) - start, _CHUNK - offset)
+                yield tensor[start : start + count], self._chunks[chunk][offset : offset + count]
+                start, at = start + count, at + count
+
+
+class ReleasableMemory:
+    """Memory of tensors that is given back and taken again, while the tensors and all views of them stay.
+
+    On a CPU it stays at its addresses, and its pages are freed. On a GPU it is freed, and taken again at other addresses.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        storages = {storage.data_ptr(): storage for tensor in tensors for storage in (tensor.untyped_storage(),)}
+        self._storages = [(storage, storage.nbytes()) for address, storage in storages.items() if address]
+        self._host: HostCopy | None = None
+        """Kept for the next time, since locking a gigabyte takes half a second, until values are dropped."""
+        self.released = False
+        self._saved = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes for _, nbytes in self._storages)
+
+    def release(self, *, keep: bool) -> None:
+        """Gives the memory back. What was kept before is lost unless ``keep``.
+
+        Args:
+            keep: ``restore`` brings the values back. On a CPU nothing is freed then.
+
+        Raises:
+            RuntimeError: the host has no memory for the values; nothing was given back.
+        """
+        if not keep:
+            self._host, self._saved = None, False
+        elif not self.released and (gpu := self._on_gpu()):
+            self._host = self._host or HostCopy(sum(nbytes for _, nbytes in gpu))
+            self._host.save([_bytes(storage) for storage, _ in gpu])
+            self._saved = True
+        self.released = True
+        for storage, nbytes in self._storages:
+            if storage.device.type == "cuda":
+                storage.resize_(0)
+            elif not keep:
+                pages.discard(storage.data_ptr(), nbytes)
+
+    def restore(self, *, zero: bool = False) -> None:
+        """Takes the memory again, with its values where they were kept. Does nothing if it is there.
+
+        Args:
+            zero: it is filled with zeros.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room; ``restore`` may be tried again.
+        """
+        if not self.released:
+            return
+        gpu = self._on_gpu()
+        for storage, nbytes in gpu:
+            if storage.nbytes() != nbytes:
+                storage.resize_(nbytes)
+        if self._saved and self._host is not None:
+            self._host.restore([_bytes(storage) for storage, _ in gpu])
+        elif zero:
+            for storage, nbytes in self._storages:
+                if storage.device.type == "cuda":
+                    _bytes(storage).zero_()
+                else:  # Pages that were freed are zeros, and the ends of a run may share theirs with others.
+                    _zero_ends(storage, nbytes)
+        self._saved = self.released = False
+
+    def _on_gpu(self) -> list[tuple[torch.UntypedStorage, int]]:
+        return [(storage, nbytes) for storage, nbytes in self._storages if storage.device.type == "cuda"]
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """``[nbytes]`` uint8 over a storage."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _zero_ends(storage: torch.UntypedStorage, nbytes: int) -> None:
+    whole, page = _bytes(storage), 4096
+    whole[: min(page, nbytes)].zero_()
+    whole[max(0, nbytes - page) :].zero_()
+
+
+class SleepingMemory:
+    """The memory of one rank that sleeps: that of a model and of the runner that runs it."""
+
+    def __init__(self, model: Model, runner: ModelRunner, *, own_weights: bool) -> None:
+        """``own_weights``: they are the engine's, and may sleep."""
+        self._model, self._runner, self._own_weights = model, runner, own_weights
+        self._made = False
+
+    def _make(self) -> None:
+        """Looks for the tensors when they first sleep: adapters and encoders are there by then."""
+        if self._made:
+            return
+        tensors, encoder = model_tensors(self._model), self._runner.encoder
+        self._weights = ReleasableMemory(tensors.weights)
+        self._kept = ReleasableMemory([*tensors.kept, *(() if encoder is None else encoder.weights())])
+        self._kv = ReleasableMemory(cache.rows for cache in self._runner.caches)
+        self._made = True
+
+    @torch.inference_mode()
+    def release(self, tags: Sequence[SleepTag], *, drop: bool) -> RankReply:
+        """Gives memory back. ``drop``: weights are not kept if an update can write them."""
+        if "weights" in tags and not self._own_weights:
+            return RankReply(error="the weights belong to the caller, who handed the model over: leave them out of the tags")
+        self._make()
+        # Graphs read weights and KV at their addresses.
+        self._runner.drop_graphs()
+        try:
+            if "weights" in tags:
+                self._kept.release(keep=True)
+                self._weights.release(keep=not drop)
+            if "kv_cache" in tags:
+                self._kv.release(keep=False)
+        except (RuntimeError, OSError) as error:
+            return RankReply(error=f"no memory was given back: {type(error).__name__}: {error}".partition("\n")[0])
+        finally:
+            _give_back()
+        return RankReply()
+
+    @torch.inference_mode()
+    def restore(self, tags: Sequence[SleepTag]) -> RankReply:
+        """Takes memory again. What is there stays as it is."""
+        self._make()
+        try:
+            if "weights" in tags:
+                self._weights.restore()
+                self._kept.restore()
+            if "kv_cache" in tags:
+                self._kv.restore(zero=True)
+        except RuntimeError as error:
+            return RankReply(error=f"{type(error).__name__}: {error}".partition("\n")[0])
+        return RankReply()
+
+
+def _give_back() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    pages.trim()

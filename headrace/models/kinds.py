@@ -1,0 +1,105 @@
+"""The tensors of a model by kind: which of them an update writes, and which must survive when their memory is given back.
+
+Everything else that a model refers to on its device is small and made of its configuration, as rotary tables are: it stays
+where it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from headrace.errors import ConfigError
+from headrace.layers.linear import Linear
+from headrace.layers.moe import Experts
+from headrace.models import registry
+from headrace.models.adapters import adapter_targets
+from headrace.models.decoder import Decoder
+from headrace.models.update import packed_experts, packed_layers
+from headrace.sources.files import ModelFiles
+from headrace.weights.load import open_checkpoint
+from headrace.weights.transport.source import OpenCheckpoint, OpenSource
+
+
+class ModelTensors(NamedTuple):
+    """Tensors of a model. No two of different kinds share memory."""
+
+    weights: list[torch.Tensor]
+    """Weights, in whatever form: an update of all weights writes every number of them."""
+    kept: list[torch.Tensor]
+    """Weights that no update writes, constants, counters, and the tables of adapters."""
+
+
+def model_tensors(model: Any) -> ModelTensors:
+    """Sorts the parameters and buffers of a native or foreign model."""
+    if not isinstance(model, Decoder):
+        weights = list(model.tensors_to_update().values())
+        for layer in (module for module in model.modules() if isinstance(module, Linear)):
+            weights += [*_packed_weights(layer), *layer.parameters()]
+        return ModelTensors(weights, _beside(weights, model))
+    weights = list(model.parameters())
+    for layer in packed_layers(model).values():
+        weights += _packed_weights(layer)
+    for name, experts in _updated_experts(model).items():
+        matrix = name.rpartition(".")[2]
+        weights += [buffer for leaf, buffer in experts.named_buffers() if leaf.startswith(f"{matrix}_")]
+    kept = _beside(weights, model)
+    if (targets := adapter_targets(model)) is not None:
+        kept += [tensor for tables in targets.tables.values() for tensor in (tables.a, tables.b)]
+    return ModelTensors(weights, kept)
+
+
+def unwritable(model: Any) -> dict[str, set[str]]:
+    """Names, by parameter, of the tensors of checkpoints that no update writes: experts in formats to which none is rounded."""
+    if not isinstance(model, Decoder):
+        return {}
+    table = registry.name_table(model.spec)
+    writable = {*dict(model.named_parameters()), *packed_layers(model), *_updated_experts(model)}
+    parameters = {part.parameter for _, part in table.items()} - writable
+    return {parameter: set(table.names(parameter)) for parameter in parameters}
+
+
+def own_weights(model: Any, files: ModelFiles, seed: int, device: torch.device) -> OpenSource:
+    """Opens the files that a model was loaded from, as a source of an update.
+
+    Raises:
+        ConfigError: an update from them would not give the weights that loading gave.
+    """
+    if not isinstance(model, Decoder):
+        raise ConfigError("a foreign library's model is not loaded again: update its weights from a directory", "model")
+    table, fixed = registry.name_table(model.spec), set[str]().union(*unwritable(model).values())
+    dtype = model.embed_tokens.weight.dtype
+    packed = {
+        name: torch.empty(layer.out_features, layer.in_features, dtype=dtype, device="meta")
+        for name, layer in packed_layers(model).items()
+    }
+    for name, experts in _updated_experts(model).items():
+        packed[name] = torch.empty(experts.shapes[name.rpartition(".")[2]], dtype=dtype, device="meta")
+    checkpoint = open_checkpoint(model, table, files, seed, device, packed)
+    table = table.chosen(checkpoint.tensors)
+
+    def wanted(name: str) -> bool:
+        return name not in fixed and (table.part(name) is not None or table.tied(name) is not None)
+
+    try:
+        return OpenCheckpoint(checkpoint, wanted)
+    except BaseException:
+        checkpoint.close()
+        raise
+
+
+def _updated_experts(model: Decoder) -> dict[str, Experts]:
+    found = packed_experts(model)
+    return {name: layer for name, layer in found.items() if layer.method.rounds(name.rpartition(".")[2])}
+
+
+def _packed_weights(layer: Linear) -> list[torch.Tensor]:
+    return [buffer for name, buffer in layer.named_buffers(recurse=False) if name not in layer.method.constants]
+
+
+def _beside(weights: list[torch.Tensor], model: nn.Module) -> list[torch.Tensor]:
+    taken = {tensor.untyped_storage().data_ptr() for tensor in weights}
+    own = [*model.parameters(), *model.buffers()]
+    return [tensor for tensor in own if tensor.untyped_storage().data_ptr() not in taken]

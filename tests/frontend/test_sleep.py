@@ -1,0 +1,250 @@
+"""An engine that sleeps gives its memory back, and is afterwards what it was before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.models.architectures import quiet
+from support.models.tiny_llama import write_config, write_model
+
+from headrace import LLM, SamplingParams
+from headrace.core.weights import Begin, DiskSource, Finish, Load, Pause, Resume, Sleep
+from headrace.errors import ConfigError, UnavailableError, WeightsError
+from headrace.host import pages
+
+ARGS: dict[str, Any] = {"num_kv_blocks": 40, "max_num_seqs": 4, "num_threads": 1, "max_step_seconds": 0, "device": "cpu"}
+PROMPT = list(range(40, 90))
+Outputs = tuple[list[int], list[float]]
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])
+
+
+def build(folder: Path, **args: Any) -> LLM:
+    with quiet():
+        return LLM(str(folder), **{**ARGS, **args})
+
+
+def outputs_of(llm: LLM, *, cached: bool = False) -> Outputs:
+    """Computed in steps of the same sizes each time, and so equal bit for bit, unless prefixes may be ``cached``."""
+    if not cached:
+        llm.reset_prefix_cache()
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
+    (sample,) = llm.generate({"prompt_token_ids": PROMPT}, params)[0].outputs
+    assert sample.logprobs is not None
+    return list(sample.token_ids), [next(iter(one.values())).logprob for one in sample.logprobs]
+
+
+def state(llm: LLM) -> tuple[str, str | None]:
+    status = llm._engine.weights
+    return status.state, status.pause
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), head_dim=64)
+
+
+@pytest.fixture(scope="module", params=["cpu", CUDA])
+def llm(folder: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    llm = build(folder, device=request.param)
+    yield llm
+    llm.close()
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_an_engine_that_wakes_is_what_it_was(llm: LLM, level: Any) -> None:
+    before = outputs_of(llm)
+    llm.sleep(level)
+    assert llm.is_sleeping and state(llm) == ("asleep", "abort")
+    with pytest.raises(UnavailableError, match=f"asleep .level {level}"):
+        outputs_of(llm)
+    llm.sleep(level)
+    llm.wake_up()
+    assert not llm.is_sleeping and state(llm) == ("serving", None)
+    assert outputs_of(llm) == before
+    llm.wake_up()
+    llm.check_integrity()
+
+
+def test_dropped_weights_must_come_back(llm: LLM, folder: Path) -> None:
+    before, core = outputs_of(llm), llm._engine.core
+    llm.sleep(2)
+    with pytest.raises(WeightsError, match="asleep"):
+        core.weights.call(Resume())  # type: ignore[union-attr]
+    llm.wake_up(["weights"])
+    assert state(llm)[0] == "asleep"
+    llm.wake_up(["kv_cache"])
+    assert state(llm)[0] == "hollow", "who wakes weights and KV means the graphs too"
+    with pytest.raises(UnavailableError, match="the weights were dropped"):
+        outputs_of(llm)
+    some = dict(list(weights_of(folder).items())[1:])
+    with pytest.raises(WeightsError, match=r"dropped.*1 tensors were not written: lm_head\.weight"):
+        llm.update_weights(some)
+    llm._engine.command(Load(DiskSource(str(folder))))
+    llm._engine.command(Finish(0))
+    assert state(llm) == ("serving", None)
+    hits = llm.stats.prefix_hit_tokens
+    assert outputs_of(llm, cached=True) == before
+    assert llm.stats.prefix_hit_tokens == hits
+
+
+def test_an_update_wakes_the_weights(llm: LLM, folder: Path) -> None:
+    """No prefix of other weights is found, although all KV but the weights' stayed."""
+    before = outputs_of(llm)
+    llm.sleep(1, ["weights"])
+    llm.update_weights({name: value.flip(0) for name, value in weights_of(folder).items() if "up_proj" in name})
+    assert state(llm) == ("serving", None)
+    hits = llm.stats.prefix_hit_tokens
+    other = outputs_of(llm, cached=True)
+    assert other != before and llm.stats.prefix_hit_tokens == hits
+    llm._engine.command(Sleep(2, until_update=True))
+    llm.reload_weights()
+    assert state(llm) == ("serving", None), "the end of the update woke everything"
+    assert outputs_of(llm) == before
+
+
+def test_weights_that_no_file_has_are_kept(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint of codes cannot be the update that an engine sleeps until."""
+
+    def refuse(*args: Any) -> None:
+        raise ConfigError("stored as Q4_K", "path")
+
+    monkeypatch.setattr("headrace.engine.executor.own_weights", refuse)
+    before = outputs_of(llm)
+    llm._engine.command(Sleep(2, until_update=True))
+    assert llm._engine.weights.level == 1
+    with pytest.raises(WeightsError, match="stored as Q4_K"):
+        llm.reload_weights()
+    llm.wake_up()
+    assert state(llm) == ("serving", None)
+    assert outputs_of(llm) == before
+
+
+def test_prefixes_outlive_the_sleep_of_weights(llm: LLM) -> None:
+    before, hits = outputs_of(llm), llm.stats.prefix_hit_tokens
+    llm.sleep(1, ["weights"])
+    llm.wake_up()
+    assert outputs_of(llm, cached=True)[0] == before[0]
+    assert (found := llm.stats.prefix_hit_tokens) > hits
+    llm.sleep(1, ["kv_cache"])
+    llm.wake_up()
+    assert outputs_of(llm, cached=True) == before
+    assert llm.stats.prefix_hit_tokens == found
+
+
+def test_a_pause_outlives_sleep(llm: LLM) -> None:
+    llm._engine.command(Pause("keep"))
+    llm.sleep(1)
+    llm.wake_up()
+    assert state(llm) == ("paused", "abort")
+    llm._engine.command(Begin())
+    with pytest.raises(WeightsError, match="an update is open"):
+        llm.sleep(1)
+    llm._engine.command(Finish(0))
+    llm._engine.command(Resume())
+    assert state(llm) == ("serving", None)
+
+
+@pytest.mark.parametrize("args", [{"quantization": "int8"}, {"model_impl": "transformers"}], ids=str)
+def test_weights_in_other_forms(folder: Path, args: dict[str, Any]) -> None:
+    llm = build(folder, **args)
+    before = outputs_of(llm)
+    llm.sleep(2)
+    for parameter in llm._engine.executor.model.parameters():  # type: ignore[union-attr]
+        parameter.data.fill_(torch.nan)
+    llm.wake_up()
+    llm.update_weights(weights_of(folder))
+    assert outputs_of(llm) == before
+    llm.close()
+
+
+def test_random_weights_are_made_again(folder: Path) -> None:
+    """Packed ones too; foreign models are refused."""
+    llm = build(folder, quantization="int8", load_format="dummy")
+    before = outputs_of(llm)
+    llm.sleep(2)
+    llm.wake_up()
+    llm.reload_weights()
+    assert outputs_of(llm) == before
+    llm.close()
+
+
+class Measured:
+    """A model of some 60 MB, in an engine with 130 MB of KV whose memory was touched."""
+
+    def __init__(self, folder: Path) -> None:
+        shape = {
+            "hidden_size": 512,
+            "intermediate_size": 2048,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+        }
+        write_config(folder, vocab_size=4096, **shape)
+        self.llm = build(folder, num_kv_blocks=1024, load_format="dummy", dtype="float32")
+        caches = self.llm._engine.executor.runner.caches  # type: ignore[union-attr]
+        for cache in caches:
+            cache.rows.fill_(1.0)
+        self.weights = sum(one.nbytes for one in self.llm._engine.executor.model.parameters())  # type: ignore[union-attr]
+        self.kv = sum(cache.rows.nbytes for cache in caches)
+        self.places = [cache.rows.data_ptr() for cache in caches]
+
+    def resident(self) -> int:
+        return psutil.Process().memory_info().rss
+
+    def cycle(self, level: Any) -> int:
+        """Sleeps and wakes; returns the bytes that were free meanwhile."""
+        for cache in self.llm._engine.executor.runner.caches:  # type: ignore[union-attr]
+            cache.rows.fill_(1.0)
+        pages.trim()  # Garbage of the tests is not the engine's.
+        awake = self.resident()
+        self.llm.sleep(level)
+        freed = awake - self.resident()
+        self.llm.wake_up()
+        if level == 2:
+            self.llm.reload_weights()
+        caches = self.llm._engine.executor.runner.caches  # type: ignore[union-attr]
+        assert [cache.rows.data_ptr() for cache in caches] == self.places
+        assert not any(cache.rows.any() for cache in caches)
+        return freed
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.slow)])
+def test_memory_falls(tmp_path: Path, times: int) -> None:
+    """By KV at level 1, by KV and weights at level 2, and each time alike."""
+    measured = Measured(tmp_path)
+    before, resident = outputs_of(measured.llm), []
+    for _ in range(times):
+        for level, expected in ((1, measured.kv), (2, measured.kv + measured.weights)):
+            assert measured.cycle(level) == pytest.approx(expected, rel=0.05)
+            assert outputs_of(measured.llm) == before
+        resident.append(measured.resident())
+    assert resident[-1] <= 1.01 * resident[0] + 2**20
+    measured.llm.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("args", [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}], ids=str)
+def test_ranks_and_replicas(folder: Path, args: dict[str, Any]) -> None:
+    llm = build(folder, **args)
+    before = outputs_of(llm)
+    for level in (1, 2):
+        llm.sleep(level)  # type: ignore[arg-type]
+        assert llm.is_sleeping
+        llm.wake_up()
+        if level == 2:
+            assert state(llm)[0] == "hollow"
+            llm.reload_weights()
+        assert state(llm) == ("serving", None)
+        assert outputs_of(llm) == before
+    llm.close()

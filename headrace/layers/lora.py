@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from headrace.kernels.linear.fp8_reference import Activations, Fp8Rows
-from headrace.kernels.lora import Segment, add_lora
+from headrace.kernels.lora import Segment, expand, shrink
 
 NO_ADAPTER = -1
 """Place of tokens that the base model serves."""
@@ -89,10 +89,19 @@ class LoraTables:
             self.a[place, first : first + rank].copy_(part.a, non_blocking=True)
             self.b[place, part.row : part.row + len(part.b), :rank].copy_(part.b, non_blocking=True)
 
-    def add(self, x: Activations, y: torch.Tensor, *, batch_invariant: bool = False) -> None:
-        """Adds to the layer's product ``y [T, out_features]`` of ``x [T, in_features]``, in place, for tokens with adapters."""
-        if self._rows.segments:
-            rows = self._rows
-            # Merged weights would multiply the rounded rows too.
-            x = x.floats() if isinstance(x, Fp8Rows) else x
-            add_lora(y, x, self.a, self.b, self.ends, rows.segments, rows.places, batch_invariant=batch_invariant)
+    def shrink(self, x: Activations, *, batch_invariant: bool = False) -> torch.Tensor | None:
+        """The products of A with ``x [T, in_features]`` for ``expand``; None: no token has an adapter.
+
+        On a GPU this kernel runs while that of the layer's own product, which follows, begins to read weights.
+        """
+        rows = self._rows
+        if not rows.segments:
+            return None
+        # Merged weights would multiply the rounded rows too.
+        x = x.floats() if isinstance(x, Fp8Rows) else x
+        return shrink(x, self.a, rows.segments, rows.places, batch_invariant=batch_invariant)
+
+    def expand(self, low: torch.Tensor, y: torch.Tensor, *, batch_invariant: bool = False) -> None:
+        """Adds to the layer's product ``y [T, out_features]``, in place, for tokens with adapters."""
+        rows = self._rows
+        expand(low, self.b, self.ends, rows.segments, y, rows.places, batch_invariant=batch_invariant)

@@ -56,8 +56,9 @@ class AdapterTargets:
                     raise ConfigError(f"{matrix.a}: {self._refusal(matrix, target)}", PARAM)
                 a, b = file.get_tensor(matrix.a), file.get_tensor(matrix.b)
                 _check_shapes(matrix, a, b, target.matrix_shape(layer.out_features, layer.in_features))
-                a, b = target.low_rank(a, b.float() * matrix.scale)
-                parts = _split(layer, a.to(dtype).contiguous(), b.to(dtype).contiguous(), target.start)
+                a, b = (part.to(dtype).contiguous() for part in target.low_rank(a, b.float() * matrix.scale))
+                _check_finite(matrix, a, b)
+                parts = _split(layer, a, b, target.start)
                 found.setdefault(path, []).extend(_pinned(parts) if pinned else parts)
         return found
 
@@ -79,6 +80,13 @@ def _check_shapes(matrix: AdapterMatrix, a: torch.Tensor, b: torch.Tensor, shape
             raise ConfigError(
                 f"{name} has the shape {list(tensor.shape)}, and its matrix in the model is [{outputs}, {inputs}]", PARAM
             )
+
+
+def _check_finite(matrix: AdapterMatrix, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Tokens of other adapters multiply them by zeros, and must not notice."""
+    for name, tensor in ((matrix.a, a), (matrix.b, b)):
+        if not tensor.isfinite().all():
+            raise ConfigError(f"{name} has numbers that are not finite in {str(tensor.dtype).removeprefix('torch.')}", PARAM)
 
 
 def _split(layer: Linear, a: torch.Tensor, b: torch.Tensor, start: int) -> list[LoraPart]:

@@ -53,12 +53,17 @@ class NamedAdapter:
         return AdapterRef(self.name, self.files.digest)
 
 
+def max_loaded(args: EngineArgs) -> int:
+    """Adapters that may be loaded."""
+    return args.max_cpu_loras or max(_DEFAULT_COUNT, args.max_loras)
+
+
 class AdapterNames:
     """A table of names. It keeps a copy of each adapter, for engines that are restarted after the files are gone."""
 
     def __init__(self, args: EngineArgs) -> None:
         self._max_rank = args.max_lora_rank
-        self._most = args.max_cpu_loras or max(_DEFAULT_COUNT, args.max_loras)
+        self._most = max_loaded(args)
         self._named: dict[str, NamedAdapter] = {}
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 

@@ -273,6 +273,8 @@ class GenerateBody(SampledBody, frozen=True, kw_only=True):
     --enable-return-routed-experts."""
     routed_experts_start_len: Annotated[int, OptionSpec(min=0, max=INT32_MAX, apis=_GENERATE)] = 0
     """First token of routed_experts; at most the tokens of the prompt."""
+    lora_path: Annotated[str | None, OptionSpec(min=1, max=256, apis=_GENERATE)] = None
+    """Name of a loaded LoRA adapter. Default: the model's own weights."""
 
 
 class InferenceBody(SampledBody, frozen=True, kw_only=True):

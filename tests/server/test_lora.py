@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,10 @@ def api(root: Path) -> Iterator[Running]:
         max_cpu_loras=2,
     )
     settings = ServerSettings(
-        served_model_names=("base",), lora_modules=(f"first={root}/adapters/first",), lora_root=root / "adapters"
+        served_model_names=("base",),
+        lora_modules=(f"first={root}/adapters/first",),
+        lora_root=root / "adapters",
+        enable_rl_api=True,
     )
     with running(AsyncLLM(args), settings) as one:
         yield one
@@ -88,6 +92,54 @@ def test_a_request_names_the_base_or_an_adapter(api: Running) -> None:
         assert "frist" in refused["message"] and refused["code"] == "model_not_found"
     assert "first" in error(ask(api, "frist"), 404)["message"], "the message says what there is"
     assert error(ask(api, "base", lora_name="frist"), 404)["param"] == "lora_name"
+
+
+def test_every_route_takes_an_adapter(api: Running) -> None:
+    tokens = post(api, "/tokenize", json={"model": "base", "prompt": "The mill"}).json()["tokens"]
+    sampling = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+
+    def inference(model: str) -> list[int]:
+        body = {"model": model, "token_ids": tokens, "sampling_params": sampling}
+        return post(api, "/inference/v1/generate", json=body).json()["choices"][0]["token_ids"]
+
+    def generate(**fields: Any) -> list[int]:
+        body = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}}
+        return post(api, "/generate", json=body | fields).json()["output_ids"]
+
+    def embedding(model: str) -> list[float]:
+        return post(api, "/v1/embeddings", json={"model": model, "input": "The mill"}).json()["data"][0]["embedding"]
+
+    for asked in (inference, embedding):
+        assert asked("first") != asked("base")
+    assert generate(lora_path="first") == inference("first") and generate() == inference("base")
+    for answer in (
+        post(api, "/generate", json={"input_ids": tokens, "lora_path": "frist"}),
+        post(api, "/inference/v1/generate", json={"model": "frist", "token_ids": tokens}),
+        post(api, "/v1/embeddings", json={"model": "frist", "input": "The mill"}),
+    ):
+        assert error(answer, 404)
+
+
+def test_a_trainer_publishes_its_adapter_in_versions(api: Running, root: Path) -> None:
+    """The calls of TRL's client in its adapter mode."""
+    config = get(api, "/server_info?config_format=json").json()["vllm_config"]
+    assert config["parallel_config"]["data_parallel_size"] == 1
+    offered = config["lora_config"]
+    assert (offered["max_lora_rank"], offered["max_loras"], offered["max_cpu_loras"]) == (16, 2, 2)
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(text, api, "first", max_tokens=24)
+        assert post(api, "/pause", params={"mode": "keep"}).status_code == 200
+        body = {"lora_name": "trl-policy-v1", "lora_path": str(root / "adapters" / "second"), "load_inplace": False}
+        assert post(api, "/v1/load_lora_adapter", json=body).status_code == 200
+        assert post(api, "/resume").status_code == 200
+        tokens = post(api, "/tokenize", json={"prompt": "The mill"}).json()["tokens"]
+        sampling = {"max_tokens": 8, "temperature": 1, "top_p": 1, "top_k": -1, "repetition_penalty": 1, "n": 1, "seed": 5}
+        asked = {"model": "trl-policy-v1", "prompt": tokens, "return_token_ids": True, "logprobs": 0, **sampling}
+        choice = post(api, "/v1/completions", json=asked).json()["choices"][0]
+        assert len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) > 0
+        assert running.result() == text(api, "first", max_tokens=24)
+    assert unload(api, "trl-policy-v1").status_code == 200
+    assert unload(api, "trl-policy-v0").status_code == 404, "TRL does not mind"
 
 
 def test_python_names_an_adapter_of_an_engine_elsewhere(api: Running, root: Path) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from headrace.kernels.linear.fp8_reference import Activations, Fp8Rows
 from headrace.kernels.lora import Segment, expand, shrink
 
+ExpertProduct = Callable[[int, torch.Tensor], torch.Tensor]
+"""(expert, x ``[T, in]``) -> the product with the expert's matrix, ``[T, out]``."""
 NO_ADAPTER = -1
 """Place of tokens that the base model serves."""
 
@@ -105,3 +107,33 @@ class LoraTables:
         """Adds to the layer's product ``y [T, out_features]``, in place, for tokens with adapters."""
         rows = self._rows
         expand(low, self.b, self.ends, rows.segments, y, rows.places, batch_invariant=batch_invariant)
+
+    def of_expert(self, expert: int, count: int, place: int, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Adds to ``y [T, outputs]``, an expert's product of ``x``, on a CPU. The tables have the matrices of ``count`` experts
+        one behind the other."""
+        width, outputs = self.a.shape[1] // count, self.ends[-1] // count
+        a = self.a[place, expert * width : (expert + 1) * width]
+        b = self.b[place, expert * outputs : (expert + 1) * outputs]
+        every = (Segment(0, len(x), 0),)
+        expand(shrink(x, a[None], every), b[None], self.ends[: len(self.ends) // count], every, y)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertTables:
+    """The additions to the experts of a mixture, on a CPU."""
+
+    rows: LoraRows
+    count: int
+    """Experts that are held."""
+    gate_up: LoraTables
+    down: LoraTables
+
+    def add_to(self, tables: LoraTables, product: ExpertProduct, place: int) -> ExpertProduct:
+        """``product`` with what the adapter in a place adds."""
+
+        def added(expert: int, x: torch.Tensor) -> torch.Tensor:
+            y = product(expert, x)
+            tables.of_expert(expert, self.count, place, x, y)
+            return y
+
+        return added

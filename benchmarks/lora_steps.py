@@ -36,7 +36,7 @@ CONTEXT, STEPS, SETTLING = 64, 64, 8
 
 def write_adapter(model: Any, folder: Path, rank: int, seed: int) -> Path:
     """Writes an adapter whose additions are small."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cuda").manual_seed(seed)
     inner, heads = model.intermediate_size, model.num_attention_heads * model.head_dim
     kv, hidden = model.num_key_value_heads * model.head_dim, model.hidden_size
     shapes = {"self_attn.q_proj": (heads, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden)}
@@ -46,7 +46,9 @@ def write_adapter(model: Any, folder: Path, rank: int, seed: int) -> Path:
     for layer, (name, (outputs, inputs)) in itertools.product(range(model.num_hidden_layers), shapes.items()):
         prefix = f"base_model.model.model.layers.{layer}.{name}"
         for part, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
-            tensors[f"{prefix}.lora_{part}.weight"] = 0.01 * torch.randn(shape, generator=generator).bfloat16()
+            tensors[f"{prefix}.lora_{part}.weight"] = 0.01 * torch.randn(
+                shape, generator=generator, dtype=torch.bfloat16, device="cuda"
+            )
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
@@ -72,13 +74,16 @@ class Bench:
             self._llm.load_lora(wanted)
             self.adapters += self._llm._adapters(wanted, 1)
         self._core, self._names, self._repeats = self._llm._engine.core, itertools.count(), options.repeats
+        self.capture(options.batch)
+
+    def capture(self, batches: list[int]) -> None:
         graphs = self._core.executor.runner._graphs  # type: ignore[attr-defined]
+        shapes = [Shape(rows, 0, 1, adapters) for rows, adapters in itertools.product(batches, (False, True))]
         with torch.inference_mode():
-            for rows, adapters in itertools.product(options.batch, (False, True)):
-                graphs._try_to_capture(Shape(rows, 0, 1, adapters), padding=True)
-            for rows in options.batch:
-                graphs._try_to_capture(SampleShape(rows, False), padding=True)
-        print("graphs", graphs.count(), flush=True)
+            for shape in (*shapes, *(SampleShape(rows, False) for rows in batches)):
+                graphs._try_to_capture(shape, padding=True)
+        if failure := graphs.count().failure:
+            raise SystemExit(failure)
 
     def _fill(self, batch: int, adapters: list[AdapterRef | None], prompt: int, output: int) -> None:
         rng = random.Random(0)

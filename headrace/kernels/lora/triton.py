@@ -30,7 +30,7 @@ _SHARES = 32
 """Most programs that share a token's channels."""
 _CHANNELS = 128
 """Channels at a time."""
-_AHEAD = 4
+_AHEAD = 3
 """Most tiles of A that a program reads while the kernel before still runs."""
 _COLUMNS = 64
 """Most columns of A's product of a tile, and as many of them at a time in B's."""
@@ -67,7 +67,7 @@ def shrink_tiling(tokens: int, in_features: int, *, batch_invariant: bool = Fals
     if batch_invariant or tokens <= 16:
         return ShrinkTiling(16, max(256, shared), 4)
     if tokens <= _FEW_TOKENS:
-        return ShrinkTiling(32 if tokens <= 32 else 64, max(512, shared), 8)
+        return ShrinkTiling(32 if tokens <= 32 else 64, max(256, shared), 4)
     shares = max(1, _PROGRAMS // cdiv(tokens, 64))
     return ShrinkTiling(64, max(512, cdiv(cdiv(in_features, shares), _CHANNELS) * _CHANNELS), 4)
 
@@ -77,7 +77,7 @@ def expand_tiling(tokens: int, out_features: int, *, batch_invariant: bool = Fal
     if batch_invariant or tokens <= 16:
         return ExpandTiling(16, 128, 128, 4)
     if tokens <= _FEW_TOKENS:
-        return ExpandTiling(32 if tokens <= 32 else 64, 256 if out_features > 16384 else 128, 128, 8)
+        return ExpandTiling(32 if tokens <= 32 else 64, 128, 128, 4)
     return ExpandTiling(64, 128, 16, 4)
 
 

@@ -30,13 +30,13 @@ class AdaptedLayer:
     tables: LoraTables
     in_features: int
     sizes: tuple[int, ...]
-    """Outputs of each fused matrix; of an expert."""
+    """Outputs of each fused matrix."""
     experts: int = 1
     """Experts that are held."""
 
     @property
     def out_features(self) -> int:
-        """Of an expert."""
+        """Outputs of all fused matrices; of one expert."""
         return sum(self.sizes)
 
     def split(self, a: torch.Tensor, b: torch.Tensor, start: int, expert: int = 0) -> Iterator[LoraPart]:

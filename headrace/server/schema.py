@@ -307,6 +307,8 @@ class LoadLoraBody(RequestBody, frozen=True, kw_only=True):
     """Number of the adapter, which unloading it may repeat."""
     load_inplace: bool = False
     """Replace the adapter that has the name. Requests that run with it go on."""
+    is_3d_lora_weight: bool | None = None
+    """Whether the adapter has stacked experts (target_parameters); the files must agree. Default: as the files say."""
 
 
 class UnloadLoraBody(RequestBody, frozen=True, kw_only=True):

@@ -171,8 +171,8 @@ def _check_numbers(path: Path, config: Mapping[str, Any]) -> None:
         if not is_number(config.get(name, 8), kinds) or (name == "r" and config.get(name, 8) < 1):
             raise ConfigError(f"{path}: {name} is {shown(config.get(name))}, and must be {wanted}", PARAM)
     targets = config.get("target_parameters") or []
-    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
-        raise ConfigError(f"{path}: target_parameters must be a list of names", PARAM)
+    if not isinstance(targets, list) or not all(isinstance(target, str) and "." in target for target in targets):
+        raise ConfigError(f"{path}: target_parameters must be a list of names, each with a module and a dot before it", PARAM)
     if not isinstance(config.get("use_rslora", False), bool):
         raise ConfigError(f"{path}: use_rslora must be true or false", PARAM)
     for name in ("rank_pattern", "alpha_pattern"):
@@ -256,7 +256,7 @@ def _adapted(module: str, target_parameters: Sequence[str]) -> tuple[str, tuple[
     found = []
     for target in target_parameters:
         owner, _, name = target.rpartition(".")
-        if not owner or inner == owner or inner.endswith(f".{owner}"):
+        if inner == owner or inner.endswith(f".{owner}"):
             found.append(name)
     return (inner, tuple(found)) if found and found != ["weight"] else (module, ())
 

@@ -42,7 +42,7 @@ _PARTS = 3
 
 @dataclasses.dataclass(frozen=True)
 class ShrinkTiling:
-    """What a program of A has."""
+    """Sizes of a program that multiplies by A."""
 
     tokens: int
     share: int
@@ -52,7 +52,7 @@ class ShrinkTiling:
 
 @dataclasses.dataclass(frozen=True)
 class ExpandTiling:
-    """What a program of B has."""
+    """Sizes of a program that multiplies by B."""
 
     tokens: int
     outputs: int
@@ -62,7 +62,7 @@ class ExpandTiling:
 
 
 def shrink_tiling(tokens: int, in_features: int, *, batch_invariant: bool = False) -> ShrinkTiling:
-    """One tiling for any number of tokens if the result must not depend on it."""
+    """Returns the sizes for A: one choice for any number of tokens if the result must not depend on it."""
     shared = cdiv(cdiv(in_features, _SHARES), _CHANNELS) * _CHANNELS
     if batch_invariant or tokens <= 16:
         return ShrinkTiling(16, max(256, shared), 4)
@@ -73,7 +73,7 @@ def shrink_tiling(tokens: int, in_features: int, *, batch_invariant: bool = Fals
 
 
 def expand_tiling(tokens: int, out_features: int, *, batch_invariant: bool = False) -> ExpandTiling:
-    """As ``shrink_tiling``."""
+    """Returns the sizes for B likewise."""
     if batch_invariant or tokens <= 16:
         return ExpandTiling(16, 128, 128, 4)
     if tokens <= _FEW_TOKENS:

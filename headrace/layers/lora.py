@@ -17,6 +17,14 @@ NO_ADAPTER = -1
 """Place of tokens that the base model serves."""
 
 
+_ALIGNED = 64
+"""Numbers of whose multiples tables begin: kernels read 16 bytes at once."""
+
+
+def _aligned(numbers: int) -> int:
+    return -(-numbers // _ALIGNED) * _ALIGNED
+
+
 @dataclasses.dataclass(slots=True)
 class LoraRows:
     """Adapters of the tokens of the forward pass under way. All layers of a model share one.
@@ -47,10 +55,6 @@ class LoraPart:
     b: torch.Tensor
     """``[rows, rank]``, multiplied by the adapter's scale."""
 
-    @property
-    def nbytes(self) -> int:
-        return self.a.nbytes + self.b.nbytes
-
 
 class LoraTables:
     """The additions to one layer of the adapters on the device, ``y += B (A x)``, in memory that never moves.
@@ -58,38 +62,45 @@ class LoraTables:
     Each of the layer's fused matrices has an A: their products lie side by side, and each row of B reads that of its matrix.
     """
 
-    def __init__(
-        self,
-        rows: LoraRows,
-        in_features: int,
-        parts: Sequence[int],
-        num_places: int,
-        max_rank: int,
-        dtype: torch.dtype,
-        device: str | torch.device,
-    ) -> None:
-        """``parts``: outputs of each fused matrix."""
+    def __init__(self, rows: LoraRows, in_features: int, parts: Sequence[int], max_rank: int, memory: torch.Tensor) -> None:
+        """
+        Args:
+            parts: outputs of each fused matrix.
+            memory: ``[places, size]``, zeros, each place contiguous.
+        """
         self._rows = rows
         self.rank = max_rank
         self.ends = tuple(itertools.accumulate(parts))
         """End of the outputs of each fused matrix."""
-        self.a = torch.zeros(num_places, len(parts) * max_rank, in_features, dtype=dtype, device=device)
-        """``[places, parts * rank, in_features]``"""
-        self.b = torch.zeros(num_places, self.ends[-1], max_rank, dtype=dtype, device=device)
-        """``[places, out_features, rank]``"""
+        self._shapes = (len(parts) * max_rank, in_features), (self.ends[-1], max_rank)
+        self._memory = memory
+        self.a, self.b = self._matrices(memory)
+        """``[places, parts * rank, in_features]`` and ``[places, out_features, rank]``"""
 
-    @property
-    def nbytes(self) -> int:
-        return self.a.nbytes + self.b.nbytes
+    @staticmethod
+    def size(in_features: int, parts: Sequence[int], max_rank: int) -> int:
+        """Returns how many numbers of a place the tables have."""
+        return _aligned(len(parts) * max_rank * in_features) + _aligned(sum(parts) * max_rank)
+
+    def _matrices(self, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A and B in ``[..., size]``."""
+        of_a, of_b = self._shapes
+        numbers = of_a[0] * of_a[1]
+        start = _aligned(numbers)
+        a, b = memory[..., :numbers], memory[..., start : start + of_b[0] * of_b[1]]
+        return a.view(*memory.shape[:-1], *of_a), b.view(*memory.shape[:-1], *of_b)
 
     def put(self, place: int, parts: Sequence[LoraPart]) -> None:
-        """Fills a place, instead of what it held. Lower ranks are padded with zeros."""
-        self.a[place].zero_()
-        self.b[place].zero_()
+        """Fills a place, instead of what it held."""
+        self.fill(self._memory[place], parts)
+
+    def fill(self, memory: torch.Tensor, parts: Sequence[LoraPart]) -> None:
+        """Fills ``[size]`` with what a place is to hold. Lower ranks are padded with zeros."""
+        a, b = self._matrices(memory.zero_())
         for part in parts:
             first, rank = part.part * self.rank, len(part.a)
-            self.a[place, first : first + rank].copy_(part.a, non_blocking=True)
-            self.b[place, part.row : part.row + len(part.b), :rank].copy_(part.b, non_blocking=True)
+            a[first : first + rank].copy_(part.a)
+            b[part.row : part.row + len(part.b), :rank].copy_(part.b)
 
     def shrink(self, x: Activations, *, batch_invariant: bool = False) -> torch.Tensor | None:
         """The products of A with ``x [T, in_features]`` for ``expand``; None: no token has an adapter.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,11 +29,18 @@ class AdaptedLayer:
     """Matrices of a layer, fused or not, with their tables; or those of the experts of a mixture, one behind the other."""
 
     tables: LoraTables
+    start: int
+    """First number of the tables in the memory of a place."""
     in_features: int
     sizes: tuple[int, ...]
     """Outputs of each fused matrix."""
     experts: int = 1
     """Experts that are held."""
+
+    @property
+    def size(self) -> int:
+        """Numbers of the tables in the memory of a place."""
+        return LoraTables.size(self.in_features, self.sizes * self.experts, self.tables.rank)
 
     @property
     def out_features(self) -> int:
@@ -60,6 +68,8 @@ class AdapterTargets:
     """name of a parameter, without ``.weight`` -> the layer that has it"""
     modules: Sequence[str]
     """Names of matrices that may have adapters, without the path before them; empty: all that can."""
+    memory: torch.Tensor
+    """``[places, numbers]``: what all layers have of the adapter in each place."""
     whole_steps: bool = True
     """Whether adapters of experts could be added, if not for the device."""
 
@@ -69,10 +79,22 @@ class AdapterTargets:
 
     @property
     def nbytes(self) -> int:
-        return sum(tables.nbytes for tables in self.tables.values())
+        return self.memory.nbytes
 
-    def read(self, files: AdapterFiles, dtype: torch.dtype, *, pinned: bool) -> LoadedAdapter:
-        """Reads an adapter to the host's memory, in ``dtype``. ``pinned``: so that copies to a GPU overlap with work.
+    def put(self, place: int, adapter: LoadedAdapter) -> None:
+        """Fills a place with an adapter, instead of what it held."""
+        for name, layer in self.layers.items():
+            layer.tables.put(place, adapter.get(name, ()))
+
+    def image(self, adapter: LoadedAdapter, *, pinned: bool) -> torch.Tensor:
+        """``[numbers]``: what a place with the adapter holds, in the host's memory, ``pinned`` for copies beside a GPU's work."""
+        image = torch.empty(self.memory.shape[1], dtype=self.memory.dtype, pin_memory=pinned)
+        for name, layer in self.layers.items():
+            layer.tables.fill(image[layer.start : layer.start + layer.size], adapter.get(name, ()))
+        return image
+
+    def read(self, files: AdapterFiles, dtype: torch.dtype) -> LoadedAdapter:
+        """Reads an adapter to the host's memory, in ``dtype``.
 
         Raises:
             ConfigError: a matrix of the adapter is none of the layers', or has another shape. Names the tensor.
@@ -95,7 +117,7 @@ class AdapterTargets:
                     parts = [part for expert, own in stacked for part in layer.split(*own, target.start, expert)]
                 else:
                     parts = list(layer.split(a, b, target.start, target.index or 0))
-                found.setdefault(_key(target), []).extend(_pinned(parts) if pinned else parts)
+                found.setdefault(_key(target), []).extend(parts)
         return found
 
     def _target(self, names: NameTable, matrix: AdapterMatrix, inputs: int, outputs: int) -> tuple[Target, AdaptedLayer]:
@@ -118,14 +140,14 @@ class AdapterTargets:
         return not self.modules or _matrix_name(name) in self.modules
 
     def _refusal(self, name: str, target: Target | None) -> str:
+        if not self._allowed(name):
+            return f"--lora-target-modules has {', '.join(self.modules)} alone"
         if target is None:
             return "the model has no such matrix"
-        if _key(target).rpartition(".")[2] in EXPERTS:
+        if target.parameter.rpartition(".")[2] in EXPERTS:
             return (
                 "adapters of experts run on CPUs alone" if self.whole_steps else "adapters of these experts are not supported"
             )
-        if not self._allowed(name):
-            return f"--lora-target-modules has {', '.join(self.modules)} alone"
         return "adapters of this matrix are not supported"
 
 
@@ -152,10 +174,6 @@ def _check_finite(matrix: AdapterMatrix, a: torch.Tensor, b: torch.Tensor) -> No
             raise ConfigError(f"{name} has numbers that are not finite in {str(tensor.dtype).removeprefix('torch.')}", PARAM)
 
 
-def _pinned(parts: Sequence[LoraPart]) -> list[LoraPart]:
-    return [dataclasses.replace(part, a=part.a.pin_memory(), b=part.b.pin_memory()) for part in parts]
-
-
 def _sizes(layer: Linear) -> tuple[int, ...]:
     return tuple(layer.parts.values()) if isinstance(layer, FusedLinear) else (layer.out_features,)
 
@@ -176,37 +194,42 @@ def add_tables(
     Raises:
         ConfigError: one of ``modules`` is no matrix of the model.
     """
-    rows, layers, known, whole_steps = LoraRows(), dict[str, AdaptedLayer](), set[str](), True
+    rows, shapes, known, whole_steps = LoraRows(), dict[str, tuple[int, tuple[int, ...], int]](), set[str](), True
+    mixtures: dict[str, Experts] = {}
 
     def wanted(parameter: str, *more: str) -> bool:
         own = {*map(_matrix_name, names.names(parameter)), *more}
         known.update(own)
         return not modules or bool(own & set(modules))
 
-    def tables(inputs: int, sizes: tuple[int, ...], count: int = 1) -> AdaptedLayer:
-        made = LoraTables(rows, inputs, sizes * count, num_places, max_rank, dtype, device)
-        return AdaptedLayer(made, inputs, sizes, count)
-
     for path, layer in model.named_modules():
         if isinstance(layer, Linear) and path.startswith("layers."):
             if wanted(f"{path}.weight"):
-                layers[path] = tables(layer.in_features, _sizes(layer))
-                layer.lora = layers[path].tables
+                shapes[path] = layer.in_features, _sizes(layer), 1
         elif isinstance(layer, Experts):
             asked = [wanted(f"{path}.{parameter}", parameter) for parameter in EXPERTS]
             whole_steps = whole_steps and layer.whole_steps
             if experts and layer.whole_steps and any(asked):
-                inner = layer.spec.intermediate_size
+                mixtures[path], inner = layer, layer.spec.intermediate_size
                 for parameter, sizes in zip(EXPERTS, ((inner, inner), (layer.shapes["down_proj"][1],)), strict=True):
-                    layers[f"{path}.{parameter}"] = tables(layer.shapes[parameter][2], sizes, layer.spec.num_held)
-                both = (layers[f"{path}.{parameter}"].tables for parameter in EXPERTS)
-                layer.lora = ExpertTables(rows, layer.spec.num_held, *both)
+                    shapes[f"{path}.{parameter}"] = layer.shapes[parameter][2], sizes, layer.spec.num_held
     if unknown := sorted(set(modules) - known):
         raise ConfigError(
             f"lora_target_modules has {unknown[0]}, and the model's matrices are {', '.join(sorted(known))}",
             "lora_target_modules",
         )
-    return AdapterTargets(names, rows, layers, modules, whole_steps)
+    ends = list(itertools.accumulate(LoraTables.size(inputs, own * count, max_rank) for inputs, own, count in shapes.values()))
+    memory = torch.zeros(num_places, ends[-1] if ends else 0, dtype=dtype, device=device)
+    layers = {}
+    for (name, (inputs, sizes, count)), start, end in zip(shapes.items(), (0, *ends), ends, strict=False):
+        tables = LoraTables(rows, inputs, sizes * count, max_rank, memory[:, start:end])
+        layers[name] = AdaptedLayer(tables, start, inputs, sizes, count)
+        if count == 1 and isinstance(layer := model.get_submodule(name), Linear):
+            layer.lora = tables
+    for path, mixture in mixtures.items():
+        both = (layers[f"{path}.{parameter}"].tables for parameter in EXPERTS)
+        mixture.lora = ExpertTables(rows, mixture.spec.num_held, *both)
+    return AdapterTargets(names, rows, layers, modules, memory, whole_steps)
 
 
 def adapter_targets(model: Any) -> AdapterTargets | None:

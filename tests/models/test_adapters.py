@@ -66,7 +66,7 @@ def test_an_adapter_of_every_matrix_is_added_to_its_rows(name: str, size: int, t
     files = write(tmp_path, wanted)
     for rank in range(size):
         targets = usual if size == 1 else with_tables(shard_model(whole, rank, ParallelSizes(size)))
-        loaded = targets.read(files, torch.float32, pinned=False)
+        loaded = targets.read(files, torch.float32)
         expected = {path: torch.zeros(shape_of(layer)) for path, layer in targets.layers.items()}
         generator = torch.Generator().manual_seed(0)
         for module, (outputs, inputs) in wanted.items():
@@ -75,8 +75,9 @@ def test_an_adapter_of_every_matrix_is_added_to_its_rows(name: str, size: int, t
             assert target is not None
             target.fill(expected[target.parameter.removesuffix(".weight")], SCALE * b @ a)
         assert loaded.keys() == expected.keys()
-        for path, tables in targets.tables.items():
-            tables.put(1, loaded[path])
+        targets.put(1, loaded)
+        assert torch.equal(targets.image(loaded, pinned=False), targets.memory[1])
+        for path in targets.layers:
             assert torch.allclose(addition(targets.layers[path], 1), expected[path], atol=1e-5), path
             assert not addition(targets.layers[path], 0).any()
 
@@ -100,7 +101,7 @@ def test_stacked_experts_have_one_addition_each(name: str, sizes: ParallelSizes,
     files = AdapterFiles("digest", str(tmp_path / "adapter.safetensors"), tuple(matrices))
     for rank in range(sizes.tensor):
         targets = with_tables(whole if sizes.tensor == 1 else shard_model(whole, rank, sizes))
-        loaded = targets.read(files, torch.float32, pinned=False)
+        loaded = targets.read(files, torch.float32)
         names = targets.names.chosen([f"{module}.{parameter}" for parameter in deltas])
         for parameter, delta in deltas.items():
             key = f"layers.0.mlp.experts.{parameter}"
@@ -116,7 +117,7 @@ def test_experts_on_a_gpu_are_refused(tmp_path: Path) -> None:
     targets = with_tables(pair("qwen3-moe")[1].spec, experts=False)
     files = write(tmp_path, {"model.layers.0.mlp.experts.1.up_proj": (32, 48)})
     with pytest.raises(ConfigError, match="adapters of experts run on CPUs alone"):
-        targets.read(files, torch.float32, pinned=False)
+        targets.read(files, torch.float32)
 
 
 def test_a_whole_matrix_of_a_checkpoint_is_added_to_the_parts_of_a_fused_layer(tmp_path: Path) -> None:
@@ -127,7 +128,7 @@ def test_a_whole_matrix_of_a_checkpoint_is_added_to_the_parts_of_a_fused_layer(t
     names.instead("model.layers.1.self_attn.qkv_proj.weight", "layers.1.self_attn.qkv_proj.weight")
     shape = layer.out_features, layer.in_features
     files = write(tmp_path, {"model.layers.1.self_attn.qkv_proj": shape})
-    loaded = targets.read(files, torch.float32, pinned=False)
+    loaded = targets.read(files, torch.float32)
     layer.tables.put(0, loaded["layers.1.self_attn.qkv_proj"])
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(RANK, shape[1], generator=generator), torch.randn(shape[0], RANK, generator=generator)
@@ -147,4 +148,4 @@ def test_a_whole_matrix_of_a_checkpoint_is_added_to_the_parts_of_a_fused_layer(t
 def test_a_matrix_that_does_not_fit_is_named(module: str, shape: tuple[int, int], why: str, tmp_path: Path) -> None:
     targets = with_tables(pair("llama")[1].spec)
     with pytest.raises(ConfigError, match=why):
-        targets.read(write(tmp_path, {module: shape}), torch.float32, pinned=False)
+        targets.read(write(tmp_path, {module: shape}), torch.float32)

@@ -90,7 +90,7 @@ def _channels(base, channel, present, start, IN: tl.constexpr):
 
 @launched(do_not_specialize=["tokens"])
 def _shrink(
-    x, a, places, low, tokens, x_row: tl.int64, IN: tl.constexpr, WIDTH: tl.constexpr, SHARE: tl.constexpr,
+    x, a, places, low, tokens, x_row: tl.int64, a_place: tl.int64, IN: tl.constexpr, WIDTH: tl.constexpr, SHARE: tl.constexpr,
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr
 ):  # fmt: skip
@@ -100,12 +100,13 @@ def _shrink(
     share = tl.program_id(1)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     place = tl.load(places + token, mask=token < tokens, other=-1)
-    own = place[:, None] == (column // WIDTH)[None, :]
+    of_column = column // WIDTH
+    own = place[:, None] == of_column[None, :]
     used = tl.max(own.to(tl.int32), 0) > 0
     held = tl.max(own.to(tl.int32), 1) > 0
     channel = tl.arange(0, CHANNELS)
     first = share * SHARE
-    columns = a + column.to(tl.int64)[:, None] * IN
+    columns = a + (of_column * a_place + column % WIDTH * IN)[:, None]
     rows = x + token.to(tl.int64)[:, None] * x_row
     COUNT: tl.constexpr = SHARE // CHANNELS
     rights = ()
@@ -218,17 +219,17 @@ def shrink(
     (tokens, in_features), (num_places, width, _) = x.shape, a.shape
     if a.shape[2] != in_features or len(places) != tokens:
         raise ValueError(f"x, a and places do not fit each other: {list(x.shape)}, {list(a.shape)}, {list(places.shape)}")
-    if x.stride(1) != 1 or not a.is_contiguous() or a.dtype != x.dtype:
-        raise ValueError("the last axis of x, and a, must be contiguous; and a must be of x's dtype")
+    if x.stride(1) != 1 or not a[0].is_contiguous() or a.dtype != x.dtype:
+        raise ValueError("the last axis of x, and each place of a, must be contiguous; and a must be of x's dtype")
     tiling = tiling or shrink_tiling(tokens, in_features, batch_invariant=batch_invariant)
     shares = cdiv(in_features, tiling.share)
     low = torch.empty(shares, tokens, width, dtype=torch.float32, device=x.device)
     if tokens:
         columns = _at_most(_COLUMNS, num_places * width)
         _shrink[(cdiv(tokens, tiling.tokens), shares, cdiv(num_places * width, columns))](
-            x, a, places, low, tokens, x.stride(0), IN=in_features, WIDTH=width, SHARE=tiling.share, TOKENS=tiling.tokens,
-            CHANNELS=_CHANNELS, COLUMNS=columns, AHEAD=tiling.share <= _AHEAD * _CHANNELS, PRECISION=_precision(x),
-            num_warps=tiling.num_warps, num_stages=3, **options(x.device),
+            x, a, places, low, tokens, x.stride(0), a.stride(0), IN=in_features, WIDTH=width, SHARE=tiling.share,
+            TOKENS=tiling.tokens, CHANNELS=_CHANNELS, COLUMNS=columns, AHEAD=tiling.share <= _AHEAD * _CHANNELS,
+            PRECISION=_precision(x), num_warps=tiling.num_warps, num_stages=3, **options(x.device),
         )  # fmt: skip
     return low
 
@@ -257,8 +258,8 @@ def expand(
     if not fits or len(ends) > _PARTS or ends[-1] != width:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in (low, b, places, y))
         raise ValueError(f"low, b, places and y do not fit each other, or the parts {list(ends)}: {shapes}")
-    if y.stride(1) != 1 or not b.is_contiguous():
-        raise ValueError("the last axis of y, and b, must be contiguous")
+    if y.stride(1) != 1 or not b[0].is_contiguous():
+        raise ValueError("the last axis of y, and each place of b, must be contiguous")
     if not tokens:
         return
     tiling = tiling or expand_tiling(tokens, width, batch_invariant=batch_invariant)

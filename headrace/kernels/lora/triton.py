@@ -34,7 +34,9 @@ _AHEAD = 3
 """Most tiles of A that a program reads while the kernel before still runs."""
 _COLUMNS = 64
 """Most columns of A's product of a tile, and as many of them at a time in B's."""
-_PROGRAMS = 128
+_WIDE = 16384
+"""Outputs from which on there are enough tiles for larger ones."""
+_PROGRAMS = 256
 """Programs that a step with many tokens shares channels for, where its tiles are fewer."""
 _PARTS = 3
 """Most fused matrices of a layer whose ends are arguments."""
@@ -77,8 +79,8 @@ def expand_tiling(tokens: int, out_features: int, *, batch_invariant: bool = Fal
     if batch_invariant or tokens <= 16:
         return ExpandTiling(16, 128, 128, 4)
     if tokens <= _FEW_TOKENS:
-        return ExpandTiling(32 if tokens <= 32 else 64, 128, 128, 4)
-    return ExpandTiling(64, 128, 16, 4)
+        return ExpandTiling(64 if tokens > 32 and out_features >= _WIDE else 32, 128, 128, 4)
+    return ExpandTiling(32, 256, 16, 4) if out_features >= _WIDE else ExpandTiling(64, 128, 16, 4)
 
 
 @triton.jit

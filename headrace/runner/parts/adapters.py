@@ -110,18 +110,17 @@ class AdapterTables(RunnerPart):
             if self._copies is None:
                 self._targets.put(place, self._loaded[digest])
             else:
-                self._copy(place, self._images[digest])
+                self._copy(place, self._images[digest], self._copies)
         self._places[digest] = place
         return place
 
-    def _copy(self, place: int, image: torch.Tensor) -> None:
+    def _copy(self, place: int, image: torch.Tensor, stream: torch.cuda.Stream) -> None:
         """Copies an adapter to a place once no step in flight reads it. The next step waits for the copy."""
-        assert self._copies is not None
         if place in self._used:
-            self._copies.wait_event(self._used.pop(place))
-        with torch.cuda.stream(self._copies):
+            stream.wait_event(self._used.pop(place))
+        with torch.cuda.stream(stream):
             self._targets.memory[place].copy_(image, non_blocking=True)
-        torch.cuda.current_stream(self._device).wait_stream(self._copies)
+        torch.cuda.current_stream(self._device).wait_stream(stream)
 
     def _make_room(self) -> int:
         if self._free:

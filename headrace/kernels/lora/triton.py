@@ -80,7 +80,7 @@ def expand_tiling(tokens: int, out_features: int, *, batch_invariant: bool = Fal
         return ExpandTiling(16, 128, 128, 4)
     if tokens <= _FEW_TOKENS:
         return ExpandTiling(64 if tokens > 32 and out_features >= _WIDE else 32, 128, 128, 4)
-    return ExpandTiling(32, 256, 16, 4) if out_features >= _WIDE else ExpandTiling(64, 128, 16, 4)
+    return ExpandTiling(32, 256, 16, 4)
 
 
 @triton.jit

@@ -74,10 +74,6 @@ class AdapterTargets:
     """Whether adapters of experts could be added, if not for the device."""
 
     @property
-    def tables(self) -> dict[str, LoraTables]:
-        return {name: layer.tables for name, layer in self.layers.items()}
-
-    @property
     def nbytes(self) -> int:
         return self.memory.nbytes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -129,10 +129,9 @@ class Scheduler:
         """True while a sequence is unfinished, a launched step is not collected, or hidden states are to be freed."""
         return bool(self._num_unfinished or self._in_flight or self._failed or self._abandoned)
 
-    def has_adapter(self, digest: str) -> bool:
-        """Whether an unfinished sequence has this adapter."""
-        adapters = (sequences[0].request.adapter for sequences in self._requests.values())
-        return any(adapter is not None and adapter.digest == digest for adapter in adapters)
+    def unfinished(self) -> Iterator[Sequence]:
+        every = (seq for sequences in self._requests.values() for seq in sequences)
+        return (seq for seq in every if seq.status is not Status.FINISHED)
 
     @property
     def num_running(self) -> int:

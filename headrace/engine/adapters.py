@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
+from headrace.core.sequence import Status
 from headrace.engine.executor import Executor
 from headrace.errors import ConfigError, UnknownModelError
 from headrace.sources.adapter import PARAM, AdapterFiles
@@ -42,6 +44,18 @@ class LoadedAdapters:
 
     def collect(self) -> None:
         """Forgets dropped adapters that no sequence has any more."""
-        for digest in [one for one in self._dropped if not self._scheduler.has_adapter(one)]:
-            self._dropped.discard(digest)
-            self._executor.drop_adapter(digest)
+        if self._dropped:
+            used = {seq.request.adapter.digest for seq in self._scheduler.unfinished() if seq.request.adapter is not None}
+            for digest in self._dropped - used:
+                self._dropped.discard(digest)
+                self._executor.drop_adapter(digest)
+
+    def sequences(self) -> dict[str, int]:
+        """Counts the unfinished sequences that have adapters: "running" or "waiting" and the adapter's name -> how many."""
+        if not self._digests and not self._dropped:
+            return {}
+        found: Counter[str] = Counter()
+        for seq in self._scheduler.unfinished():
+            if (adapter := seq.request.adapter) is not None:
+                found[f"{'running' if seq.status is Status.RUNNING else 'waiting'} {adapter.name}"] += 1
+        return dict(found)

@@ -272,6 +272,7 @@ class EngineCore:
         graphs = self.executor.graphs()
         return msgspec.structs.replace(
             self.scheduler.stats(),
+            adapter_sequences=self.adapters.sequences(),
             host_seconds=self._host_seconds,
             graphs_captured=graphs.captured,
             graphs_total=graphs.total,

@@ -13,7 +13,7 @@ import msgspec
 
 from headrace.config import EngineArgs
 from headrace.core.request import AdapterRef, Request
-from headrace.errors import ConflictError, UnknownModelError
+from headrace.errors import ConfigError, ConflictError, UnknownModelError
 from headrace.options import INT64_MAX, Checked, OptionSpec
 from headrace.processes.messages import Control
 from headrace.sources.adapter import PARAM, AdapterFiles, read_adapter
@@ -36,6 +36,8 @@ class LoRARequest(Checked):
     """Directory of the adapter; empty: the name is loaded already. Another one than before replaces the adapter."""
     load_inplace: bool = False
     """Read the files again, and replace the adapter where they have changed."""
+    is_3d_lora_weight: bool | None = None
+    """Whether the adapter has stacked experts (peft's target_parameters), as vLLM must be told. None: as the files say."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,12 +55,17 @@ class NamedAdapter:
         return AdapterRef(self.name, self.files.digest)
 
 
+def max_loaded(args: EngineArgs) -> int:
+    """Adapters that may be loaded."""
+    return args.max_cpu_loras or max(_DEFAULT_COUNT, args.max_loras)
+
+
 class AdapterNames:
     """A table of names. It keeps a copy of each adapter, for engines that are restarted after the files are gone."""
 
     def __init__(self, args: EngineArgs) -> None:
         self._max_rank = args.max_lora_rank
-        self._most = args.max_cpu_loras or max(_DEFAULT_COUNT, args.max_loras)
+        self._most = max_loaded(args)
         self._named: dict[str, NamedAdapter] = {}
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 
@@ -96,7 +103,12 @@ class AdapterNames:
         known = self._named.get(request.lora_name)
         path = request.lora_path or ("" if known is None else known.path)
         number = request.lora_int_id if known is None or request.lora_int_id is not None else known.int_id
-        return NamedAdapter(request.lora_name, path, read_adapter(path, self._max_rank, Path(self._directory.name)), number)
+        files = read_adapter(path, self._max_rank, Path(self._directory.name))
+        stacked, said = any(matrix.parameters for matrix in files.matrices), request.is_3d_lora_weight
+        if said not in (None, stacked):
+            has = "has" if stacked else "does not have"
+            raise ConfigError(f"{path} {has} stacked experts (target_parameters)", "is_3d_lora_weight")
+        return NamedAdapter(request.lora_name, path, files, number)
 
     def check_new(self, name: str) -> None:
         """Raises ConflictError if an adapter has the name."""

@@ -288,10 +288,11 @@ class AsyncLLM(AsyncPooledCalls):
                 output.add(delta, text)
                 yield output
 
-    async def _pool(self, make: Make[Result]) -> list[PoolingRequestOutput[Result]]:
+    async def _pool(self, make: Make[Result], lora_request: LoRARequest | None) -> list[PoolingRequestOutput[Result]]:
         self._check_owner()
         names = f"pool-{uuid.uuid4().hex}"
-        batch = await self.inputs.in_thread("", lambda: make(self.pooling, names))
+        adapter = None if lora_request is None else (await self.load_lora(lora_request)).ref
+        batch = await self.inputs.in_thread("", lambda: make(self.pooling, names, adapter))
         outputs = {request.request_id: new_output(request) for request in batch.requests}
         if batch.requests:
             async with await self.add(*batch.requests) as stream:

@@ -187,8 +187,9 @@ class LLM(PooledCalls, SleepCalls):
             requests.make_all()
         return self._run(requests, bar)
 
-    def _pool(self, make: Make[T], progress: bool) -> list[PoolingRequestOutput[T]]:
-        batch = make(self._engine.pooling, f"llm-{next(self._ids)}")
+    def _pool(self, make: Make[T], progress: bool, lora_request: LoRARequest | None) -> list[PoolingRequestOutput[T]]:
+        (adapter,) = self._adapters(lora_request, 1)
+        batch = make(self._engine.pooling, f"llm-{next(self._ids)}", adapter)
         prompts: list[Prompt] = [{"prompt_token_ids": request.prompt_token_ids} for request in batch.requests]
         requests = PendingRequests(prompts, self.inputs, lambda index, media: batch.requests[index], len(prompts))
         return batch.finish(self._run(requests, progress))

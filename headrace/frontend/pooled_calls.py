@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from headrace.core.request import AdapterRef
+from headrace.frontend.adapters import LoRARequest
 from headrace.frontend.inputs import Prompt
 from headrace.frontend.pending import prompt_list
 from headrace.frontend.pooling import EmbedOptions, PoolingBatch, PoolingInputs, ScoreOptions
@@ -19,8 +21,8 @@ from headrace.outputs import (
     T,
 )
 
-Make = Callable[[PoolingInputs, str], PoolingBatch[T]]
-"""(what makes requests, prefix of their ids) -> the requests of a call."""
+Make = Callable[[PoolingInputs, str, AdapterRef | None], PoolingBatch[T]]
+"""(what makes requests, prefix of their ids, their adapter) -> the requests of a call."""
 
 
 class PooledCalls:
@@ -32,26 +34,34 @@ class PooledCalls:
         EngineError: the engine failed, and cannot be used any more.
     """
 
-    def _pool(self, make: Make[T], progress: bool) -> list[PoolingRequestOutput[T]]:
+    def _pool(self, make: Make[T], progress: bool, lora_request: LoRARequest | None) -> list[PoolingRequestOutput[T]]:
         raise NotImplementedError
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], *, progress: bool = False, use_tqdm: bool | None = None, **options: Any
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        lora_request: LoRARequest | None = None,
+        progress: bool = False,
+        use_tqdm: bool | None = None,
+        **options: Any,
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
         """Computes embeddings: ``outputs.embedding`` of each result.
 
         Args:
             prompts: strings, or ``{"prompt_token_ids": [...]}``.
+            lora_request: the adapter; None: the base model. Loaded if it is not.
             progress, use_tqdm: as for ``LLM.generate``.
             options: fields of ``EmbedOptions``: input_type, instruction, prompt_name, dimensions, normalize.
         """
-        return self._pool(embedding(prompts, options), bar_shown(progress, use_tqdm))
+        return self._pool(embedding(prompts, options), bar_shown(progress, use_tqdm), lora_request)
 
     def score(
         self,
         data_1: str | Sequence[str],
         data_2: str | Sequence[str],
         *,
+        lora_request: LoRARequest | None = None,
         progress: bool = False,
         use_tqdm: bool | None = None,
         **options: Any,
@@ -63,17 +73,27 @@ class PooledCalls:
             data_2: documents.
             options: fields of ``ScoreOptions``: instruction, max_tokens_per_query, max_tokens_per_doc.
         """
-        return self._pool(scoring(data_1, data_2, options), bar_shown(progress, use_tqdm))
+        return self._pool(scoring(data_1, data_2, options), bar_shown(progress, use_tqdm), lora_request)
 
     def classify(
-        self, prompts: Prompt | Sequence[Prompt], *, progress: bool = False, use_tqdm: bool | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        lora_request: LoRARequest | None = None,
+        progress: bool = False,
+        use_tqdm: bool | None = None,
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
         """Computes the probabilities of a model's classes: ``outputs.probs`` of each result."""
-        texts = prompt_list(prompts)
-        return self._pool(lambda inputs, names: inputs.classify(texts, names), bar_shown(progress, use_tqdm))
+        return self._pool(classes(prompts), bar_shown(progress, use_tqdm), lora_request)
 
     def encode(
-        self, prompts: Prompt | Sequence[Prompt], *, progress: bool = False, use_tqdm: bool | None = None, **options: Any
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        lora_request: LoRARequest | None = None,
+        progress: bool = False,
+        use_tqdm: bool | None = None,
+        **options: Any,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Computes what is pooled of each prompt, as it is: ``outputs.data``, which ``embed`` would normalise and ``classify``
         make probabilities of.
@@ -81,29 +101,39 @@ class PooledCalls:
         Args:
             options: input_type, instruction and prompt_name of ``EmbedOptions``.
         """
-        return self._pool(encoding(prompts, options), bar_shown(progress, use_tqdm))
+        return self._pool(encoding(prompts, options), bar_shown(progress, use_tqdm), lora_request)
 
 
 class AsyncPooledCalls:
     """The same calls for an event loop. ``priority``, ``cache_salt`` and ``session`` are those of a request."""
 
-    async def _pool(self, make: Make[T]) -> list[PoolingRequestOutput[T]]:
+    async def _pool(self, make: Make[T], lora_request: LoRARequest | None) -> list[PoolingRequestOutput[T]]:
         raise NotImplementedError
 
-    async def embed(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> list[PoolingRequestOutput[EmbeddingOutput]]:
-        return await self._pool(embedding(prompts, options))
+    async def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, lora_request: LoRARequest | None = None, **options: Any
+    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
+        return await self._pool(embedding(prompts, options), lora_request)
 
     async def score(
-        self, data_1: str | Sequence[str], data_2: str | Sequence[str], **options: Any
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        lora_request: LoRARequest | None = None,
+        **options: Any,
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
-        return await self._pool(scoring(data_1, data_2, options))
+        return await self._pool(scoring(data_1, data_2, options), lora_request)
 
-    async def classify(self, prompts: Prompt | Sequence[Prompt]) -> list[PoolingRequestOutput[ClassificationOutput]]:
-        texts = prompt_list(prompts)
-        return await self._pool(lambda inputs, names: inputs.classify(texts, names))
+    async def classify(
+        self, prompts: Prompt | Sequence[Prompt], *, lora_request: LoRARequest | None = None
+    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
+        return await self._pool(classes(prompts), lora_request)
 
-    async def encode(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> list[PoolingRequestOutput[PoolingOutput]]:
-        return await self._pool(encoding(prompts, options))
+    async def encode(
+        self, prompts: Prompt | Sequence[Prompt], *, lora_request: LoRARequest | None = None, **options: Any
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        return await self._pool(encoding(prompts, options), lora_request)
 
 
 _OF_REQUESTS = ("priority", "cache_salt", "session")
@@ -120,7 +150,7 @@ def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 def embedding(prompts: Prompt | Sequence[Prompt], options: dict[str, Any]) -> Make[EmbeddingOutput]:
     texts, (own, who) = prompt_list(prompts), _split(options)
     asked = EmbedOptions(**own)
-    return lambda inputs, names: inputs.embed(texts, names, asked, **who)
+    return lambda inputs, names, adapter: inputs.embed(texts, names, asked, adapter=adapter, **who)
 
 
 def encoding(prompts: Prompt | Sequence[Prompt], options: dict[str, Any]) -> Make[PoolingOutput]:
@@ -129,13 +159,18 @@ def encoding(prompts: Prompt | Sequence[Prompt], options: dict[str, Any]) -> Mak
         if name in own:
             raise TypeError(f"encode has no {name}: its numbers are those that the engine computes")
     asked = EmbedOptions(**own)
-    return lambda inputs, names: inputs.encode(texts, names, asked, **who)
+    return lambda inputs, names, adapter: inputs.encode(texts, names, asked, adapter=adapter, **who)
+
+
+def classes(prompts: Prompt | Sequence[Prompt]) -> Make[ClassificationOutput]:
+    texts = prompt_list(prompts)
+    return lambda inputs, names, adapter: inputs.classify(texts, names, adapter=adapter)
 
 
 def scoring(data_1: str | Sequence[str], data_2: str | Sequence[str], options: dict[str, Any]) -> Make[ScoringOutput]:
     (queries, documents), (own, who) = (_strings("data_1", data_1), _strings("data_2", data_2)), _split(options)
     asked = ScoreOptions(**own)
-    return lambda inputs, names: inputs.score(queries, documents, names, asked, **who)
+    return lambda inputs, names, adapter: inputs.score(queries, documents, names, asked, adapter=adapter, **who)
 
 
 def _strings(name: str, texts: str | Sequence[str]) -> list[str]:

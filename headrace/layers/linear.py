@@ -53,9 +53,10 @@ class Linear(nn.Module):
 
     def forward(self, x: Activations) -> torch.Tensor:
         """``[..., in_features] -> [..., out_features]``. ``Fp8Rows`` are for a layer that has ``rounds``."""
+        low = None if self.lora is None else self.lora.shrink(x, batch_invariant=self.batch_invariant)
         y = self.method.apply_rounded(self, x) if isinstance(x, Fp8Rows) else self.method.apply(self, x)
-        if self.lora is not None:
-            self.lora.add(x, y, batch_invariant=self.batch_invariant)
+        if self.lora is not None and low is not None:
+            self.lora.expand(low, y, batch_invariant=self.batch_invariant)
         return y
 
     def memory(self) -> list[MemoryLine]:

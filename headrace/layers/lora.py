@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from headrace.kernels.linear.fp8_reference import Activations, Fp8Rows
-from headrace.kernels.lora import Segment, add_lora
+from headrace.kernels.lora import Segment, expand, shrink
 
+ExpertProduct = Callable[[int, torch.Tensor], torch.Tensor]
+"""(expert, x ``[T, in]``) -> the product with the expert's matrix, ``[T, out]``."""
 NO_ADAPTER = -1
 """Place of tokens that the base model serves."""
+
+
+_ALIGNED = 64
+"""Numbers of whose multiples tables begin: kernels read 16 bytes at once."""
+
+
+def _aligned(numbers: int) -> int:
+    return -(-numbers // _ALIGNED) * _ALIGNED
 
 
 @dataclasses.dataclass(slots=True)
@@ -45,10 +55,6 @@ class LoraPart:
     b: torch.Tensor
     """``[rows, rank]``, multiplied by the adapter's scale."""
 
-    @property
-    def nbytes(self) -> int:
-        return self.a.nbytes + self.b.nbytes
-
 
 class LoraTables:
     """The additions to one layer of the adapters on the device, ``y += B (A x)``, in memory that never moves.
@@ -56,43 +62,89 @@ class LoraTables:
     Each of the layer's fused matrices has an A: their products lie side by side, and each row of B reads that of its matrix.
     """
 
-    def __init__(
-        self,
-        rows: LoraRows,
-        in_features: int,
-        parts: Sequence[int],
-        num_places: int,
-        max_rank: int,
-        dtype: torch.dtype,
-        device: str | torch.device,
-    ) -> None:
-        """``parts``: outputs of each fused matrix."""
+    def __init__(self, rows: LoraRows, in_features: int, parts: Sequence[int], max_rank: int, memory: torch.Tensor) -> None:
+        """
+        Args:
+            parts: outputs of each fused matrix.
+            memory: ``[places, size]``, zeros, each place contiguous.
+        """
         self._rows = rows
         self.rank = max_rank
         self.ends = tuple(itertools.accumulate(parts))
         """End of the outputs of each fused matrix."""
-        self.a = torch.zeros(num_places, len(parts) * max_rank, in_features, dtype=dtype, device=device)
-        """``[places, parts * rank, in_features]``"""
-        self.b = torch.zeros(num_places, self.ends[-1], max_rank, dtype=dtype, device=device)
-        """``[places, out_features, rank]``"""
+        self._shapes = (len(parts) * max_rank, in_features), (self.ends[-1], max_rank)
+        self._memory = memory
+        self.a, self.b = self._matrices(memory)
+        """``[places, parts * rank, in_features]`` and ``[places, out_features, rank]``"""
 
-    @property
-    def nbytes(self) -> int:
-        return self.a.nbytes + self.b.nbytes
+    @staticmethod
+    def size(in_features: int, parts: Sequence[int], max_rank: int) -> int:
+        """Returns how many numbers of a place the tables have."""
+        return _aligned(len(parts) * max_rank * in_features) + _aligned(sum(parts) * max_rank)
+
+    def _matrices(self, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A and B in ``[..., size]``."""
+        of_a, of_b = self._shapes
+        numbers = of_a[0] * of_a[1]
+        start = _aligned(numbers)
+        a, b = memory[..., :numbers], memory[..., start : start + of_b[0] * of_b[1]]
+        return a.view(*memory.shape[:-1], *of_a), b.view(*memory.shape[:-1], *of_b)
 
     def put(self, place: int, parts: Sequence[LoraPart]) -> None:
-        """Fills a place, instead of what it held. Lower ranks are padded with zeros."""
-        self.a[place].zero_()
-        self.b[place].zero_()
+        """Fills a place, instead of what it held."""
+        self.fill(self._memory[place], parts)
+
+    def fill(self, memory: torch.Tensor, parts: Sequence[LoraPart]) -> None:
+        """Fills ``[size]`` with what a place is to hold. Lower ranks are padded with zeros."""
+        a, b = self._matrices(memory.zero_())
         for part in parts:
             first, rank = part.part * self.rank, len(part.a)
-            self.a[place, first : first + rank].copy_(part.a, non_blocking=True)
-            self.b[place, part.row : part.row + len(part.b), :rank].copy_(part.b, non_blocking=True)
+            a[first : first + rank].copy_(part.a)
+            b[part.row : part.row + len(part.b), :rank].copy_(part.b)
 
-    def add(self, x: Activations, y: torch.Tensor, *, batch_invariant: bool = False) -> None:
-        """Adds to the layer's product ``y [T, out_features]`` of ``x [T, in_features]``, in place, for tokens with adapters."""
-        if self._rows.segments:
-            rows = self._rows
-            # Merged weights would multiply the rounded rows too.
-            x = x.floats() if isinstance(x, Fp8Rows) else x
-            add_lora(y, x, self.a, self.b, self.ends, rows.segments, rows.places, batch_invariant=batch_invariant)
+    def shrink(self, x: Activations, *, batch_invariant: bool = False) -> torch.Tensor | None:
+        """The products of A with ``x [T, in_features]`` for ``expand``; None: no token has an adapter.
+
+        On a GPU this kernel runs while that of the layer's own product, which follows, begins to read weights.
+        """
+        rows = self._rows
+        if not rows.segments:
+            return None
+        # Merged weights would multiply the rounded rows too.
+        x = x.floats() if isinstance(x, Fp8Rows) else x
+        return shrink(x, self.a, rows.segments, rows.places, batch_invariant=batch_invariant)
+
+    def expand(self, low: torch.Tensor, y: torch.Tensor, *, batch_invariant: bool = False) -> None:
+        """Adds to the layer's product ``y [T, out_features]``, in place, for tokens with adapters."""
+        rows = self._rows
+        expand(low, self.b, self.ends, rows.segments, y, rows.places, batch_invariant=batch_invariant)
+
+    def of_expert(self, expert: int, count: int, place: int, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Adds to ``y [T, outputs]``, an expert's product of ``x``, on a CPU. The tables have the matrices of ``count`` experts
+        one behind the other."""
+        width, outputs = self.a.shape[1] // count, self.ends[-1] // count
+        a = self.a[place, expert * width : (expert + 1) * width]
+        b = self.b[place, expert * outputs : (expert + 1) * outputs]
+        every = (Segment(0, len(x), 0),)
+        expand(shrink(x, a[None], every), b[None], self.ends[: len(self.ends) // count], every, y)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertTables:
+    """The additions to the experts of a mixture, on a CPU."""
+
+    rows: LoraRows
+    count: int
+    """Experts that are held."""
+    gate_up: LoraTables
+    down: LoraTables
+
+    def add_to(self, tables: LoraTables, product: ExpertProduct, place: int) -> ExpertProduct:
+        """``product`` with what the adapter in a place adds."""
+
+        def added(expert: int, x: torch.Tensor) -> torch.Tensor:
+            y = product(expert, x)
+            tables.of_expert(expert, self.count, place, x, y)
+            return y
+
+        return added

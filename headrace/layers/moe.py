@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
 from headrace.config import MemoryLine
 from headrace.kernels.moe import held_experts, moe_mlp, route, router_logits
+from headrace.kernels.moe.reference import expert_product, run_experts
 from headrace.layers.linear import Linear, packed_memory
+from headrace.layers.lora import ExpertProduct, ExpertTables
 from headrace.layers.mlp import GatedMLP, SquaredMLP, build_mlp
 from headrace.layers.stored import StoredMatrix
 from headrace.model_spec import MoeSpec
@@ -82,6 +86,10 @@ class Experts(nn.Module):
             self.down_proj_bias = _empty(count, hidden_size, dtype=dtype, device=device)
         self.batch_invariant = False
         """Each token's result is bitwise independent of the other tokens."""
+        self.whole_steps = True
+        """``forward`` gets all tokens of a step, in their order."""
+        self.lora: ExpertTables | None = None
+        """Additions of adapters. They are no part of the weights."""
 
     def forward(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, plus: torch.Tensor | None = None
@@ -90,7 +98,33 @@ class Experts(nn.Module):
         rank its own."""
         if self.spec.held is not None:
             experts = held_experts(experts, *self.spec.held)
-        return self.method.apply(self, x, experts, weights, plus)
+        out = self.method.apply(self, x, experts, weights, plus)
+        if self.lora is not None and self.lora.rows.segments:
+            self._adapt(self.lora, out, x, experts, weights, plus)
+        return out
+
+    def _adapt(
+        self,
+        lora: ExpertTables,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+        plus: torch.Tensor | None,
+    ) -> None:
+        """Computes the tokens with adapters again, with what these add: an addition to gate and up goes through the
+        activation. The others stay bitwise as they are."""
+        gate_up, down = self.method.products(self)
+        for start, end, place in lora.rows.segments:
+            out[start:end] = run_experts(
+                x[start:end],
+                experts[start:end],
+                weights[start:end],
+                lora.add_to(lora.gate_up, gate_up, place),
+                lora.add_to(lora.down, down, place),
+                self.spec,
+                None if plus is None else plus[start:end],
+            )
 
     def memory(self) -> list[MemoryLine]:
         return self.method.memory(self)
@@ -132,6 +166,13 @@ class ExpertsMethod:
         matrices = layer.gate_up_proj, layer.down_proj
         biases = layer.gate_up_proj_bias, layer.down_proj_bias
         return moe_mlp(x, experts, weights, *matrices, layer.spec, *biases, plus=plus, batch_invariant=layer.batch_invariant)
+
+    def products(self, layer: Experts) -> tuple[ExpertProduct, ExpertProduct]:
+        """Returns the products with the experts' gate and up, and with their down, as ``apply`` makes them on a CPU."""
+        return (
+            partial(expert_product, layer.gate_up_proj, layer.gate_up_proj_bias),
+            partial(expert_product, layer.down_proj, layer.down_proj_bias),
+        )
 
     def dequantize(self, layer: Experts, matrix: str) -> torch.Tensor:
         """Returns what ``apply`` multiplies by, ``[num_experts, N, K]`` float32."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 
 from prometheus_client.core import Metric
@@ -30,6 +31,8 @@ VLLM = {
 }
 """Family of headrace -> vLLM's names of it. Samples end in ``_total``, ``_bucket`` ... in both."""
 _LABELS = {"reason": "finished_reason"}
+ADAPTERS, LORA_INFO = "headrace_adapter_sequences", "vllm:lora_requests_info"
+"""Names of the family whose adapters vLLM lists in the labels of one sample, and of that sample. Its value is the time."""
 
 
 class VLLMNames(Collector):
@@ -38,9 +41,11 @@ class VLLMNames(Collector):
     ``model_name`` returns None until the model is known; until then nothing is exported, as no series may change its label.
     """
 
-    def __init__(self, source: Collector, model_name: Callable[[], str | None]) -> None:
+    def __init__(self, source: Collector, model_name: Callable[[], str | None], max_loras: int) -> None:
+        """``max_loras``: adapters that run at once; 0: there are none."""
         self._source = source
         self._model_name = model_name
+        self._max_loras = max_loras
 
     def collect(self) -> Iterator[Metric]:
         model_name = self._model_name()
@@ -48,10 +53,21 @@ class VLLMNames(Collector):
             return
         added = {"model_name": model_name, "engine": "0"}
         for family in self._source.collect():
+            if family.name == ADAPTERS and self._max_loras:
+                yield self._adapters(family)
             for name in VLLM.get(family.name, ()):
                 renamed = Metric(name, family.documentation, family.type, family.unit)
                 renamed.samples = [_renamed(sample, family.name, name, added) for sample in family.samples]
                 yield renamed
+
+    def _adapters(self, family: Metric) -> Metric:
+        info = Metric(LORA_INFO, family.documentation, "gauge")
+        names: dict[str, list[str]] = {"running": [], "waiting": []}
+        for sample in family.samples:
+            names[sample.labels["state"]].append(sample.labels["adapter"])
+        labels = {f"{state}_lora_adapters": ",".join(sorted(found)) for state, found in names.items()}
+        info.add_sample(LORA_INFO, {"max_lora": str(self._max_loras), **labels}, time.time())
+        return info
 
 
 def _renamed(sample: Sample, old: str, new: str, added: dict[str, str]) -> Sample:

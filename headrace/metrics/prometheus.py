@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from headrace.metrics.compat import VLLMNames
-from headrace.metrics.stats import COUNTERS, GAUGES, LABELLED_COUNTERS, EngineStats, MetricsCompat
+from headrace.metrics.stats import COUNTERS, GAUGES, LABELLED_COUNTERS, LABELLED_GAUGES, EngineStats, MetricsCompat
 from headrace.options import options
 from headrace.outputs import OutputDelta, RequestTimes
 
@@ -34,6 +34,7 @@ _COUNTS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 
 _SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 _FAMILIES: tuple[tuple[_Family, dict[str, str]], ...] = ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS))
+_LABELLED = (GaugeMetricFamily, LABELLED_GAUGES), (CounterMetricFamily, LABELLED_COUNTERS)
 _METHODS = frozenset({"GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH"})
 
 
@@ -51,11 +52,12 @@ class EngineCollector(Collector):
                 yield family(name, fields[field].help, value=getattr(stats, field))
         usage = "Fraction of the KV blocks owned by sequences, 0 to 1, at the engine's last report."
         yield GaugeMetricFamily("headrace_kv_cache_usage_ratio", usage, value=stats.kv_usage)
-        for field, (name, labels) in LABELLED_COUNTERS.items():
-            labelled = CounterMetricFamily(name, fields[field].help, labels=labels)
-            for key, count in getattr(stats, field).items():
-                labelled.add_metric(key.split(), count)
-            yield labelled
+        for family, several in _LABELLED:
+            for field, (name, labels) in several.items():
+                labelled = family(name, fields[field].help, labels=labels)
+                for key, count in getattr(stats, field).items():
+                    labelled.add_metric(key.split(" ", len(labels) - 1), count)
+                yield labelled
 
 
 class ReplicaReport(NamedTuple):
@@ -134,7 +136,7 @@ class ServerMetrics:
     """The metrics of one server, in their own registry. ``stats`` returns the engine's latest statistics.
 
     ``compat``: whose names the metrics get too; ``model_name`` returns the model's, for their label, or None while it loads.
-    ``replicas`` returns the report of each replica; None: there is one engine.
+    ``replicas`` returns the report of each replica; None: there is one engine. ``max_loras``: adapters that run at once.
     """
 
     def __init__(
@@ -144,11 +146,12 @@ class ServerMetrics:
         compat: MetricsCompat | None = None,
         model_name: Callable[[], str | None] = lambda: None,
         replicas: Callable[[], Sequence[ReplicaReport]] | None = None,
+        max_loras: int = 0,
     ) -> None:
         self.registry = registry = CollectorRegistry()
         self._compat = CollectorRegistry()
         if compat is not None:
-            self._compat.register(VLLMNames(registry, model_name))
+            self._compat.register(VLLMNames(registry, model_name, max_loras))
         registry.register(EngineCollector(stats))
         if replicas is not None:
             registry.register(ReplicaCollector(replicas))

@@ -18,7 +18,7 @@ class MetricSpec(NamedTuple):
     gauge: bool = False
     """A current value; else a counter."""
     labels: str = ""
-    """Names of labels, a blank between them, as a key of the field holds their values."""
+    """Names of labels, a blank between them, as a key of the field holds their values: the last one may have blanks."""
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
@@ -30,6 +30,11 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Sequences that have a slot, at the engine's last report."""
     num_waiting: Annotated[int, MetricSpec("headrace_requests_waiting", gauge=True)] = 0
     """Sequences without a slot, new or preempted, at the engine's last report."""
+    adapter_sequences: Annotated[
+        dict[str, int], MetricSpec("headrace_adapter_sequences", gauge=True, labels="state adapter")
+    ] = {}
+    """Sequences with a LoRA adapter, by the adapter's name and by whether they have a slot (running) or not (waiting), at the
+    engine's last report."""
     num_preemptions: Annotated[int, MetricSpec("headrace_preemptions")] = 0
     """Preemptions: a running sequence lost its KV blocks and is computed again later."""
     kv_blocks_used: Annotated[int, MetricSpec("headrace_kv_blocks_used", gauge=True)] = 0
@@ -104,12 +109,12 @@ class EngineStats(msgspec.Struct, kw_only=True):
 
     def counters(self) -> EngineStats:
         """Returns the counters, and gauges of 0."""
-        return msgspec.structs.replace(self, **dict.fromkeys(GAUGES, 0))
+        return msgspec.structs.replace(self, **dict.fromkeys(GAUGES, 0), **{name: {} for name in LABELLED_GAUGES})
 
     def plus(self, other: EngineStats) -> EngineStats:
         """The sums of two engines' counters and gauges."""
         sums: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in (*GAUGES, *COUNTERS)}
-        for name in LABELLED_COUNTERS:
+        for name in (*LABELLED_GAUGES, *LABELLED_COUNTERS):
             mine, others = getattr(self, name), getattr(other, name)
             sums[name] = {key: mine.get(key, 0) + others.get(key, 0) for key in {**mine, **others}}
         return EngineStats(**sums)
@@ -118,8 +123,10 @@ class EngineStats(msgspec.Struct, kw_only=True):
 _METRICS: dict[str, MetricSpec] = {
     field: hint.__metadata__[0] for field, hint in typing.get_type_hints(EngineStats, include_extras=True).items()
 }
-GAUGES = {field: metric.name for field, metric in _METRICS.items() if metric.gauge}
+GAUGES = {field: metric.name for field, metric in _METRICS.items() if metric.gauge and not metric.labels}
 """Field -> name of its Prometheus metric."""
 COUNTERS = {field: metric.name for field, metric in _METRICS.items() if not metric.gauge and not metric.labels}
-LABELLED_COUNTERS = {field: (metric.name, metric.labels.split()) for field, metric in _METRICS.items() if metric.labels}
+_LABELLED = {field: (metric.name, metric.labels.split()) for field, metric in _METRICS.items() if metric.labels}
+LABELLED_GAUGES = {field: named for field, named in _LABELLED.items() if _METRICS[field].gauge}
 """Field -> name of its metric and its labels."""
+LABELLED_COUNTERS = {field: named for field, named in _LABELLED.items() if not _METRICS[field].gauge}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,12 +13,49 @@ from torch import nn
 
 from headrace.errors import ConfigError
 from headrace.layers.linear import FusedLinear, Linear
-from headrace.layers.lora import LoraPart, LoraRows, LoraTables
+from headrace.layers.lora import ExpertTables, LoraPart, LoraRows, LoraTables
+from headrace.layers.moe import Experts
 from headrace.sources.adapter import PARAM, AdapterFiles, AdapterMatrix
 from headrace.weights.names import NameTable, Target
 
 LoadedAdapter = Mapping[str, Sequence[LoraPart]]
-"""Path of a layer -> what an adapter adds to it."""
+"""Key of ``AdapterTargets.layers`` -> what an adapter adds to it."""
+EXPERTS = ("gate_up_proj", "down_proj")
+"""Parameters of a mixture's experts that may have adapters."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptedLayer:
+    """Matrices of a layer, fused or not, with their tables; or those of the experts of a mixture, one behind the other."""
+
+    tables: LoraTables
+    start: int
+    """First number of the tables in the memory of a place."""
+    in_features: int
+    sizes: tuple[int, ...]
+    """Outputs of each fused matrix."""
+    experts: int = 1
+    """Experts that are held."""
+
+    @property
+    def size(self) -> int:
+        """Numbers of the tables in the memory of a place."""
+        return LoraTables.size(self.in_features, self.sizes * self.experts, self.tables.rank)
+
+    @property
+    def out_features(self) -> int:
+        """Outputs of all fused matrices; of one expert."""
+        return sum(self.sizes)
+
+    def split(self, a: torch.Tensor, b: torch.Tensor, start: int, expert: int = 0) -> Iterator[LoraPart]:
+        """Yields the addition to the rows of an expert from ``start`` on by the layer's own parts: one that a checkpoint has as
+        a whole is several to a fused layer."""
+        part, row, first = expert * len(self.sizes), expert * self.out_features, 0
+        for index, size in enumerate(self.sizes):
+            low, high = max(start, first), min(start + len(b), first + size)
+            if low < high:
+                yield LoraPart(part + index, row + low, a, b[low - start : high - start])
+            first += size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,75 +64,110 @@ class AdapterTargets:
 
     names: NameTable
     rows: LoraRows
-    layers: Mapping[str, Linear]
-    """path -> layer"""
+    layers: Mapping[str, AdaptedLayer]
+    """name of a parameter, without ``.weight`` -> the layer that has it"""
     modules: Sequence[str]
     """Names of matrices that may have adapters, without the path before them; empty: all that can."""
-
-    @property
-    def tables(self) -> dict[str, LoraTables]:
-        return {path: layer.lora for path, layer in self.layers.items() if layer.lora is not None}
+    memory: torch.Tensor
+    """``[places, numbers]``: what all layers have of the adapter in each place."""
+    whole_steps: bool = True
+    """Whether adapters of experts could be added, if not for the device."""
 
     @property
     def nbytes(self) -> int:
-        return sum(tables.nbytes for tables in self.tables.values())
+        return self.memory.nbytes
 
-    def read(self, files: AdapterFiles, dtype: torch.dtype, *, pinned: bool) -> LoadedAdapter:
-        """Reads an adapter to the host's memory, in ``dtype``. ``pinned``: so that copies to a GPU overlap with work.
+    def put(self, place: int, adapter: LoadedAdapter) -> None:
+        """Fills a place with an adapter, instead of what it held."""
+        for name, layer in self.layers.items():
+            layer.tables.put(place, adapter.get(name, ()))
+
+    def image(self, adapter: LoadedAdapter, *, pinned: bool) -> torch.Tensor:
+        """``[numbers]``: what a place with the adapter holds, in the host's memory; ``pinned`` for copies beside work."""
+        image = torch.empty(self.memory.shape[1], dtype=self.memory.dtype, pin_memory=pinned)
+        for name, layer in self.layers.items():
+            layer.tables.fill(image[layer.start : layer.start + layer.size], adapter.get(name, ()))
+        return image
+
+    def read(self, files: AdapterFiles, dtype: torch.dtype) -> LoadedAdapter:
+        """Reads an adapter to the host's memory, in ``dtype``.
 
         Raises:
             ConfigError: a matrix of the adapter is none of the layers', or has another shape. Names the tensor.
         """
-        names = self.names.chosen([f"{matrix.module}.weight" for matrix in files.matrices])
+        names = self.names.chosen([name for matrix in files.matrices for name in matrix.stored])
         found: dict[str, list[LoraPart]] = {}
         with safe_open(files.weights, framework="pt") as file:
             for matrix in files.matrices:
-                target = names.part(f"{matrix.module}.weight")
-                path = "" if target is None else target.parameter.rpartition(".")[0]
-                layer = self.layers.get(path)
-                if target is None or layer is None or not self._allowed(matrix):
-                    raise ConfigError(f"{matrix.a}: {self._refusal(matrix, target)}", PARAM)
                 a, b = file.get_tensor(matrix.a), file.get_tensor(matrix.b)
-                _check_shapes(matrix, a, b, target.matrix_shape(layer.out_features, layer.in_features))
-                a, b = target.low_rank(a, b.float() * matrix.scale)
-                parts = _split(layer, a.to(dtype).contiguous(), b.to(dtype).contiguous(), target.start)
-                found.setdefault(path, []).extend(_pinned(parts) if pinned else parts)
+                target, layer = self._target(names, matrix, a.shape[1], b.shape[0])
+                if target.empty:  # Of an expert that another rank holds.
+                    continue
+                b = b.float() * matrix.scale
+                if matrix.parameters:
+                    a, b = _by_expert(matrix, a, b, target.part.shape[0] if target.part is not None else layer.experts)
+                a, b = (part.to(dtype).contiguous() for part in target.low_rank(a, b))
+                _check_finite(matrix, a, b)
+                if matrix.parameters:
+                    stacked = enumerate(zip(a, b, strict=True))
+                    parts = [part for expert, own in stacked for part in layer.split(*own, target.start, expert)]
+                else:
+                    parts = list(layer.split(a, b, target.start, target.index or 0))
+                found.setdefault(_key(target), []).extend(parts)
         return found
 
-    def _allowed(self, matrix: AdapterMatrix) -> bool:
-        return not self.modules or matrix.module.rpartition(".")[2] in self.modules
+    def _target(self, names: NameTable, matrix: AdapterMatrix, inputs: int, outputs: int) -> tuple[Target, AdaptedLayer]:
+        """The rows that a matrix adds to, and their layer. Raises ConfigError if there are none of its shape."""
+        wrong = []
+        for name in matrix.stored:
+            target = names.part(name)
+            layer = None if target is None else self.layers.get(_key(target))
+            if target is None or layer is None or not self._allowed(name):
+                wrong.append(f"{matrix.a}: {self._refusal(name, target)}")
+                continue
+            shape = target.matrix_shape(layer.out_features, layer.in_features)
+            if target.empty or shape == (outputs, inputs):
+                return target, layer
+            tensor, has = (matrix.a, f"{inputs} inputs") if shape[1] != inputs else (matrix.b, f"{outputs} outputs")
+            wrong.append(f"{tensor} has {has}, and {name} in the model is {list(shape)}")
+        raise ConfigError("; ".join(wrong), PARAM)
 
-    def _refusal(self, matrix: AdapterMatrix, target: Target | None) -> str:
-        if not self._allowed(matrix):
+    def _allowed(self, name: str) -> bool:
+        return not self.modules or _matrix_name(name) in self.modules
+
+    def _refusal(self, name: str, target: Target | None) -> str:
+        if not self._allowed(name):
             return f"--lora-target-modules has {', '.join(self.modules)} alone"
         if target is None:
             return "the model has no such matrix"
+        if target.parameter.rpartition(".")[2] in EXPERTS:
+            return (
+                "adapters of experts run on CPUs alone" if self.whole_steps else "adapters of these experts are not supported"
+            )
         return "adapters of this matrix are not supported"
 
 
-def _check_shapes(matrix: AdapterMatrix, a: torch.Tensor, b: torch.Tensor, shape: tuple[int, int]) -> None:
-    outputs, inputs = shape
-    for name, tensor, axis, size in ((matrix.a, a, 1, inputs), (matrix.b, b, 0, outputs)):
-        if tensor.shape[axis] != size:
-            raise ConfigError(
-                f"{name} has the shape {list(tensor.shape)}, and its matrix in the model is [{outputs}, {inputs}]", PARAM
-            )
+def _key(target: Target) -> str:
+    return target.parameter.removesuffix(".weight")
 
 
-def _split(layer: Linear, a: torch.Tensor, b: torch.Tensor, start: int) -> list[LoraPart]:
-    """The addition to rows of a layer from ``start`` on, by the layer's own parts: one that a checkpoint has as a whole is
-    several to a fused layer."""
-    parts, first = [], 0
-    for index, size in enumerate(_sizes(layer)):
-        low, high = max(start, first), min(start + len(b), first + size)
-        if low < high:
-            parts.append(LoraPart(index, low, a, b[low - start : high - start]))
-        first += size
-    return parts
+def _matrix_name(stored: str) -> str:
+    """The name of a matrix as ``lora_target_modules`` has it."""
+    return stored.removesuffix(".weight").rpartition(".")[2]
 
 
-def _pinned(parts: Sequence[LoraPart]) -> list[LoraPart]:
-    return [dataclasses.replace(part, a=part.a.pin_memory(), b=part.b.pin_memory()) for part in parts]
+def _by_expert(matrix: AdapterMatrix, a: torch.Tensor, b: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[experts, rank, inputs]`` and ``[experts, outputs, rank]``, as peft has them in its tensors."""
+    if matrix.experts != count:
+        raise ConfigError(f"{matrix.a} is for {matrix.experts} experts, and the model has {count}", PARAM)
+    return a.view(count, -1, a.shape[1]), b.view(len(b), -1, count).permute(2, 0, 1)
+
+
+def _check_finite(matrix: AdapterMatrix, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Tokens of other adapters multiply them by zeros, and must not notice."""
+    for name, tensor in ((matrix.a, a), (matrix.b, b)):
+        if not tensor.isfinite().all():
+            raise ConfigError(f"{name} has numbers that are not finite in {str(tensor.dtype).removeprefix('torch.')}", PARAM)
 
 
 def _sizes(layer: Linear) -> tuple[int, ...]:
@@ -109,27 +182,50 @@ def add_tables(
     max_rank: int,
     dtype: torch.dtype,
     device: str | torch.device,
+    *,
+    experts: bool,
 ) -> AdapterTargets:
-    """Gives the matrices of a model's layers tables for adapters.
+    """Gives the matrices of a model's layers tables for adapters. ``experts``: those of experts too, which is for CPUs.
 
     Raises:
         ConfigError: one of ``modules`` is no matrix of the model.
     """
-    rows, layers, known = LoraRows(), dict[str, Linear](), set[str]()
+    rows, shapes, known, whole_steps = LoraRows(), dict[str, tuple[int, tuple[int, ...], int]](), set[str](), True
+    mixtures: dict[str, Experts] = {}
+
+    def wanted(parameter: str, *more: str) -> bool:
+        own = {*map(_matrix_name, names.names(parameter)), *more}
+        known.update(own)
+        return not modules or bool(own & set(modules))
+
     for path, layer in model.named_modules():
-        if not isinstance(layer, Linear) or not path.startswith("layers."):
-            continue
-        own = {name.removesuffix(".weight").rpartition(".")[2] for name in names.names(f"{path}.weight")}
-        known |= own
-        if not modules or own & set(modules):
-            layer.lora = LoraTables(rows, layer.in_features, _sizes(layer), num_places, max_rank, dtype, device)
-            layers[path] = layer
+        if isinstance(layer, Linear) and path.startswith("layers."):
+            if wanted(f"{path}.weight"):
+                shapes[path] = layer.in_features, _sizes(layer), 1
+        elif isinstance(layer, Experts):
+            asked = [wanted(f"{path}.{parameter}", parameter) for parameter in EXPERTS]
+            whole_steps = whole_steps and layer.whole_steps
+            if experts and layer.whole_steps and any(asked):
+                mixtures[path], inner = layer, layer.spec.intermediate_size
+                for parameter, sizes in zip(EXPERTS, ((inner, inner), (layer.shapes["down_proj"][1],)), strict=True):
+                    shapes[f"{path}.{parameter}"] = layer.shapes[parameter][2], sizes, layer.spec.num_held
     if unknown := sorted(set(modules) - known):
         raise ConfigError(
             f"lora_target_modules has {unknown[0]}, and the model's matrices are {', '.join(sorted(known))}",
             "lora_target_modules",
         )
-    return AdapterTargets(names, rows, layers, modules)
+    ends = list(itertools.accumulate(LoraTables.size(inputs, own * count, max_rank) for inputs, own, count in shapes.values()))
+    memory = torch.zeros(num_places, ends[-1] if ends else 0, dtype=dtype, device=device)
+    layers = {}
+    for (name, (inputs, sizes, count)), start, end in zip(shapes.items(), (0, *ends), ends, strict=False):
+        tables = LoraTables(rows, inputs, sizes * count, max_rank, memory[:, start:end])
+        layers[name] = AdaptedLayer(tables, start, inputs, sizes, count)
+        if count == 1 and isinstance(layer := model.get_submodule(name), Linear):
+            layer.lora = tables
+    for path, mixture in mixtures.items():
+        both = (layers[f"{path}.{parameter}"].tables for parameter in EXPERTS)
+        mixture.lora = ExpertTables(rows, mixture.spec.num_held, *both)
+    return AdapterTargets(names, rows, layers, modules, memory, whole_steps)
 
 
 def adapter_targets(model: Any) -> AdapterTargets | None:

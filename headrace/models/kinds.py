@@ -47,7 +47,7 @@ def model_tensors(model: Any) -> ModelTensors:
         weights += [buffer for leaf, buffer in experts.named_buffers() if leaf.startswith(f"{matrix}_")]
     kept = _beside(weights, model)
     if (targets := adapter_targets(model)) is not None:
-        kept += [tensor for tables in targets.tables.values() for tensor in (tables.a, tables.b)]
+        kept.append(targets.memory)
     return ModelTensors(weights, kept)
 
 

@@ -12,6 +12,7 @@ from headrace.kernels import native
 from headrace.kernels.moe.native import PackedExperts
 from headrace.kernels.moe.reference import run_experts
 from headrace.kernels.native import NativeKernels
+from headrace.layers.lora import ExpertProduct
 from headrace.layers.moe import Experts, ExpertsMethod
 from headrace.layers.stored import Codes, QuantSpec, StoredMatrix
 from headrace.quant.experts import ExpertsCandidate, ExpertsFacts
@@ -130,9 +131,11 @@ class NativeExperts(ExpertsMethod):
     def apply(
         self, layer: Experts, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, plus: torch.Tensor | None
     ) -> torch.Tensor:
+        return run_experts(x, experts, weights, *self.products(layer), layer.spec, plus)
+
+    def products(self, layer: Experts) -> tuple[ExpertProduct, ExpertProduct]:
         gate_up = self._packed(layer, "gate_up_proj", layer.gate_up_proj_bias)
-        down = self._packed(layer, "down_proj", layer.down_proj_bias)
-        return run_experts(x, experts, weights, gate_up.product, down.product, layer.spec, plus)
+        return gate_up.product, self._packed(layer, "down_proj", layer.down_proj_bias).product
 
     def _packed(self, layer: Experts, matrix: str, bias: torch.Tensor | None = None) -> PackedExperts:
         code = (self._bits[matrix] or 8) | self._tails[matrix] << 8

@@ -195,7 +195,6 @@ FIELDS: tuple[FieldRule, ...] = (
         token_ids_logprob=("logprobs are of the sampled token and of the most likely ones", [[]]),
         return_hidden_states=("hidden states stay on the device", [False]),
         custom_logit_processor="the server runs no code of its clients",
-        lora_path="there are no adapters",
         session_params="the server keeps no sessions: prefixes are found by their tokens",
         priority=("SGLang runs higher values first, and this server lower ones", [0]),
         bootstrap_host="the server transfers no KV cache",

@@ -273,6 +273,8 @@ class GenerateBody(SampledBody, frozen=True, kw_only=True):
     --enable-return-routed-experts."""
     routed_experts_start_len: Annotated[int, OptionSpec(min=0, max=INT32_MAX, apis=_GENERATE)] = 0
     """First token of routed_experts; at most the tokens of the prompt."""
+    lora_path: Annotated[str | None, OptionSpec(min=1, max=256, apis=_GENERATE)] = None
+    """Name of a loaded LoRA adapter. Default: the model's own weights."""
 
 
 class InferenceBody(SampledBody, frozen=True, kw_only=True):
@@ -305,6 +307,8 @@ class LoadLoraBody(RequestBody, frozen=True, kw_only=True):
     """Number of the adapter, which unloading it may repeat."""
     load_inplace: bool = False
     """Replace the adapter that has the name. Requests that run with it go on."""
+    is_3d_lora_weight: bool | None = None
+    """Whether the adapter has stacked experts (target_parameters); the files must agree. Default: as the files say."""
 
 
 class UnloadLoraBody(RequestBody, frozen=True, kw_only=True):

@@ -73,6 +73,7 @@ class Serving:
             settings.metrics_compat,
             lambda: None if self._facts is None else self._facts.name,
             None if llm.replicas is None else llm.replicas.reported,
+            llm.args.max_loras if llm.args.enable_lora else 0,
         )
         self.failure: Exception | None = None
         """Exception for which the engine could not start."""

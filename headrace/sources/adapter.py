@@ -25,12 +25,13 @@ PARAM = "lora_path"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
+_WRAPPED = ".base_layer"
 _FLOATS = ("F64", "F32", "BF16", "F16")
 _TAKEN = frozenset(
     {
         *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights"),
         # The names of the tensors say what these do.
-        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "target_parameters"),
     }
 )
 """Fields of the configuration that are read, or that the tensors repeat."""
@@ -52,15 +53,24 @@ _REFUSED_TENSORS = {
 
 
 class AdapterMatrix(msgspec.Struct, frozen=True, array_like=True):
-    """Low-rank addition to one matrix of a checkpoint: ``scale * B A``."""
+    """Low-rank addition to one matrix of a checkpoint, ``scale * B A``, or to a matrix of each expert."""
 
     module: str
-    """Name of the matrix in the base model's checkpoints, without ``.weight``."""
+    """Name of the matrix in the base model's checkpoints, without ``.weight``; or of the module that has the experts'."""
     a: str
-    """Name of the tensor ``[rank, inputs]``."""
+    """Name of the tensor ``[rank, inputs]``, or ``[experts * rank, inputs]``."""
     b: str
-    """Name of the tensor ``[outputs, rank]``."""
+    """Name of the tensor ``[outputs, rank]``, or ``[outputs, rank * experts]``."""
     scale: float
+    experts: int = 1
+    parameters: tuple[str, ...] = ()
+    """Names of the module's parameters that stack the experts' matrices, one of which it is: its shape says which. Empty: it is
+    the module's weight."""
+
+    @property
+    def stored(self) -> list[str]:
+        """Names of tensors of the base model's checkpoints, one of which it adds to."""
+        return [f"{self.module}.{name}" for name in self.parameters or ("weight",)]
 
 
 class AdapterFiles(msgspec.Struct, frozen=True, array_like=True):
@@ -160,6 +170,9 @@ def _check_numbers(path: Path, config: Mapping[str, Any]) -> None:
     for name, kinds, wanted in (("r", (int,), "an integer"), ("lora_alpha", (int, float), "a number")):
         if not is_number(config.get(name, 8), kinds) or (name == "r" and config.get(name, 8) < 1):
             raise ConfigError(f"{path}: {name} is {shown(config.get(name))}, and must be {wanted}", PARAM)
+    targets = config.get("target_parameters") or []
+    if not isinstance(targets, list) or not all(isinstance(target, str) and "." in target for target in targets):
+        raise ConfigError(f"{path}: target_parameters must be a list of names, each with a module and a dot before it", PARAM)
     if not isinstance(config.get("use_rslora", False), bool):
         raise ConfigError(f"{path}: use_rslora must be true or false", PARAM)
     for name in ("rank_pattern", "alpha_pattern"):
@@ -190,7 +203,7 @@ def _read_weights(kept: Path, origin: Path, config: Mapping[str, Any], max_rank:
         matrices = tuple(_matrices(origin, stored, config, max_rank))
         digest = hashlib.blake2b(digest_size=16)
         for matrix in matrices:
-            digest.update(msgspec.msgpack.encode((matrix.module, matrix.scale)))
+            digest.update(msgspec.msgpack.encode((matrix.module, matrix.scale, matrix.experts, matrix.parameters)))
             for tensor in (stored[matrix.a], stored[matrix.b]):
                 digest.update(msgspec.msgpack.encode((tensor.dtype, tensor.shape)))
                 start, end = tensor.data_offsets
@@ -214,23 +227,38 @@ def _matrices(origin: Path, stored: Mapping[str, _Stored], config: Mapping[str, 
             raise ConfigError(f"{origin} has {name}, and no {other}", PARAM)
         if name.endswith(_A):
             found.append(_matrix(origin, name, other, tensor.shape, stored[other].shape, config, max_rank))
-    return sorted(found, key=lambda matrix: matrix.module)
+    return sorted(found, key=lambda matrix: (matrix.module, matrix.a))
 
 
 def _matrix(
     origin: Path, a: str, b: str, of_a: tuple[int, ...], of_b: tuple[int, ...], config: Mapping[str, Any], max_rank: int
 ) -> AdapterMatrix:
-    module = a.removeprefix(_PREFIX).removesuffix(_A)
+    module, parameters = _adapted(a.removeprefix(_PREFIX).removesuffix(_A), config.get("target_parameters") or ())
     rank = _by_pattern(config.get("rank_pattern") or {}, module, config.get("r", 8))
     alpha = _by_pattern(config.get("alpha_pattern") or {}, module, config.get("lora_alpha", 8))
-    if of_a[0] != of_b[1] or of_a[0] != rank:
+    experts = of_a[0] // rank if parameters else 1
+    if of_a[0] != of_b[1] or of_a[0] != rank * experts or not experts:
         raise ConfigError(f"{origin}: {a} {list(of_a)} and {b} {list(of_b)} must have the rank {rank}, as {CONFIG} says", PARAM)
     if rank > max_rank:
         raise ConfigError(
             f"{origin}: {a} has the rank {rank}, and --max-lora-rank is {max_rank}: start with {rank} or more", PARAM
         )
     scale = alpha / math.sqrt(rank) if config.get("use_rslora", False) else alpha / rank
-    return AdapterMatrix(module, a, b, scale)
+    return AdapterMatrix(module, a, b, scale, experts, parameters)
+
+
+def _adapted(module: str, target_parameters: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """The module that peft's name means, and those of its parameters that may be meant. One whose weight is meant has none."""
+    inner = module
+    # peft wraps a module once more for each further parameter of it.
+    while inner.endswith(_WRAPPED):
+        inner = inner.removesuffix(_WRAPPED)
+    found = []
+    for target in target_parameters:
+        owner, _, name = target.rpartition(".")
+        if inner == owner or inner.endswith(f".{owner}"):
+            found.append(name)
+    return (inner, tuple(found)) if found and found != ["weight"] else (module, ())
 
 
 def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:

@@ -164,18 +164,24 @@ class Target:
         """Converts factors of an addition ``b a`` to the checkpoint's matrix to those of an addition to the target rows.
 
         Args:
-            a: ``[rank, inputs]``
-            b: ``[outputs, rank]``
+            a: ``[rank, inputs]``, or ``[experts, rank, inputs]`` of matrices that are stacked.
+            b: ``[outputs, rank]`` likewise.
         """
-        layout, part = self.layout, self.part
+        layout, part, inputs, outputs = self.layout, self.part, a.ndim - 1, a.ndim - 2
         if layout is not None and layout.rows is not None:
             rows = torch.tensor(layout.rows())
-            a, b = (a, b[rows]) if layout.axis == 0 else (a[:, rows], b)
+            if layout.axis == inputs:
+                a = a.index_select(inputs, rows)
+            else:
+                b = b.index_select(outputs, rows)
         if part is None:
             return a, b
-        if part.axis == len(part.shape) - 1:
-            return Slice(1, part.ranges).of(a), b
-        return a, Slice(0, part.ranges).of(b)
+        if part.axis == inputs:
+            return Slice(inputs, part.ranges).of(a), b
+        if part.axis == outputs:
+            return a, Slice(outputs, part.ranges).of(b)
+        held = Slice(0, part.ranges)
+        return held.of(a), held.of(b)
 
     @property
     def share(self) -> float:

@@ -66,6 +66,6 @@ def test_an_adapter_that_always_has_requests_makes_room(count: int) -> None:
 def test_an_adapter_is_in_use_until_its_last_sequence_ends() -> None:
     world = World(make_config(max_loras=1), make_cache())
     make(world, "one", "a", max_tokens=2)
-    assert world.scheduler.has_adapter("digest of a") and not world.scheduler.has_adapter("digest of b")
+    assert [seq.request.adapter.name for seq in world.scheduler.unfinished()] == ["a"]
     world.run()
-    assert not world.scheduler.has_adapter("digest of a")
+    assert not list(world.scheduler.unfinished())

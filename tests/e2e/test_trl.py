@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -56,30 +57,39 @@ def write_qwen3(folder: Path) -> None:
     Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(TRL is None, reason="trl is not installed: pip install 'headrace[trl]'")
-def test_asynchronous_grpo(tmp_path: Path) -> None:
-    model, stub = tmp_path / "model", tmp_path / "stub"
+def trained(folder: Path, *more: str, settings: dict[str, Any], **args: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The trainer's log, and the server's state in the end: its weights and the names of its models."""
+    model, stub = folder / "model", folder / "stub"
     write_qwen3(model)
     write_stub(stub)
-    args = EngineArgs(
-        model=str(model),
-        dtype="float32",
-        device="cpu",
-        num_threads=1,
-        num_kv_blocks=256,
-        weight_transfer_config=WeightTransferConfig(backend="gloo"),
-    )
-    settings = ServerSettings(enable_rl_api=True, served_model_names=(str(model),))
-    with running(AsyncLLM(args), settings) as server:
-        command = [sys.executable, "-m", "support.trl.program", str(model), server.url, str(tmp_path / "out"), str(STEPS)]
+    engine = EngineArgs(model=str(model), dtype="float32", device="cpu", num_threads=1, num_kv_blocks=256, **args)
+    served = ServerSettings(enable_rl_api=True, served_model_names=(str(model),), **settings)
+    with running(AsyncLLM(engine), served) as server:
+        command = [sys.executable, "-m", "support.trl.program", str(model), server.url, str(folder / "out"), str(STEPS), *more]
         path = os.pathsep.join((str(stub), str(Path(__file__).parents[1]), *filter(None, sys.path)))
         done = subprocess.run(
             command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=400, check=False
         )
         assert done.returncode == 0, done.stderr[-20000:]
         log = json.loads(done.stdout.strip().splitlines()[-1])
-        assert sum("loss" in entry for entry in log) == STEPS
-        # The first sync is that of the start.
-        status = httpx.get(f"{server.url}/weight_info").json()
-        assert (status["state"], status["number"]) == ("serving", STEPS + 1)
+        models = [card["id"] for card in httpx.get(f"{server.url}/v1/models").json()["data"]]
+        return log, httpx.get(f"{server.url}/weight_info").json() | {"models": models}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(TRL is None, reason="trl is not installed: pip install 'headrace[trl]'")
+def test_asynchronous_grpo(tmp_path: Path) -> None:
+    log, status = trained(tmp_path, settings={}, weight_transfer_config=WeightTransferConfig(backend="gloo"))
+    assert sum("loss" in entry for entry in log) == STEPS
+    # The first sync is that of the start.
+    assert (status["state"], status["number"]) == ("serving", STEPS + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(TRL is None, reason="trl is not installed: pip install 'headrace[trl]'")
+def test_asynchronous_grpo_of_an_adapter(tmp_path: Path) -> None:
+    adapters = {"enable_lora": True, "max_loras": 8, "max_lora_rank": 8}
+    log, status = trained(tmp_path, "4", settings={"lora_root": tmp_path / "out"}, **adapters)
+    assert sum("loss" in entry for entry in log) == STEPS
+    # Adapters were sent, and no weights: the last ones are still loaded.
+    assert status["number"] == 0 and f"trl-policy-v{STEPS + 1}" in status["models"]

@@ -77,6 +77,17 @@ def request(adapters: dict[str, Path], name: str | None) -> LoRARequest | None:
     return None if name is None else LoRARequest(name, lora_path=str(adapters[name]))
 
 
+def test_embeddings_are_those_of_merged_weights(
+    llm: LLM, models: dict[str | None, PreTrainedModel], adapters: dict[str, Path]
+) -> None:
+    text = prompt(30)
+    for name in ("eight", None):
+        (given,) = llm.embed([text], lora_request=request(adapters, name))
+        with torch.inference_mode():
+            states = models[name].model(torch.tensor([text["prompt_token_ids"]])).last_hidden_state[0, -1]
+        assert torch.allclose(torch.tensor(given.outputs.embedding), states / states.norm(), atol=1e-5)
+
+
 def test_rows_of_three_adapters_and_the_base_equal_merged_weights(
     llm: LLM, adapters: dict[str, Path], models: dict[str | None, PreTrainedModel]
 ) -> None:

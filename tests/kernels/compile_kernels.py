@@ -246,7 +246,8 @@ def others() -> None:
     for tokens, rank in ((4, 16), (512, 16), (4, 512)):
         a, b = torch.zeros(3, 3 * rank, 4096, dtype=BF16), torch.zeros(3, 6144, rank, dtype=BF16)
         y, held = torch.zeros(tokens, 6144, dtype=BF16), torch.zeros(tokens, dtype=torch.int32)
-        lora.add_lora(y, torch.zeros(tokens, 4096, dtype=BF16), a, b, (4096, 5120, 6144), held)
+        low = lora.shrink(torch.zeros(tokens, 4096, dtype=BF16), a, held)
+        lora.expand(low, b, (4096, 5120, 6144), held, y)
 
 
 def states() -> None:

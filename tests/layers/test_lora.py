@@ -23,7 +23,7 @@ class Rounded(UnquantizedMethod):
 def made(rows: LoraRows, outputs: int = 24, inputs: int = 32) -> Linear:
     layer = Linear(inputs, outputs, dtype=torch.float32, device="cpu")
     layer.weight.data.normal_()
-    layer.lora = LoraTables(rows, inputs, (outputs,), 2, 8, torch.float32, "cpu")
+    layer.lora = LoraTables(rows, inputs, (outputs,), 8, torch.zeros(2, LoraTables.size(inputs, (outputs,), 8)))
     return layer
 
 

@@ -75,7 +75,6 @@ NEVER = (
     "audio_data",
     "input_embeds",
     "custom_logit_processor",
-    "lora_path",
     "session_params",
     "bootstrap_host",
     "bootstrap_room",

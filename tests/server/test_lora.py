@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,11 @@ def api(root: Path) -> Iterator[Running]:
         max_cpu_loras=2,
     )
     settings = ServerSettings(
-        served_model_names=("base",), lora_modules=(f"first={root}/adapters/first",), lora_root=root / "adapters"
+        served_model_names=("base",),
+        lora_modules=(f"first={root}/adapters/first",),
+        lora_root=root / "adapters",
+        enable_rl_api=True,
+        metrics_compat="vllm",
     )
     with running(AsyncLLM(args), settings) as one:
         yield one
@@ -90,6 +95,54 @@ def test_a_request_names_the_base_or_an_adapter(api: Running) -> None:
     assert error(ask(api, "base", lora_name="frist"), 404)["param"] == "lora_name"
 
 
+def test_every_route_takes_an_adapter(api: Running) -> None:
+    tokens = post(api, "/tokenize", json={"model": "base", "prompt": "The mill"}).json()["tokens"]
+    sampling = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+
+    def inference(model: str) -> list[int]:
+        body = {"model": model, "token_ids": tokens, "sampling_params": sampling}
+        return post(api, "/inference/v1/generate", json=body).json()["choices"][0]["token_ids"]
+
+    def generate(**fields: Any) -> list[int]:
+        body = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}}
+        return post(api, "/generate", json=body | fields).json()["output_ids"]
+
+    def embedding(model: str) -> list[float]:
+        return post(api, "/v1/embeddings", json={"model": model, "input": "The mill"}).json()["data"][0]["embedding"]
+
+    for asked in (inference, embedding):
+        assert asked("first") != asked("base")
+    assert generate(lora_path="first") == inference("first") and generate() == inference("base")
+    for answer in (
+        post(api, "/generate", json={"input_ids": tokens, "lora_path": "frist"}),
+        post(api, "/inference/v1/generate", json={"model": "frist", "token_ids": tokens}),
+        post(api, "/v1/embeddings", json={"model": "frist", "input": "The mill"}),
+    ):
+        assert error(answer, 404)
+
+
+def test_a_trainer_publishes_its_adapter_in_versions(api: Running, root: Path) -> None:
+    """The calls of TRL's client in its adapter mode."""
+    config = get(api, "/server_info?config_format=json").json()["vllm_config"]
+    assert config["parallel_config"]["data_parallel_size"] == 1
+    offered = config["lora_config"]
+    assert (offered["max_lora_rank"], offered["max_loras"], offered["max_cpu_loras"]) == (16, 2, 2)
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(text, api, "first", max_tokens=24)
+        assert post(api, "/pause", params={"mode": "keep"}).status_code == 200
+        body = {"lora_name": "trl-policy-v1", "lora_path": str(root / "adapters" / "second"), "load_inplace": False}
+        assert post(api, "/v1/load_lora_adapter", json=body).status_code == 200
+        assert post(api, "/resume").status_code == 200
+        tokens = post(api, "/tokenize", json={"prompt": "The mill"}).json()["tokens"]
+        sampling = {"max_tokens": 8, "temperature": 1, "top_p": 1, "top_k": -1, "repetition_penalty": 1, "n": 1, "seed": 5}
+        asked = {"model": "trl-policy-v1", "prompt": tokens, "return_token_ids": True, "logprobs": 0, **sampling}
+        choice = post(api, "/v1/completions", json=asked).json()["choices"][0]
+        assert len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) > 0
+        assert running.result() == text(api, "first", max_tokens=24)
+    assert unload(api, "trl-policy-v1").status_code == 200
+    assert unload(api, "trl-policy-v0").status_code == 404, "TRL does not mind"
+
+
 def test_python_names_an_adapter_of_an_engine_elsewhere(api: Running, root: Path) -> None:
     async def generated(lora: LoRARequest) -> str:
         params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -120,6 +173,7 @@ def test_adapters_are_loaded_and_unloaded_while_the_server_runs(api: Running, ro
     refused = error(load(api, "more", "third"), 409)
     assert refused["code"] == "max_cpu_loras" and "there may be 2" in refused["message"]
     assert error(unload(api, "another", lora_int_id=8), 409)["param"] == "lora_int_id"
+    assert 'vllm:lora_requests_info{max_lora="2"' in get(api, "/metrics").text
     answer = load(api, "another", str(root / "adapters" / "third"), "/load_lora_adapter")
     assert answer.json()["loaded_adapters"]["another"].endswith("third")
     third = text(api, "another")
@@ -145,6 +199,7 @@ def test_clients_read_only_what_they_may(api: Running, root: Path) -> None:
     stored = (root / "adapters/first/adapter_model.safetensors").read_bytes()
     (folder / "adapter_model.safetensors").write_bytes(stored.replace(b"layers.1.", b"layers.7."))
     assert "layers.7." in error(load(api, "x", "dora"), 400)["message"], "the engine knows its matrices"
+    assert error(load(api, "x", "third", is_3d_lora_weight=True), 400)["param"] == "is_3d_lora_weight"
     assert {one["id"] for one in get(api, "/v1/models").json()["data"]} == {"base", "first"}
 
 

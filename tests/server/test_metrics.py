@@ -170,6 +170,17 @@ def test_the_documentation_names_every_metric() -> None:
     assert all(f"`{name}" in page for names in VLLM.values() for name in names)
 
 
+def test_adapters_are_counted_and_listed_as_vllm_lists_them() -> None:
+    stats = EngineStats(adapter_sequences={"running b": 2, "running a poet": 1, "waiting c": 3})
+    page = ServerMetrics(lambda: stats, "1", "vllm", lambda: "m", max_loras=2).render().decode()
+    assert 'headrace_adapter_sequences{adapter="a poet",state="running"} 1.0' in page
+    assert 'headrace_adapter_sequences{adapter="c",state="waiting"} 3.0' in page
+    labels = 'max_lora="2",running_lora_adapters="a poet,b",waiting_lora_adapters="c"'
+    assert f"vllm:lora_requests_info{{{labels}}}" in page
+    assert "lora_requests_info" not in ServerMetrics(lambda: stats, "1", "vllm", lambda: "m").render().decode()
+    assert stats.plus(stats).adapter_sequences["waiting c"] == 6 and not stats.counters().adapter_sequences
+
+
 def test_other_names_wait_for_the_model() -> None:
     model: list[str] = []
     metrics = ServerMetrics(EngineStats, "1", "vllm", lambda: model[0] if model else None)

@@ -16,15 +16,20 @@ class Segment(NamedTuple):
     place: int
 
 
-def add_lora(
-    y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, ends: Sequence[int], segments: Sequence[Segment]
-) -> None:
-    """Adds the products in place: see ``kernels.lora.add_lora``."""
+def shrink(x: torch.Tensor, a: torch.Tensor, segments: Sequence[Segment]) -> torch.Tensor:
+    """Returns A's products: see ``kernels.lora.shrink``."""
+    low = torch.empty(1, len(x), a.shape[1], device=x.device)
+    for start, end, place in segments:
+        torch.mm(x[start:end].float(), a[place].float().mT, out=low[0, start:end])
+    return low
+
+
+def expand(low: torch.Tensor, b: torch.Tensor, ends: Sequence[int], segments: Sequence[Segment], y: torch.Tensor) -> None:
+    """Adds B's products in place: see ``kernels.lora.expand``."""
     rank = b.shape[2]
     for start, end, place in segments:
-        low = x[start:end].float() @ a[place].float().mT
         first = 0
         for part, last in enumerate(ends):
-            added = low[:, part * rank : (part + 1) * rank] @ b[place, first:last].float().mT
+            added = low[0, start:end, part * rank : (part + 1) * rank] @ b[place, first:last].float().mT
             y[start:end, first:last] += added
             first = last

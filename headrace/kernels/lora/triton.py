@@ -1,184 +1,286 @@
 """Low-rank products of any tokens with their adapters: A in one kernel, B in another. Reference:
 ``headrace.kernels.lora.reference``.
 
-A program has a tile of tokens. Where tokens are few, it has one place for adapters too, and leaves at once if no token of its
-tile has the adapter there; where they are many, it goes through the places of its tokens' adapters, one after the other. So
-neither the order of the tokens nor the number of adapters has a part in what is launched, and a CUDA graph serves every step of
-its size. Tokens without an adapter are not written.
+Both kernels multiply a tile of tokens by the matrices of several places at once and keep what belongs to each token. Matrices
+that no token of the tile has are not read. So neither the order of the tokens nor the number of adapters has a part in what is
+launched, and a CUDA graph serves every step of its size. Tokens without an adapter are not written.
+
+B multiplies zeros for tokens of other adapters, so adapters must be finite.
 """
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# A kernel's arguments have no types of Python's, and its tuples grow.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, disable-error-code=assignment
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
+import triton
 import triton.language as tl
 
 from headrace.kernels.support import cdiv, power_of_two
 from headrace.kernels.triton_launch import launched
-from headrace.kernels.triton_pdl import begin, options
+from headrace.kernels.triton_pdl import announce, options, wait
 
-_FEW, _MANY = 16, 64
-"""Tokens of a tile, of steps with few tokens and of others."""
 _FEW_TOKENS = 256
 """Most tokens of a step that has few."""
+_SHARES = 32
+"""Most programs that share a token's channels."""
 _CHANNELS = 128
 """Channels at a time."""
-_SHARE, _SHARES = 256, 32
-"""Least channels of x that one program sums where tokens are few, and most programs that share a token: the few tiles of such a
-step alone would leave most of a GPU idle."""
+_AHEAD = 3
+"""Most tiles of A that a program reads while the kernel before still runs."""
 _COLUMNS = 64
 """Most columns of A's product of a tile, and as many of them at a time in B's."""
-_ABREAST = 8192
-"""Numbers of A's product that a program adds up at once."""
-_OUTPUTS = 128
-"""Outputs of a tile."""
+_WIDE = 16384
+"""Outputs from which on there are enough tiles for larger ones."""
+_PROGRAMS = 256
+"""Programs that a step with many tokens shares channels for, where its tiles are fewer."""
 _PARTS = 3
 """Most fused matrices of a layer whose ends are arguments."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ShrinkTiling:
+    """Sizes of a program that multiplies by A."""
+
+    tokens: int
+    share: int
+    """Channels of x: few tiles of tokens alone would leave most of a GPU idle."""
+    num_warps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpandTiling:
+    """Sizes of a program that multiplies by B."""
+
+    tokens: int
+    outputs: int
+    together: int
+    """Most columns of several places that are multiplied at once."""
+    num_warps: int
+
+
+def shrink_tiling(tokens: int, in_features: int, *, batch_invariant: bool = False) -> ShrinkTiling:
+    """Returns the sizes for A: one choice for any number of tokens if the result must not depend on it."""
+    shared = cdiv(cdiv(in_features, _SHARES), _CHANNELS) * _CHANNELS
+    if batch_invariant or tokens <= 16:
+        return ShrinkTiling(16, max(256, shared), 4)
+    if tokens <= _FEW_TOKENS:
+        return ShrinkTiling(32 if tokens <= 32 else 64, max(256, shared), 4)
+    shares = max(1, _PROGRAMS // cdiv(tokens, 64))
+    return ShrinkTiling(64, max(512, cdiv(cdiv(in_features, shares), _CHANNELS) * _CHANNELS), 4)
+
+
+def expand_tiling(tokens: int, out_features: int, *, batch_invariant: bool = False) -> ExpandTiling:
+    """Returns the sizes for B likewise."""
+    if batch_invariant or tokens <= 16:
+        return ExpandTiling(16, 128, 128, 4)
+    if tokens <= _FEW_TOKENS:
+        return ExpandTiling(64 if tokens > 32 and out_features >= _WIDE else 32, 128, 128, 4)
+    return ExpandTiling(32, 256, 16, 4)
+
+
+@triton.jit
+def _channels(base, channel, present, start, IN: tl.constexpr):
+    """Numbers of lines from channel ``start`` on: ``[lines, CHANNELS]``, zeros of lines that are not present."""
+    inside = start + channel < IN
+    return tl.load(base + start + channel[None, :], mask=present[:, None] & inside[None, :], other=0.0)
 
 
 @launched(do_not_specialize=["tokens"])
 def _shrink(
     x, a, places, low, tokens, x_row: tl.int64, a_place: tl.int64, IN: tl.constexpr, WIDTH: tl.constexpr, SHARE: tl.constexpr,
-    NUM_PLACES: tl.constexpr, APART: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr
+    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr
 ):  # fmt: skip
-    """``low[share, token] = A x`` over a share of the channels. ``APART``: a program has one place."""
-    begin(PDL)
+    """``low[share, token] = A x`` over a share of the channels. Columns are those of all places, one behind the other."""
+    announce(PDL)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     share = tl.program_id(1)
-    across_places: tl.constexpr = NUM_PLACES if APART else 1
-    column = tl.program_id(2) // across_places * COLUMNS + tl.arange(0, COLUMNS)
-    first = tl.program_id(2) % across_places
-    last = first + 1 if APART else NUM_PLACES
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     place = tl.load(places + token, mask=token < tokens, other=-1)
-    held = (place >= first) & (place < last)
+    of_column = column // WIDTH
+    own = place[:, None] == of_column[None, :]
+    used = tl.max(own.to(tl.int32), 0) > 0
+    held = tl.max(own.to(tl.int32), 1) > 0
+    channel = tl.arange(0, CHANNELS)
+    first = share * SHARE
+    columns = a + (of_column * a_place + column % WIDTH * IN)[:, None]
+    rows = x + token.to(tl.int64)[:, None] * x_row
+    COUNT: tl.constexpr = SHARE // CHANNELS
+    rights = ()
+    if AHEAD:
+        for ahead in tl.static_range(COUNT):
+            rights += (_channels(columns, channel, used, first + ahead * CHANNELS, IN),)
+    wait(PDL)
     if tl.max(held.to(tl.int32), 0) > 0:
-        across = column < WIDTH
         sums = tl.zeros([TOKENS, COLUMNS], tl.float32)
-        for index in range(first, last):
-            own = place == index
-            if tl.max(own.to(tl.int32), 0) > 0:
-                matrix = a + index * a_place
-                product = tl.zeros([TOKENS, COLUMNS], tl.float32)
-                for start in range(share * SHARE, tl.minimum(share * SHARE + SHARE, IN), CHANNELS):
-                    channel = start + tl.arange(0, CHANNELS)
-                    inside = channel < IN
-                    rows = x + token.to(tl.int64)[:, None] * x_row + channel[None, :]
-                    left = tl.load(rows, mask=own[:, None] & inside[None, :], other=0.0)
-                    columns = matrix + column[None, :] * IN + channel[:, None]
-                    right = tl.load(columns, mask=across[None, :] & inside[:, None], other=0.0)
-                    product = tl.dot(left, right, product, input_precision=PRECISION)
-                # Others' tokens are not multiplied by zeros: an adapter that is not finite would spoil them.
-                sums = tl.where(own[:, None], product, sums)
-        target = low + (share.to(tl.int64) * tokens + token)[:, None] * WIDTH + column[None, :]
-        tl.store(target, sums, mask=held[:, None] & across[None, :])
+        if AHEAD:
+            lefts = ()
+            for step in tl.static_range(COUNT):
+                lefts += (_channels(rows, channel, held, first + step * CHANNELS, IN),)
+            for step in tl.static_range(COUNT):
+                sums = tl.dot(lefts[step], tl.trans(rights[step]), sums, input_precision=PRECISION)
+        else:
+            for start in range(first, tl.minimum(first + SHARE, IN), CHANNELS):
+                left = _channels(rows, channel, held, start, IN)
+                right = _channels(columns, channel, used, start, IN)
+                sums = tl.dot(left, tl.trans(right), sums, input_precision=PRECISION)
+        target = low + (share.to(tl.int64) * tokens + token)[:, None] * WIDTH + (column % WIDTH)[None, :]
+        tl.store(target, sums, mask=own)
+
+
+@triton.jit
+def _lines_of_b(
+    b, b_place, place, first, start, output, within, RANK: tl.constexpr, PLACES: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """``[PLACES * COLUMNS, outputs]``: columns of B from ``start`` on, in places from ``first`` on; zeros of places that no
+    token has."""
+    index = first + tl.arange(0, PLACES)
+    column = start + tl.arange(0, COLUMNS)
+    used = tl.max((place[:, None] == index[None, :]).to(tl.int32), 0) > 0
+    at = index.to(tl.int64)[:, None, None] * b_place + column[None, :, None] + output.to(tl.int64)[None, None, :] * RANK
+    mask = used[:, None, None] & (column < RANK)[None, :, None] & within[None, None, :]
+    return tl.reshape(tl.load(b + at, mask=mask, other=0.0), [PLACES * COLUMNS, output.shape[0]])
 
 
 @launched(do_not_specialize=["tokens"])
 def _expand(
     low, b, places, y, tokens, y_row: tl.int64, b_place: tl.int64, END_0: tl.constexpr, END_1: tl.constexpr,
     END_2: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, SHARES: tl.constexpr, NUM_PLACES: tl.constexpr,
-    ABREAST: tl.constexpr, APART: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr,
+    PLACES: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Adds B to a tile of outputs of one part. The parts end at ``END_0`` to ``END_2``; those behind the last are empty."""
-    begin(PDL)
+    """Adds B to a tile of outputs of one part. The parts end at ``END_0`` to ``END_2``; those behind the last are empty.
+    ``PLACES`` are multiplied at once. ``WHOLE``: parts are whole tiles."""
+    announce(PDL)
+    ALL: tl.constexpr = PLACES >= NUM_PLACES and COLUMNS >= RANK
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    start_place = tl.program_id(2)
-    end_place = start_place + 1 if APART else NUM_PLACES
     place = tl.load(places + token, mask=token < tokens, other=-1)
-    held = (place >= start_place) & (place < end_place)
-    if tl.max(held.to(tl.int32), 0) > 0:
-        tile = tl.program_id(1)
-        in_0: tl.constexpr = (END_0 + OUTPUTS - 1) // OUTPUTS
-        in_1: tl.constexpr = in_0 + (END_1 - END_0 + OUTPUTS - 1) // OUTPUTS
-        part = (tile >= in_0).to(tl.int32) + (tile >= in_1).to(tl.int32)
+    tile = tl.program_id(1)
+    in_0: tl.constexpr = (END_0 + OUTPUTS - 1) // OUTPUTS
+    in_1: tl.constexpr = in_0 + (END_1 - END_0 + OUTPUTS - 1) // OUTPUTS
+    part = (tile >= in_0).to(tl.int32) + (tile >= in_1).to(tl.int32)
+    if WHOLE:
+        output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
+        within = output < END_2
+    else:
         first = tl.where(part == 0, 0, tl.where(part == 1, END_0, END_1))
         last = tl.where(part == 0, END_0, tl.where(part == 1, END_1, END_2))
         before = tl.where(part == 0, 0, tl.where(part == 1, in_0, in_1))
         output = first + (tile - before) * OUTPUTS + tl.arange(0, OUTPUTS)
         within = output < last
-        sums = tl.zeros([TOKENS, OUTPUTS], tl.float32)
-        for index in range(start_place, end_place):
-            own = place == index
-            if tl.max(own.to(tl.int32), 0) > 0:
-                matrix = b + index * b_place
-                product = tl.zeros([TOKENS, OUTPUTS], tl.float32)
-                for start in range(0, RANK, COLUMNS):
-                    column = start + tl.arange(0, COLUMNS)
-                    inner = column < RANK
-                    left = tl.zeros([TOKENS, COLUMNS], tl.float32)
-                    present = own[None, :, None] & inner[None, None, :]
-                    for some in range(0, SHARES, ABREAST):
-                        share = some + tl.arange(0, ABREAST)
-                        rows = low + (share[:, None] * tokens + token[None, :]).to(tl.int64)[:, :, None] * WIDTH + part * RANK
-                        mask = present & (share < SHARES)[:, None, None]
-                        left += tl.sum(tl.load(rows + column[None, None, :], mask=mask, other=0.0), 0)
-                    columns = matrix + output.to(tl.int64)[None, :] * RANK + column[:, None]
-                    right = tl.load(columns, mask=within[None, :] & inner[:, None], other=0.0)
-                    product = tl.dot(left.to(right.dtype), right, product, input_precision=PRECISION)
-                sums = tl.where(own[:, None], product, sums)
+    right = tl.zeros([PLACES * COLUMNS, OUTPUTS], b.dtype.element_ty)
+    if ALL:
+        right = _lines_of_b(b, b_place, place, 0, 0, output, within, RANK, PLACES, COLUMNS)
+    wait(PDL)
+    held = place >= 0
+    if tl.max(held.to(tl.int32), 0) > 0:
         target = y + token.to(tl.int64)[:, None] * y_row + output[None, :]
         mine = held[:, None] & within[None, :]
-        total = tl.load(target, mask=mine, other=0.0).to(tl.float32) + sums
-        tl.store(target, total.to(y.dtype.element_ty), mask=mine)
+        base = tl.load(target, mask=mine, other=0.0)
+        sums = tl.zeros([TOKENS, OUTPUTS], tl.float32)
+        inner = tl.arange(0, COLUMNS)
+        for start in tl.static_range(0, RANK, COLUMNS):
+            products = low + token.to(tl.int64)[:, None] * WIDTH + part * RANK + start + inner[None, :]
+            present = held[:, None] & (start + inner < RANK)[None, :]
+            left = tl.zeros([TOKENS, COLUMNS], tl.float32)
+            for share in tl.static_range(SHARES):
+                left += tl.load(products + share * tokens.to(tl.int64) * WIDTH, mask=present, other=0.0)
+            for group in range(0, NUM_PLACES, PLACES):
+                own = place[:, None] == (group + tl.arange(0, PLACES))[None, :]
+                if tl.max(tl.max(own.to(tl.int32), 1), 0) > 0:
+                    if not ALL:
+                        right = _lines_of_b(b, b_place, place, group, start, output, within, RANK, PLACES, COLUMNS)
+                    mixed = tl.where(own[:, :, None], left[:, None, :], 0.0)
+                    mixed = tl.reshape(mixed, [TOKENS, PLACES * COLUMNS])
+                    sums = tl.dot(mixed.to(right.dtype), right, sums, input_precision=PRECISION)
+        tl.store(target, (base.to(tl.float32) + sums).to(y.dtype.element_ty), mask=mine)
 
 
-def add_lora(
-    y: torch.Tensor,
+def shrink(
     x: torch.Tensor,
     a: torch.Tensor,
-    b: torch.Tensor,
-    ends: Sequence[int],
     places: torch.Tensor,
+    tiling: ShrinkTiling | None = None,
     *,
     batch_invariant: bool = False,
-) -> None:
-    """``y += B (A x)`` in place: ``headrace.kernels.lora.add_lora`` by the place of each token.
+) -> torch.Tensor:
+    """``A x``: ``headrace.kernels.lora.shrink`` by the place of each token.
 
     Args:
         places: ``[T]`` int32: token -> place of its adapter, or -1.
-        batch_invariant: one shape of tiles for any number of tokens.
+        tiling: None: ``shrink_tiling``'s.
 
     Raises:
         ValueError: a tensor does not fit the others.
     """
-    (tokens, width), (num_places, low_width, in_features), rank = y.shape, a.shape, b.shape[2]
-    fits = x.shape == (tokens, in_features) and b.shape[:2] == (num_places, width) and len(places) == tokens
-    if not fits or len(ends) > _PARTS or low_width != len(ends) * rank or ends[-1] != width:
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in (y, x, a, b, places))
-        raise ValueError(f"y, x, a, b and places do not fit each other, or the parts {list(ends)}: {shapes}")
-    if x.stride(1) != 1 or y.stride(1) != 1 or not (a.is_contiguous() and b.is_contiguous()) or a.dtype != x.dtype:
-        raise ValueError("the last axes of x and y, and a and b, must be contiguous; and a must be of x's dtype")
+    (tokens, in_features), (num_places, width, _) = x.shape, a.shape
+    if a.shape[2] != in_features or len(places) != tokens:
+        raise ValueError(f"x, a and places do not fit each other: {list(x.shape)}, {list(a.shape)}, {list(places.shape)}")
+    if x.stride(1) != 1 or not a[0].is_contiguous() or a.dtype != x.dtype:
+        raise ValueError("the last axis of x, and each place of a, must be contiguous; and a must be of x's dtype")
+    tiling = tiling or shrink_tiling(tokens, in_features, batch_invariant=batch_invariant)
+    shares = cdiv(in_features, tiling.share)
+    low = torch.empty(shares, tokens, width, dtype=torch.float32, device=x.device)
+    if tokens:
+        columns = _at_most(_COLUMNS, num_places * width)
+        _shrink[(cdiv(tokens, tiling.tokens), shares, cdiv(num_places * width, columns))](
+            x, a, places, low, tokens, x.stride(0), a.stride(0), IN=in_features, WIDTH=width, SHARE=tiling.share,
+            TOKENS=tiling.tokens, CHANNELS=_CHANNELS, COLUMNS=columns, AHEAD=tiling.share <= _AHEAD * _CHANNELS,
+            PRECISION=_precision(x), num_warps=tiling.num_warps, num_stages=3, **options(x.device),
+        )  # fmt: skip
+    return low
+
+
+def expand(
+    low: torch.Tensor,
+    b: torch.Tensor,
+    ends: Sequence[int],
+    places: torch.Tensor,
+    y: torch.Tensor,
+    tiling: ExpandTiling | None = None,
+    *,
+    batch_invariant: bool = False,
+) -> None:
+    """``y += B low``: ``headrace.kernels.lora.expand`` by the place of each token.
+
+    Args:
+        places: ``[T]`` int32: token -> place of its adapter, or -1.
+        tiling: None: ``expand_tiling``'s.
+
+    Raises:
+        ValueError: a tensor does not fit the others.
+    """
+    (tokens, width), (num_places, _, rank) = y.shape, b.shape
+    fits = low.shape[1:] == (tokens, len(ends) * rank) and b.shape[1] == width and len(places) == tokens
+    if not fits or len(ends) > _PARTS or ends[-1] != width:
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in (low, b, places, y))
+        raise ValueError(f"low, b, places and y do not fit each other, or the parts {list(ends)}: {shapes}")
+    if y.stride(1) != 1 or not b[0].is_contiguous():
+        raise ValueError("the last axis of y, and each place of b, must be contiguous")
     if not tokens:
         return
-    few = batch_invariant or tokens <= _FEW_TOKENS
-    tile = _FEW if few else _MANY
-    share = max(_SHARE, cdiv(cdiv(in_features, _SHARES), _CHANNELS) * _CHANNELS) if few else in_features
-    shares, tiles = cdiv(in_features, share), cdiv(tokens, tile)
-    apart = num_places if few else 1
-    low = torch.empty(shares, tokens, low_width, dtype=torch.float32, device=x.device)
-    precision, launch = "ieee" if x.dtype == torch.float32 else "tf32", options(x.device)
-    columns = _at_most(_COLUMNS, low_width)
-    _shrink[(tiles, shares, cdiv(low_width, columns) * apart)](
-        x, a, places, low, tokens, x.stride(0), a.stride(0), IN=in_features, WIDTH=low_width, SHARE=share,
-        NUM_PLACES=num_places, APART=few, TOKENS=tile, CHANNELS=_CHANNELS, COLUMNS=columns, PRECISION=precision, num_warps=4,
-        **launch,
-    )  # fmt: skip
+    tiling = tiling or expand_tiling(tokens, width, batch_invariant=batch_invariant)
     bounds = (*ends, *[width] * (_PARTS - len(ends)))
     starts = (0, *bounds[:-1])
+    outputs = tiling.outputs
+    across = sum(cdiv(end - start, outputs) for start, end in zip(starts, bounds, strict=True))
     inner = _at_most(_COLUMNS, rank)
-    abreast = min(power_of_two(shares), max(1, _ABREAST // (tile * inner)))
-    across = sum(cdiv(end - start, _OUTPUTS) for start, end in zip(starts, bounds, strict=True))
-    _expand[(tiles, across, apart)](
+    together = min(max(1, tiling.together // inner), power_of_two(num_places))
+    _expand[(cdiv(tokens, tiling.tokens), across)](
         low, b, places, y, tokens, y.stride(0), b.stride(0), END_0=bounds[0], END_1=bounds[1], END_2=bounds[2], RANK=rank,
-        WIDTH=low_width, SHARES=shares, NUM_PLACES=num_places, ABREAST=abreast, APART=few, TOKENS=tile, OUTPUTS=_OUTPUTS,
-        COLUMNS=inner, PRECISION=precision, num_warps=4, num_stages=1 if few else 3, **launch,
+        WIDTH=len(ends) * rank, SHARES=len(low), NUM_PLACES=num_places, PLACES=together, TOKENS=tiling.tokens, OUTPUTS=outputs,
+        COLUMNS=inner, WHOLE=not any(end % outputs for end in bounds), PRECISION=_precision(b), num_warps=tiling.num_warps,
+        num_stages=1, **options(y.device),
     )  # fmt: skip
+
+
+def _precision(factor: torch.Tensor) -> str:
+    return "ieee" if factor.dtype == torch.float32 else "tf32"
 
 
 def _at_most(most: int, number: int) -> int:

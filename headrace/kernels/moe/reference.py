@@ -79,7 +79,7 @@ def moe_mlp(
     Returns:
         ``[T, hidden]``
     """
-    both, out = partial(_product, gate_up, gate_up_bias), partial(_product, down, down_bias)
+    both, out = partial(expert_product, gate_up, gate_up_bias), partial(expert_product, down, down_bias)
     return run_experts(x, experts, weights, both, out, spec, plus)
 
 
@@ -112,7 +112,8 @@ def run_experts(
     return total if plus is None else total + plus
 
 
-def _product(weight: torch.Tensor | ExpertCodes, bias: torch.Tensor | None, expert: int, x: torch.Tensor) -> torch.Tensor:
+def expert_product(weight: torch.Tensor | ExpertCodes, bias: torch.Tensor | None, expert: int, x: torch.Tensor) -> torch.Tensor:
+    """``x W^T + b`` of one expert, rounded to x's dtype."""
     own = None if bias is None else bias[expert]
     if isinstance(weight, torch.Tensor):
         return F.linear(x, weight[expert], own)

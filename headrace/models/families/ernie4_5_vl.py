@@ -58,6 +58,7 @@ class ErnieVLMLP(MoeMLP):
         super().__init__(hidden_size, spec, dtype=dtype, device=device)
         self.gate = ErnieVLRouter(hidden_size, spec, device=device)
         self.vision_experts = Experts(hidden_size, vision, dtype=dtype, device=device)
+        self.experts.whole_steps = self.vision_experts.whole_steps = False
 
     def forward(self, x: torch.Tensor, kinds: TokenKinds | None = None) -> torch.Tensor:
         """``[T, hidden] -> [T, hidden]``; ``kinds`` as of ``ForwardContext``."""

@@ -40,7 +40,15 @@ class AdapterTables(RunnerPart):
         """``num_slots``: of sequences. ``num_places``: for adapters on the device."""
         self._targets, self._dtype, self._device = targets, dtype, device
         self._loaded: dict[str, LoadedAdapter] = {}
-        """digest -> what it adds to each layer"""
+        """digest -> what it adds to each layer, where there is no GPU"""
+        self._images: dict[str, torch.Tensor] = {}
+        """digest -> ``AdapterTargets.image``, for a GPU"""
+        self._copies: torch.cuda.Stream | None = None
+        """Stream on which a GPU copies images, beside the steps in flight."""
+        self._used: dict[int, torch.cuda.Event] = {}
+        """place -> the end of the last step that had its adapter, on a GPU"""
+        if device.type == "cuda":
+            self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._places: dict[str, int] = {}
         """Digest -> place on the device; the one used last is the last."""
         self._free = list(reversed(range(num_places)))
@@ -58,13 +66,18 @@ class AdapterTables(RunnerPart):
 
     def load(self, files: AdapterFiles) -> None:
         """Reads an adapter into the host's memory. Raises ConfigError where it does not fit the model."""
-        if files.digest not in self._loaded:
-            pinned = self._device.type == "cuda"
-            self._loaded[files.digest] = self._targets.read(files, self._dtype, pinned=pinned)
+        if files.digest in self._loaded or files.digest in self._images:
+            return
+        adapter = self._targets.read(files, self._dtype)
+        if self._copies is None:
+            self._loaded[files.digest] = adapter
+        else:
+            self._images[files.digest] = self._targets.image(adapter, pinned=True)
 
     def drop(self, digest: str) -> None:
         """Forgets an adapter that no sequence has. Its place on the device keeps it until another needs the place."""
         self._loaded.pop(digest, None)
+        self._images.pop(digest, None)
 
     def release(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -91,13 +104,23 @@ class AdapterTables(RunnerPart):
     def _place(self, digest: str) -> int:
         place = self._places.pop(digest, None)
         if place is None:
-            if digest not in self._loaded:
+            if digest not in self._loaded and digest not in self._images:
                 raise EngineError(f"the plan has a sequence with the adapter {digest}, which is not loaded")
             place = self._make_room()
-            for path, tables in self._targets.tables.items():
-                tables.put(place, self._loaded[digest].get(path, ()))
+            if self._copies is None:
+                self._targets.put(place, self._loaded[digest])
+            else:
+                self._copy(place, self._images[digest], self._copies)
         self._places[digest] = place
         return place
+
+    def _copy(self, place: int, image: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        """Copies an adapter to a place once no step in flight reads it. The next step waits for the copy."""
+        if place in self._used:
+            stream.wait_event(self._used.pop(place))
+        with torch.cuda.stream(stream):
+            self._targets.memory[place].copy_(image, non_blocking=True)
+        torch.cuda.current_stream(self._device).wait_stream(stream)
 
     def _make_room(self) -> int:
         if self._free:
@@ -138,3 +161,8 @@ class AdapterTables(RunnerPart):
     def end(self, rows: RowArrays, step: StepHandle) -> None:
         """Whoever calls the model beside the steps has no adapters."""
         self._targets.rows.clear()
+        places = set(self._of_slot[rows.slots].tolist()) - {NO_ADAPTER} if self._copies is not None else ()
+        if places:
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(torch.cuda.current_stream(self._device))
+            self._used |= dict.fromkeys(places, done)

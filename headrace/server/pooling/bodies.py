@@ -19,7 +19,7 @@ class PooledBody(RequestBody, frozen=True, kw_only=True):
     """Fields that all of them share."""
 
     model: str | None = None
-    """Name of the model, one of /v1/models. Default: the model that is served."""
+    """Name of the model or of an adapter, one of /v1/models. Default: the model that is served."""
     user: str | None = None
     """Session of the request for --dp-routing-policy session, without the header X-Session-ID."""
     priority: int = 0

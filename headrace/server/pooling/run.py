@@ -41,10 +41,11 @@ async def pooled(
     Raises:
         RequestError, EngineError: as ``PoolingInputs`` and the engine raise it, and EngineError if every result failed.
     """
-    state.model.check_name(body.model)
+    adapter = state.adapter(body.model)
     request.scope["headrace.engine_id"] = request_id
     sender, session = caller(request), request.headers.get("x-session-id") or body.user
-    who = {"priority": body.priority, "cache_salt": body.cache_salt, "tenant": sender.tenant, "session": session}
+    who: dict[str, Any] = {"priority": body.priority, "cache_salt": body.cache_salt, "adapter": adapter}
+    who |= {"tenant": sender.tenant, "session": session}
     return await cancel_on_disconnect(
         state, request.receive, _answered(request, state, sender, lambda inputs: make(inputs, who), answer)
     )

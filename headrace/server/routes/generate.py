@@ -43,6 +43,7 @@ async def generate(state: Serving, body: GenerateBody, request_id: str, caller: 
             raise wrong_type(name, "text" if name == "text" else "token ids")
         return prompts, _sampled(state, body, len(prompts))
 
+    adapter = state.adapter(None, body.lora_path)
     prompts, sampled = await state.llm.inputs.in_thread(caller.turn, read)
     several = isinstance(given, list) and not isinstance(given[0], int)
     names = _names(body.rid, request_id, len(prompts))
@@ -57,6 +58,7 @@ async def generate(state: Serving, body: GenerateBody, request_id: str, caller: 
                 own.params,
                 request_id=f"{request_id}-{place}",
                 cache_salt=body.cache_salt,
+                adapter=adapter,
                 tenant=caller.tenant,
                 turn=caller.turn,
             )
@@ -124,7 +126,7 @@ def _names(given: Any, request_id: str, count: int) -> list[str]:
 @answers(router, "/inference/v1/generate", "generate-tokens-", InferenceBody, "inference")
 async def inference(state: Serving, body: InferenceBody, request_id: str, caller: Caller) -> Begun:
     """Continues tokens with tokens, in the shape of vLLM's API."""
-    state.model.check_name(body.model)
+    adapter = state.adapter(body.model)
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream: true", "stream_options")
     experts = body.return_routed_experts
@@ -145,6 +147,7 @@ async def inference(state: Serving, body: InferenceBody, request_id: str, caller
             request_id=request_id,
             priority=body.priority,
             cache_salt=body.cache_salt,
+            adapter=adapter,
             tenant=caller.tenant,
             turn=caller.turn,
         )

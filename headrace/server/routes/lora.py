@@ -64,7 +64,9 @@ async def _load(state: Serving, body: LoadLoraBody) -> None:
     """Raises: ApiError: the path may not be read, or is no adapter that can be served."""
     if body.lora_name in state.model.names:
         raise RequestError(f"{body.lora_name!r} is a name of the model", "lora_name")
-    wanted = LoRARequest(body.lora_name, body.lora_int_id, str(_path(state, body.lora_path)), body.load_inplace)
+    wanted = LoRARequest(
+        body.lora_name, body.lora_int_id, str(_path(state, body.lora_path)), body.load_inplace, body.is_3d_lora_weight
+    )
     try:
         await state.llm.load_lora(wanted, new=not body.load_inplace)
     except ConfigError as error:

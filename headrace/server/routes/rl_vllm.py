@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from headrace.core.weights import GroupSpec, PauseMode, WeightResult
 from headrace.errors import RequestError
+from headrace.frontend.adapters import max_loaded
 from headrace.server.errors import JSON
 from headrace.server.routes.rl import (
     RlBody,
@@ -224,12 +225,24 @@ async def liveness(request: Request) -> Response:
     return JSON({"status": "ok"})
 
 
+def _lora_config(state: Serving) -> dict[str, Any]:
+    args = state.llm.args
+    return {
+        "max_lora_rank": args.max_lora_rank,
+        "max_loras": args.max_loras,
+        "max_cpu_loras": max_loaded(args),
+        "fully_sharded_loras": False,
+        "lora_dtype": f"torch.{state.llm.info.dtype}",
+        "target_modules": list(args.lora_target_modules) or None,
+    }
+
+
 def vllm_config(state: Serving) -> dict[str, Any]:
     """Returns the fields of vLLM's configuration that TRL reads."""
     args, info = state.llm.args, state.llm.info
     return {
         "model_config": {"model": info.model, "dtype": f"torch.{info.dtype}", "max_model_len": info.max_model_len},
-        "lora_config": None,
+        "lora_config": _lora_config(state) if args.enable_lora else None,
         "parallel_config": {
             "data_parallel_size": args.data_parallel_size,
             "tensor_parallel_size": args.tensor_parallel_size,

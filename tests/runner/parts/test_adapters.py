@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import pytest
@@ -42,7 +41,9 @@ def adapted(world: World, places: int = 2) -> Decoder:
     spec = world.config().model
     made = registry.build(spec, "float32", "cpu")  # type: ignore[arg-type]
     made.load_state_dict(model(world.family).state_dict())
-    made.adapter_targets = add_tables(made, registry.name_table(made.spec), (), places, RANK, torch.float32, "cpu")
+    made.adapter_targets = add_tables(
+        made, registry.name_table(made.spec), (), places, RANK, torch.float32, "cpu", experts=True
+    )
     return made
 
 
@@ -56,7 +57,7 @@ def load(runner: ModelRunner, decoder: Decoder, names: Sequence[str]) -> Adapter
                     0,
                     0,
                     torch.randn(RANK, layer.in_features, generator=generator),
-                    torch.randn(layer.lora.ends[0], RANK, generator=generator),  # type: ignore[union-attr]
+                    torch.randn(layer.tables.ends[0], RANK, generator=generator),  # type: ignore[union-attr]
                 )
             ]
             for path, layer in decoder.adapter_targets.layers.items()  # type: ignore[union-attr]
@@ -82,11 +83,29 @@ def eager(world: World, asked: list[Request]) -> Outcomes:
     return engine.run()
 
 
-def by_places(y: torch.Tensor, x: torch.Tensor, *matrices: Any, batch_invariant: bool) -> None:
-    """The kernel's call, which ``tests/kernels`` interprets: what it computes of places that are on the device."""
-    *factors, places = matrices
-    segments = [Segment(token, token + 1, place) for token, place in enumerate(places.tolist()) if place >= 0]
-    reference.add_lora(y, x, *factors, segments)
+class ByPlaces:
+    """The kernels' calls, which ``tests/kernels`` interprets: what they compute of places that are on the device."""
+
+    @staticmethod
+    def segments(places: torch.Tensor) -> list[Segment]:
+        return [Segment(token, token + 1, place) for token, place in enumerate(places.tolist()) if place >= 0]
+
+    @classmethod
+    def shrink(cls, x: torch.Tensor, a: torch.Tensor, places: torch.Tensor, *, batch_invariant: bool) -> torch.Tensor:
+        return reference.shrink(x, a, cls.segments(places))
+
+    @classmethod
+    def expand(
+        cls,
+        low: torch.Tensor,
+        b: torch.Tensor,
+        ends: Sequence[int],
+        places: torch.Tensor,
+        y: torch.Tensor,
+        *,
+        batch_invariant: bool,
+    ) -> None:
+        reference.expand(low, b, ends, cls.segments(places), y)
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="the kernels of graphs need Triton")
@@ -95,7 +114,7 @@ def test_graphs_with_adapters_and_without_bring_what_kernels_bring(monkeypatch: 
     monkeypatch.setattr("headrace.runner.runner.StepGraphs", Immediate)
     expected = eager(Adapted(), requests())
     monkeypatch.setattr("headrace.runner.parts.adapters.takes", lambda tensor: True)
-    monkeypatch.setattr("headrace.kernels.lora.kernels.add_lora", by_places)
+    monkeypatch.setattr("headrace.kernels.lora.kernels", ByPlaces)
     config = dataclasses.replace(world.config(), graph_rows=(3,), graph_prompt_tokens=(24,))
     decoder = adapted(world)
     made = ModelRunner(decoder, config, token_bytes(), backends=[DeviceAttention()] * config.model.num_layers)

@@ -1,4 +1,9 @@
-"""Trains a tiny model against a server: ``python -m support.trl.program MODEL URL OUTPUT STEPS``. Prints its log as JSON."""
+"""Trains a tiny model, or with a rank an adapter of it, against a server:
+
+    python -m support.trl.program MODEL URL OUTPUT STEPS [RANK]
+
+Prints the trainer's log as JSON.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +32,12 @@ def attention(
     return torch.cat(parts)
 
 
-def main(model: str, url: str, output: str, steps: int) -> None:
+def main(model: str, url: str, output: str, steps: int, rank: int = 0) -> None:
     from types import SimpleNamespace
 
     from datasets import Dataset
     from datasets.fingerprint import Hasher
+    from peft import LoraConfig
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
 
     from support.trl.reward import reward
@@ -59,10 +65,12 @@ def main(model: str, url: str, output: str, steps: int) -> None:
         save_strategy="no",
         report_to=[],
     )
-    trainer = AsyncGRPOTrainer(model=model, reward_funcs=reward, args=args, train_dataset=Dataset.from_list(prompts * 32))
+    adapter = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=["q_proj", "v_proj", "down_proj"]) if rank else None
+    data = Dataset.from_list(prompts * 32)
+    trainer = AsyncGRPOTrainer(model=model, reward_funcs=reward, args=args, train_dataset=data, peft_config=adapter)
     trainer.train()
     print(json.dumps(trainer.state.log_history))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    main(*sys.argv[1:4], *map(int, sys.argv[4:]))

@@ -1,0 +1,73 @@
+"""Adapters of experts, in both of peft's forms: each sequence gets what merged weights give, whatever else is in its step."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
+from support.models.adapters import PREFIX, logprobs
+from support.models.architectures import quiet
+from support.models.cases import pair
+from transformers import PreTrainedModel
+
+from headrace import LLM, LoRARequest, SamplingParams
+
+RANK, ALPHA = 3, 6
+
+
+def write_stacked(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """peft's own form of adapters of parameters. Returns the merged model."""
+    config = LoraConfig(
+        r=RANK,
+        lora_alpha=ALPHA,
+        target_modules=["q_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )
+    model = get_peft_model(copy.deepcopy(base), config)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    return model.merge_and_unload()
+
+
+def write_apart(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """Adapters of some experts' matrices, as of models whose experts are modules. Returns the merged model."""
+    merged, tensors = copy.deepcopy(base), {}
+    for layer, block in enumerate(merged.model.layers):
+        experts = block.mlp.experts
+        inner = experts.down_proj.shape[2]
+        for expert in (0, 2):
+            views = {"gate_proj": experts.gate_up_proj[expert, :inner], "up_proj": experts.gate_up_proj[expert, inner:]}
+            for name, weight in {**views, "down_proj": experts.down_proj[expert]}.items():
+                a, b = 0.1 * torch.randn(RANK, weight.shape[1]), 0.1 * torch.randn(weight.shape[0], RANK)
+                stem = f"{PREFIX}model.layers.{layer}.mlp.experts.{expert}.{name}"
+                tensors |= {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b}
+                weight.data += ALPHA / RANK * b @ a
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA}))
+    return merged
+
+
+def test_experts_equal_merged_weights(tmp_path: Path) -> None:
+    base = pair("qwen3-moe")[0]
+    base.save_pretrained(tmp_path / "base")
+    models = {None: base, "stacked": write_stacked(base, tmp_path / "stacked"), "apart": write_apart(base, tmp_path / "apart")}
+    requests = {name: None if name is None else LoRARequest(name, lora_path=str(tmp_path / name)) for name in models}
+    arguments = {"enable_lora": True, "max_loras": 2, "device": "cpu", "num_kv_blocks": 80, "num_threads": 1}
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=1, detokenize=False)
+    names = ["stacked", None, "apart", "stacked"]
+    prompts = [{"prompt_token_ids": torch.randint(0, base.config.vocab_size, (9 + n,)).tolist()} for n in range(len(names))]
+    with quiet(), LLM(str(tmp_path / "base"), dtype="float32", skip_tokenizer_init=True, **arguments) as llm:
+        outputs = llm.generate(prompts, params, lora_request=[requests[name] for name in names])
+    for name, output in zip(names, outputs, strict=True):
+        (sample,) = output.outputs
+        expected = logprobs(models[name], [*output.prompt_token_ids, *sample.token_ids])[len(output.prompt_token_ids) - 1 : -1]
+        assert list(sample.token_ids) == expected.argmax(-1).tolist()
+        given = [entry[token].logprob for entry, token in zip(sample.logprobs, sample.token_ids, strict=True)]
+        assert torch.allclose(torch.tensor(given), expected.amax(-1), atol=1e-4)

@@ -1,4 +1,4 @@
-"""The routers of every route."""
+"""The routers of every route, but for those of trainers."""
 
 from __future__ import annotations
 
@@ -19,16 +19,11 @@ from headrace.server.routes import (
     pooling,
     render,
     responses,
-    rl_sglang,
-    rl_vllm,
     status,
     tokens,
 )
 
 _GENERATING = (chat, completions, messages, responses, generate, ollama)
-ROUTERS: tuple[APIRouter, ...] = tuple(
-    part.router for part in (*_GENERATING, pooling, render, features, models, inspect, tokens, status, admin, lora, page)
-)
+_OTHERS = (pooling, render, features, models, inspect, tokens, status, admin, lora, page)
+ROUTERS: tuple[APIRouter, ...] = tuple(part.router for part in (*_GENERATING, *_OTHERS))
 """In the order in which paths are looked up."""
-TRAINERS = rl_vllm.router, rl_sglang.router
-"""Routes of --enable-rl-api."""

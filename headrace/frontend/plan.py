@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from headrace.config import Decision, EngineArgs, EngineConfig
 from headrace.errors import ConfigError, MemoryConfigError
 
@@ -57,7 +59,9 @@ def planned(args: EngineArgs, devices: str | None = None) -> tuple[EngineInfo, C
     config = dataclasses.replace(config, decisions=(*config.decisions, *other_formats(config, device)))
     info = engine_info(files, config, device, phases, planned_ledger(config, device))
     try:
-        return with_formats(info, load_text(args).answers(args)), refusal
+        text = load_text(args)
+        info = msgspec.structs.replace(info, decisions=[*info.decisions, *text.pooling.decisions])
+        return with_formats(info, text.answers(args)), refusal
     except ConfigError as error:
         # The report is of the model, and says what it can without a tokenizer.
         if error.param != "tokenizer":

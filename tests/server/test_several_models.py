@@ -169,6 +169,8 @@ def test_waiting_is_bounded_in_time_and_number() -> None:
         for each in waiting:
             assert "is being loaded" in message(await each, 503)
             assert each.result().headers["retry-after"] == "1"
+        text = (await http.get("/metrics")).text
+        assert 'headrace_requests_total{endpoint="/v1/chat/completions",outcome="error"} 3.0' in text
         await until(lambda: states(host)["a"] == "loaded")
         assert (await chat(http, "a")).status_code == 200
 
@@ -271,6 +273,8 @@ def test_routes_about_the_server_know_all_models() -> None:
         ]
         assert (await http.get("/v1/models/a")).json() == cards[0]
         assert [one["name"] for one in (await http.get("/api/tags")).json()["models"]] == ["a", "b"]
+        described = (await http.post("/api/show", json={"name": "a"})).json()  # Without a load.
+        assert described["model_info"]["fake.context_length"] == 512 and described["capabilities"] == ["completion"]
         assert (await http.get("/health")).json() == {"status": "ok", "models": {"loaded": 1, "total": 2}}
         assert (await http.get("/live")).status_code == (await http.get("/version")).status_code == 200
         page = await http.get("/", headers={"accept": "text/html"})

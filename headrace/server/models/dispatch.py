@@ -20,6 +20,7 @@ from headrace.server.models.host import ModelHost
 from headrace.server.models.hosted import HostedModel
 from headrace.server.models.routes import router
 from headrace.server.routes import ollama, ollama_pull, page, status
+from headrace.server.routes.ollama import description, planned_capabilities
 from headrace.server.shape.ollama import duration, nothing_generated
 
 _PARTS = router, page.router, ollama_pull.router
@@ -31,6 +32,7 @@ _NO_JSON = frozenset({"/v1/features"})
 _OLLAMA = "/api/"
 _MAY_UNLOAD = {"/api/chat": True, "/api/generate": False}
 """Routes on which a request without a prompt may unload the model, and whether they are about conversations."""
+_SHOW = "/api/show"
 _EMPTY = (b"", b"null", b'""', b"[]")
 
 
@@ -75,8 +77,9 @@ class Dispatch:
             await api_error(error, self._host.settings.retry_after).response(scope)(scope, receive, send)
 
     def _of_a_model(self, scope: Scope) -> bool:
-        """Whether the app of a model has the route that takes the request."""
+        """Whether the app of a model has the route that takes the request. Names it for metrics."""
         route = next((route for route in self._routes if route.matches(scope)[0] is Match.FULL), None)
+        scope["route"] = route
         return isinstance(route, APIRoute) and route.endpoint not in _ABOUT_THE_SERVER
 
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -106,6 +109,10 @@ class Dispatch:
         model = self._host.chosen(name)
         if not in_ollama:
             return model, None, None
+        if path == _SHOW and model.state != "loaded" and model.plan is not None:
+            # Clients ask for each model that they list.
+            capabilities = planned_capabilities(model.plan)
+            return model, None, JSON(description(model.plan, self._host.created, capabilities, gguf=model.gguf))
         keep_alive = duration(wanted.keep_alive)
         if keep_alive == 0 and wanted.empty and path in _MAY_UNLOAD and model.state == "idle":
             return model, None, JSON(nothing_generated(name or model.name, "unload", chat=_MAY_UNLOAD[path]))

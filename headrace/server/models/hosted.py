@@ -156,5 +156,7 @@ class HostedModel:
         logger.info("unloaded %s", self.name)
 
     async def _close(self) -> None:
-        await self.serving.close()
-        self.state, self.leaving, self.keep_alive = "idle", False, self._usual_keep_alive
+        try:
+            await self.serving.close()
+        finally:
+            self.state, self.leaving, self.keep_alive = "idle", False, self._usual_keep_alive

@@ -131,7 +131,13 @@ class ModelTable:
         if model.failure and time.monotonic() < model.retry_at:
             raise self._not_loaded(model, EngineError(model.failure))
         load = self._loads[model] = asyncio.create_task(self._load(model), name=f"load {model.name}")
-        load.add_done_callback(lambda _: self._loads.pop(model, None))
+
+        def done(task: asyncio.Task[None]) -> None:
+            del self._loads[model]
+            if not task.cancelled():
+                task.exception()  # All that waited may have left.
+
+        load.add_done_callback(done)
         return load
 
     def _not_loaded(self, model: HostedModel, error: BaseException) -> ApiError:

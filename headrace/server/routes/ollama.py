@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -143,23 +144,42 @@ async def show(request: Request) -> Response:
     if (name := body.model or body.name) is None:
         raise missing("model")
     known_name(state, name)
-    family = _family(state.llm.info)
-    return JSON(
-        {
-            "modelfile": f"FROM {state.llm.info.model}\n",
-            "parameters": "\n".join(f"{name} {value}" for name, value in state.model.default_sampling_params.items()),
-            "template": _template(state),
-            "details": _details(state.llm.info, is_gguf(state)),
-            "model_info": {
-                "general.architecture": family,
-                f"{family}.context_length": state.model.max_model_len,
-                f"{family}.block_count": len(state.llm.info.layers),
-                f"{family}.vocab_size": state.llm.info.vocab_size,
-            },
-            "capabilities": _capabilities(state),
-            "modified_at": timestamp(state.created),
-        }
-    )
+    described = description(state.llm.info, state.created, _capabilities(state), gguf=is_gguf(state))
+    parameters = "\n".join(f"{name} {value}" for name, value in state.model.default_sampling_params.items())
+    return JSON(described | {"parameters": parameters, "template": _template(state)})
+
+
+def description(info: EngineInfo, created: float, capabilities: Sequence[str], *, gguf: bool) -> dict[str, Any]:
+    """The answer of /api/show, without what only the model's tokenizer and defaults tell."""
+    family = _family(info)
+    return {
+        "modelfile": f"FROM {info.model}\n",
+        "parameters": "",
+        "template": "",
+        "details": _details(info, gguf),
+        "model_info": {
+            "general.architecture": family,
+            f"{family}.context_length": info.max_model_len,
+            f"{family}.block_count": len(info.layers),
+            f"{family}.vocab_size": info.vocab_size,
+        },
+        "capabilities": capabilities,
+        "modified_at": timestamp(created),
+    }
+
+
+def planned_capabilities(info: EngineInfo) -> list[str]:
+    """The capabilities of a model that is not loaded, as far as its report tells."""
+    decided = {decision.name: decision.value for decision in info.decisions}
+    generates = "generate" in decided.get("task", "generate")  # Without a tokenizer the report does not say it.
+    found = {
+        "completion": generates,
+        "embedding": not generates,
+        "tools": generates and decided.get("tool calls", "none") != "none",
+        "thinking": generates and decided.get("reasoning", "none") != "none",
+        "vision": info.media is not None,
+    }
+    return [name for name, there in found.items() if there]
 
 
 def known_name(state: Serving, name: str) -> str:

@@ -20,8 +20,8 @@ from headrace.option_groups import StructuredOutputsConfig
 from headrace.options import PANELS, options, without_none
 from headrace.sampling_params import SamplingParams, StructuredOutputsParams
 from headrace.server.fields import FIELDS, Treatment
-from headrace.server.pooling.bodies import EmbeddingsBody, RerankBody
-from headrace.server.schema import OllamaBody, OllamaChatBody, OllamaGenerateBody
+from headrace.server.pooling.bodies import EmbeddingsBody, OllamaEmbedBody, OllamaEmbeddingsBody, RerankBody
+from headrace.server.schema import OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaPullBody
 from headrace.server.shape import ollama
 
 CLI_HEAD = """\
@@ -261,6 +261,9 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "ollama fields": partial(_body_table, OllamaBody),
         "ollama chat": partial(_body_table, OllamaChatBody, OllamaBody),
         "ollama generate": partial(_body_table, OllamaGenerateBody, OllamaBody),
+        "ollama embed": partial(_body_table, OllamaEmbedBody),
+        "ollama embeddings": partial(_body_table, OllamaEmbeddingsBody),
+        "ollama pull": partial(_body_table, OllamaPullBody),
         "ollama options": _ollama_options,
     },
     "python.md": {

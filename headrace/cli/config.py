@@ -10,16 +10,19 @@ import typer
 
 from headrace.cli.options import ENGINE_FIELDS, Setting, command
 from headrace.cli.own_options import LogOptions
-from headrace.cli.serve import LOG_OPTIONS, SERVER_OPTIONS
+from headrace.cli.serve import LOG_OPTIONS, MODELS_OPTIONS, SERVER_OPTIONS
 from headrace.config import EngineArgs
+from headrace.server.models.options import ModelsOptions
 from headrace.server.settings import ServerSettings
 
 app = typer.Typer(no_args_is_help=True, help="Configuration files.")
 
 
 @app.command("show")
-@command(args=ENGINE_FIELDS, settings=SERVER_OPTIONS, logging=LOG_OPTIONS)
-def show(args: EngineArgs, settings: ServerSettings, logging: LogOptions, sources: list[Setting]) -> None:
+@command(args=ENGINE_FIELDS, settings=SERVER_OPTIONS, models=MODELS_OPTIONS, logging=LOG_OPTIONS)
+def show(
+    args: EngineArgs, settings: ServerSettings, models: ModelsOptions, logging: LogOptions, sources: list[Setting]
+) -> None:
     """Print what `headrace serve` with the same options would use, and where each value comes from.
 
     The output is a configuration file itself. Values of API keys are left out.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,36 +24,67 @@ class Entry(NamedTuple):
     """FILE:LINE, as an error names it."""
 
 
+class Section(NamedTuple):
+    """One key of a file whose values are mappings."""
+
+    key: str
+    entries: list[Entry]
+    where: str
+
+
 def read_config(path: str) -> list[Entry]:
     """The top-level keys of a YAML file, in their order. A null value means that the key is not set.
 
     Raises:
         ConfigError: the file cannot be read, is no YAML mapping, or has a key twice; the error names the line.
     """
+    with _yaml(path, "--config") as (loader, root):
+        return [] if root is None else _entries(path, loader, root)
+
+
+def read_sections(path: str, option: str) -> list[Section]:
+    """The top-level keys of a YAML file of mappings, each with its keys. ``option``: the one that names the file.
+
+    Raises: as ``read_config``.
+    """
+    with _yaml(path, option) as (loader, root):
+        nodes = [] if root is None else root.value
+        return [Section(str(key.value), _entries(path, loader, value), _line(path, key)) for key, value in nodes]
+
+
+@contextlib.contextmanager
+def _yaml(path: str, option: str) -> Iterator[tuple[Any, Any]]:
+    """The loader and the root of a YAML file, a mapping; None of an empty one."""
     import yaml
 
     try:
-        loader = yaml.SafeLoader(read_text(Path(path), "--config"))
+        loader = yaml.SafeLoader(read_text(Path(path), option))
     except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read {path}: {error}", "--config") from None
+        raise ConfigError(f"cannot read {path}: {error}", option) from None
     try:
         root = loader.get_single_node()
-        if root is None:
-            return []
-        if not isinstance(root, yaml.MappingNode):
-            raise ConfigError(f"{_line(path, root)}: a configuration file is a mapping from options to values")
-        _check_keys(path, root, set())
-        found = [
-            Entry(str(key.value), loader.construct_object(value, deep=True), _line(path, key)) for key, value in root.value
-        ]
-        return [entry for entry in found if entry.value is not None]
+        if root is not None:
+            _check_mapping(path, root)
+            _check_keys(path, root, set())
+        yield loader, root
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark is not None else 1
         raise ConfigError(f"{path}:{line}: this is not YAML: {error.problem}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not YAML that can be used: {' '.join(str(error).split())}", "--config") from None
+        raise ConfigError(f"{path} is not YAML that can be used: {' '.join(str(error).split())}", option) from None
     finally:
         loader.dispose()
+
+
+def _check_mapping(path: str, node: Any) -> None:
+    if node.id != "mapping":
+        raise ConfigError(f"{_line(path, node)}: a configuration file is a mapping from options to values")
+
+
+def _entries(path: str, loader: Any, node: Any) -> list[Entry]:
+    _check_mapping(path, node)
+    found = [Entry(str(key.value), loader.construct_object(value, deep=True), _line(path, key)) for key, value in node.value]
+    return [entry for entry in found if entry.value is not None]
 
 
 def _check_keys(path: str, node: Any, checked: set[int]) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,8 +17,9 @@ from rich.text import Text
 from headrace.cli.options import ENGINE_OPTIONS, Group, command
 from headrace.cli.own_options import DoctorOptions
 from headrace.cli.units import picture_size
-from headrace.config import Decision, EngineArgs, EngineConfig
-from headrace.errors import ConfigError, MemoryConfigError
+from headrace.config import Decision, EngineArgs
+from headrace.errors import ConfigError
+from headrace.frontend.plan import planned
 from headrace.host.clock import process_start
 from headrace.processes.spawn import spawn
 
@@ -124,82 +123,3 @@ async def _loaded(args: EngineArgs) -> EngineInfo:
         return llm.info
     finally:
         await llm.close()
-
-
-def planned(args: EngineArgs, devices: str | None = None) -> tuple[EngineInfo, ConfigError | None]:
-    """The report of an engine that was decided upon and not built, and why it does not fit into memory here, if so: the report
-    is then that of a machine with more.
-
-    Args:
-        devices: the engine's GPUs, as ``machines.imagine`` takes them; None: this machine's.
-
-    Raises:
-        ConfigError: it could not be built, whatever the memory.
-    """
-    from headrace.sources.files import find_model
-
-    start = time.perf_counter()
-    files = find_model(args)  # Reports a model that cannot be read before torch is imported.
-    from headrace.engine.info import StartupPhase
-    from headrace.frontend.prepare import with_formats
-    from headrace.models.implementation import choose
-    from headrace.resolve import resolve
-    from headrace.startup.environment import probe
-    from headrace.startup.ledger import other_formats, planned_ledger
-    from headrace.startup.machines import imagine
-    from headrace.startup.report import engine_info
-    from headrace.startup.text import load_text
-
-    if devices is None:
-        device = probe(args.device)
-    else:
-        device, count = imagine(devices)
-        args = _on_gpus(args, count)
-    chosen = choose(args, files)
-    files = dataclasses.replace(files, decisions=(*files.decisions, *chosen.decisions))
-    refusal = None
-    try:
-        config = resolve(args, files, chosen.spec, device)
-    except MemoryConfigError as error:
-        refusal = error
-        files = dataclasses.replace(files, decisions=(Decision("memory", "does not fit", str(error)), *files.decisions))
-        config = _with_room(lambda room: resolve(args, files, chosen.spec, device, kv_room=room))
-    phases = [StartupPhase("config", time.perf_counter() - start, "the weights were not loaded")]
-    config = dataclasses.replace(config, decisions=(*config.decisions, *other_formats(config, device)))
-    info = engine_info(files, config, device, phases, planned_ledger(config, device))
-    try:
-        return with_formats(info, load_text(args).answers(args)), refusal
-    except ConfigError as error:
-        # The report is of the model, and says what it can without a tokenizer.
-        if error.param != "tokenizer":
-            raise
-        return info, refusal
-
-
-def _on_gpus(args: EngineArgs, count: int) -> EngineArgs:
-    """The arguments of an engine on so many GPUs: tensor parallel over all of them, unless the arguments use them otherwise.
-
-    Raises:
-        ConfigError: the arguments want more GPUs, or none.
-    """
-    if args.device == "cpu":
-        raise ConfigError("--devices names GPUs, and device is cpu", "--devices")
-    wanted = args.tensor_parallel_size * args.data_parallel_size
-    if wanted > count:
-        raise ConfigError(
-            f"--devices has {count} GPUs, and --tensor-parallel-size times --data-parallel-size is {wanted}", "--devices"
-        )
-    ranks = args.tensor_parallel_size if wanted > 1 else count
-    return dataclasses.replace(args, device="cuda", tensor_parallel_size=ranks)
-
-
-def _with_room(decide: Callable[[int], EngineConfig]) -> EngineConfig:
-    """Decides with the least power of two of bytes beside the weights that is enough.
-
-    Raises:
-        ConfigError: none is.
-    """
-    for power in range(30, 60):
-        with contextlib.suppress(MemoryConfigError):
-            return decide(2**power)
-    return decide(2**60)

@@ -12,7 +12,7 @@ from headrace.cli.peer_options import translated
 
 ESSENTIAL = frozenset(
     {
-        *("model", "quantization", "tensor-parallel-size", "max-model-len", "kv-cache-memory"),
+        *("model", "quantization", "tensor-parallel-size", "max-model-len", "kv-cache-memory", "models-config"),
         *("max-tokens", "temperature", "structured-outputs", "host", "port", "api-key", "config"),
         *("prompts", "input", "output", "chat", "image", "url", "system", "prompt", "prompt-file", "png"),
         *("pictures", "load", "help-all", "help", "parity", "json", "trace", "workload", "replicas"),

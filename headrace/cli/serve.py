@@ -6,21 +6,24 @@ import contextlib
 import logging
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
 
-from headrace.cli.options import ENGINE_OPTIONS, Group, command
+from headrace.cli.options import ENGINE_FIELDS, Group, check_names, command
 from headrace.cli.own_options import LogOptions
 from headrace.config import EngineArgs
 from headrace.host.clock import process_start
 from headrace.processes.spawn import spawn
 from headrace.server.listen import address, listen
+from headrace.server.models.options import ModelsOptions
 from headrace.server.settings import ServerSettings
 from headrace.server.supervisor import supervised
 
 LOG_OPTIONS: Group[LogOptions] = Group.of(LogOptions)
 SERVER_OPTIONS: Group[ServerSettings] = Group.of(ServerSettings)
+MODELS_OPTIONS: Group[ModelsOptions] = Group.of(ModelsOptions)
 
 
 class LossyStream:
@@ -50,13 +53,17 @@ def set_up_logs(level: str) -> None:
     logging.getLogger("headrace").setLevel(level.upper())
 
 
-@command(args=ENGINE_OPTIONS, settings=SERVER_OPTIONS, logging=LOG_OPTIONS)
-def serve(args: EngineArgs, settings: ServerSettings, logging: LogOptions) -> None:
+@command(args=ENGINE_FIELDS, settings=SERVER_OPTIONS, models=MODELS_OPTIONS, logging=LOG_OPTIONS)
+def serve(args: EngineArgs, settings: ServerSettings, models: ModelsOptions, logging: LogOptions) -> None:
     """Serve a model over HTTP, in the shape of OpenAI's API.
 
     Without MODEL it serves a small embedded one, so that `headrace serve` works on a machine with no GPU and no network.
     """
     set_up_logs(logging.log_level)
+    if models.models_config is not None:
+        _serve_several(args, settings, models, models.models_config)
+        return
+    check_names(args)
     sockets, began = listen(settings), process_start()
     server = supervised()
     # Before anything else is imported: the engine's process imports its own part beside this one.
@@ -68,3 +75,23 @@ def serve(args: EngineArgs, settings: ServerSettings, logging: LogOptions) -> No
     report = print_report if logging.report else partial(print_summary, address=address(settings, sockets))
     llm = AnnouncedLLM(args, console, report, chat_template=settings.chat_template, spawned=spawned)
     run(llm, settings, sockets, server.ready)
+
+
+def _serve_several(args: EngineArgs, settings: ServerSettings, options: ModelsOptions, path: Path) -> None:
+    from headrace.cli.models.hosted import read_models
+
+    declared = read_models(path, args, settings)
+    sockets = listen(settings)
+    server = supervised()
+    from headrace.cli.startup import print_models
+    from headrace.server.models.app import build_host
+    from headrace.server.models.host import ModelHost
+    from headrace.server.run import run_app
+
+    host = ModelHost(declared, settings, options)
+
+    def on_ready() -> None:
+        print_models(Console(stderr=True), host.summary(), host.table.budget, address(settings, sockets))
+        server.ready()
+
+    run_app(build_host(host), sockets, on_ready)

@@ -53,6 +53,18 @@ def print_summary(console: Console, info: EngineInfo, address: str) -> None:
     )
 
 
+def print_models(console: Console, models: Sequence[tuple[str, str, str, str]], memory: int, address: str) -> None:
+    """One screen: the models that are served, with (name, model, memory, context) of each, and how to reach them."""
+    plain_width(console)
+    console.print(
+        table("Models", ("name", "model", "memory", "context"), models, "llrr"),
+        f"loaded when a request names them, within {human_size(memory)} at once\n",
+        Text.assemble((address, "bold"), "   try: ", (example(address), "bold")),
+        sep="\n",
+        highlight=False,
+    )
+
+
 def example(address: str) -> str:
     """A command that talks to the server."""
     if "://" in address:

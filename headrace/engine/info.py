@@ -8,6 +8,9 @@ from headrace.config import Decision, MemoryLine
 from headrace.core.request import MediaFacts
 from headrace.host.clock import clock
 
+IN_USE_BY_OTHERS, NOT_USED = "in use by others", "not used"
+"""Lines of a GPU's memory that are not the engine's."""
+
 
 class Progress(msgspec.Struct, frozen=True, array_like=True):
     """Progress of a start-up."""
@@ -72,6 +75,19 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Snapshots of states are taken at multiples of so many tokens; 0: the model has no state layers."""
     environment: dict[str, str] = {}
     """Versions, CPU or GPU name, threads, instruction sets."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that the engine holds, or keeps free for itself, on its device; each rank on a GPU as much."""
+        return sum(line.nbytes for line in self.memory if line.name not in (IN_USE_BY_OTHERS, NOT_USED))
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(line.nbytes for line in self.memory if line.name.endswith("weights"))
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return sum(line.nbytes for line in self.memory if line.name.startswith("KV cache"))
 
     def followed_by(self, name: str, origin: float, detail: str = "") -> EngineInfo:
         """Returns the report with a last phase that ends now. ``origin``: the start of the first."""

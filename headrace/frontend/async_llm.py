@@ -148,6 +148,8 @@ class AsyncLLM(AsyncPooledCalls):
         self._check_owner()
         await self._supervisor.close()
         self.adapters.names.close()
+        if self._inputs is not None:
+            await asyncio.to_thread(self._inputs.close)
         if self._text is not None and self._text.tokenizer is not None:
             self._text.tokenizer.renderer.close()
 

@@ -139,6 +139,15 @@ class InputProcessor:
             self._media_threads.start()
             self.media.prepare()
 
+    def close(self) -> None:
+        """Ends its threads and processes. The next prompt starts them again."""
+        self._threads.close()
+        self._grammars.pools.close()
+        self._grammars.close()
+        if self.media is not None:
+            self._media_threads.close()
+            self.media.close()
+
     async def in_thread(self, turn: str, work: Callable[[], T]) -> T:
         """Runs work beside the event loop, in one of few threads, which clients have in turns, by the name ``turn``.
 

@@ -132,8 +132,43 @@ class Gaps(Collector):
         yield family
 
 
-class ServerMetrics:
-    """The metrics of one server, in their own registry. ``stats`` returns the engine's latest statistics.
+class HttpMetrics:
+    """Metrics of a server's HTTP requests, in ``registry``, and of its process."""
+
+    def __init__(self, version: str) -> None:
+        self.registry = CollectorRegistry()
+        self._process = CollectorRegistry()
+        ProcessCollector(registry=self._process)
+        self.http = Counter(
+            "headrace_http_requests",
+            "HTTP requests, by route, method and status, counted when the response ends.",
+            ["route", "method", "status"],
+            registry=self.registry,
+        )
+        self.in_flight = Gauge("headrace_http_requests_in_flight", "HTTP requests in progress.", registry=self.registry)
+        info = "Always 1; the label has the version of headrace."
+        Gauge("headrace_build_info", info, ["version"], registry=self._process).labels(version).set(1)
+        self.outcomes = Counter(
+            "headrace_requests",
+            "Generation requests that ended, by endpoint and outcome.",
+            ["endpoint", "outcome"],
+            registry=self.registry,
+        )
+
+    def observe_http(self, route: str, method: str, status: int) -> None:
+        """``route`` is the route's pattern, never the client's path: labels must stay few."""
+        self.http.labels(route, method if method in _METHODS else "other", str(status)).inc()
+
+    def render(self) -> bytes:
+        """Returns all metrics in Prometheus' text format."""
+        return b"".join(generate_latest(collector) for collector in (*self._collectors(), self._process))
+
+    def _collectors(self) -> Sequence[Collector]:
+        return [self.registry]
+
+
+class ServerMetrics(HttpMetrics):
+    """The metrics of one model's server. ``stats`` returns the engine's latest statistics.
 
     ``compat``: whose names the metrics get too; ``model_name`` returns the model's, for their label, or None while it loads.
     ``replicas`` returns the report of each replica; None: there is one engine. ``max_loras``: adapters that run at once.
@@ -148,14 +183,15 @@ class ServerMetrics:
         replicas: Callable[[], Sequence[ReplicaReport]] | None = None,
         max_loras: int = 0,
     ) -> None:
-        self.registry = registry = CollectorRegistry()
-        self._compat = CollectorRegistry()
+        super().__init__(version)
+        registry = self.registry
+        self.compat = CollectorRegistry()
+        """Metrics under other names."""
         if compat is not None:
-            self._compat.register(VLLMNames(registry, model_name, max_loras))
+            self.compat.register(VLLMNames(registry, model_name, max_loras))
         registry.register(EngineCollector(stats))
         if replicas is not None:
             registry.register(ReplicaCollector(replicas))
-        ProcessCollector(registry=registry)
 
         def histogram(name: str, text: str, buckets: Sequence[float] = _LATENCY, unit: str = "_seconds") -> Histogram:
             return Histogram(
@@ -183,12 +219,6 @@ class ServerMetrics:
             _SHARES,
             "",
         )
-        self.outcomes = Counter(
-            "headrace_requests",
-            "Generation requests that ended, by endpoint and outcome.",
-            ["endpoint", "outcome"],
-            registry=registry,
-        )
         self.reasoning_tokens = Counter(
             "headrace_reasoning_tokens", "Output tokens that were parsed as reasoning.", registry=registry
         )
@@ -198,19 +228,6 @@ class ServerMetrics:
             ["format"],
             registry=registry,
         )
-        self.http = Counter(
-            "headrace_http_requests",
-            "HTTP requests, by route, method and status, counted when the response ends.",
-            ["route", "method", "status"],
-            registry=registry,
-        )
-        self.in_flight = Gauge("headrace_http_requests_in_flight", "HTTP requests in progress.", registry=registry)
-        info = Gauge("headrace_build_info", "Always 1; the label has the version of headrace.", ["version"], registry=registry)
-        info.labels(version).set(1)
-
-    def observe_http(self, route: str, method: str, status: int) -> None:
-        """``route`` is the route's pattern, never the client's path: labels must stay few."""
-        self.http.labels(route, method if method in _METHODS else "other", str(status)).inc()
 
     def observe_finished(self, times: RequestTimes, prompt_tokens: int, generation_tokens: int) -> None:
         """Observes the latencies and the lengths of a finished sequence."""
@@ -229,9 +246,8 @@ class ServerMetrics:
                 if generation_tokens > 1:
                     self.time_per_token.observe(decode / (generation_tokens - 1))
 
-    def render(self) -> bytes:
-        """Returns all metrics in Prometheus' text format."""
-        return generate_latest(self.registry) + generate_latest(self._compat)
+    def _collectors(self) -> Sequence[Collector]:
+        return [self.registry, self.compat]
 
 
 class GenerationObserver:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
@@ -20,7 +20,7 @@ from headrace.server.routes.routers import ROUTERS
 from headrace.server.routes.trainers import NO_TRAINERS, TRAINERS
 from headrace.server.settings import ServerSettings
 from headrace.server.sse import SEND
-from headrace.server.state import Serving
+from headrace.server.state import ServerState, Serving
 
 if TYPE_CHECKING:
     from headrace.frontend.async_llm import AsyncLLM
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 class _App(FastAPI):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[SEND] = send
+        scope.setdefault(SEND, send)
         await super().__call__(scope, receive, send)
 
 
@@ -38,40 +38,47 @@ def build_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI:
     The app's lifespan starts the engine in the background, so that /health can tell the reason (503) while it loads,
     and closes it at the end.
     """
-    settings = settings or ServerSettings()
-    serving = Serving(llm, settings)
+    serving = Serving(llm, settings or ServerSettings())
+    return assemble(serving, routers(serving.settings), outermost(serving))
+
+
+def routers(settings: ServerSettings) -> tuple[APIRouter, ...]:
+    """The routers of a model's routes; of --enable-rl-api's among them."""
+    trains = settings.enable_rl_api and (settings.admin_keys or not settings.api_keys)
+    return (*ROUTERS, *(TRAINERS if trains else NO_TRAINERS))
+
+
+def assemble(state: ServerState, routers: Iterable[APIRouter], middleware: Sequence[Middleware] = ()) -> FastAPI:
+    """An app of some routers. ``state.start`` and ``state.close`` are its lifespan, if a server runs it."""
     app = _App(
         title="headrace",
         version=headrace.__version__,
         docs_url=None,
         redoc_url=None,
-        middleware=_middleware(serving),
+        middleware=middleware,
         lifespan=_lifespan,
     )
-    app.state.serving = serving
-    install_handlers(app, settings.retry_after)
-    for router in ROUTERS:
-        app.include_router(router)
-    trainers = settings.enable_rl_api and (settings.admin_keys or not settings.api_keys)
-    for router in TRAINERS if trainers else NO_TRAINERS:
+    app.state.serving = state
+    install_handlers(app, state.settings.retry_after)
+    for router in routers:
         app.include_router(router)
     return app
 
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    serving: Serving = app.state.serving
-    loading = asyncio.create_task(serving.start())
+    state: ServerState = app.state.serving
+    starting = asyncio.create_task(state.start())
     try:
         yield
     finally:
-        await cancelled(loading)
-        await serving.llm.close()
+        await cancelled(starting)
+        await state.close()
 
 
-def _middleware(serving: Serving) -> list[Middleware]:
-    """Outermost first. CORS answers preflights, which carry no key."""
-    settings, stack = serving.settings, []
+def outermost(state: ServerState) -> list[Middleware]:
+    """The middleware of a server, outermost first. CORS answers preflights, which carry no key."""
+    settings, stack = state.settings, []
     if settings.cors_origins:
         stack.append(
             Middleware(
@@ -83,7 +90,7 @@ def _middleware(serving: Serving) -> list[Middleware]:
                 expose_headers=["X-Request-Id", "Retry-After"],
             )
         )
-    stack.append(Middleware(Observe, serving=serving))
+    stack.append(Middleware(Observe, server=state))
     if settings.allowed_hosts:
         stack.append(Middleware(AllowedHosts, names=settings.allowed_hosts))
     if settings.api_keys:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from fastapi import Request
@@ -13,6 +13,8 @@ from starlette.types import Scope
 from headrace.errors import RequestError
 from headrace.server.errors import ApiError, shown, unavailable
 from headrace.server.settings import ServerSettings
+
+T = TypeVar("T")
 
 TENANT = "headrace.tenant"
 """Key of the scope: whose request it is, where the server has API keys."""
@@ -133,10 +135,10 @@ async def json_object(request: Request, settings: ServerSettings, budget: BodyBu
         ApiError: 415 not JSON by its headers; 413 too large or too many values; 503 no room for it.
         RequestError: not UTF-8, not JSON (NaN and numbers out of range among it), nested too deeply, or not an object.
     """
-    _check_content_type(request)
+    check_content_type(request)
     body = budget.json(request, max_values)
     await body.read(request)
-    value = _decode(body.data)
+    value = decoded(body.data, Any)
     body.data.clear()
     if not isinstance(value, dict):
         raise RequestError("the body must be a JSON object", code="invalid_json")
@@ -151,7 +153,8 @@ def check_content_encoding(request: Request) -> None:
         raise ApiError(415, message, param="Content-Encoding")
 
 
-def _check_content_type(request: Request) -> None:
+def check_content_type(request: Request) -> None:
+    """Raises: ApiError 415: the body is compressed, or not JSON by its headers."""
     check_content_encoding(request)
     given = request.headers.get("content-type", "")
     if len(given) > _MAX_CONTENT_TYPE:
@@ -176,13 +179,22 @@ def num_values(data: bytes) -> int:
     return data.count(b",") + 4 * costly
 
 
-def _decode(data: bytearray) -> Any:
+def decoded(data: bytearray, kind: type[T]) -> T:
+    """JSON text as a value of a type.
+
+    Raises:
+        RequestError: it is not UTF-8, not JSON (numbers out of range among it), nested too deeply, or of another type.
+    """
     try:
-        return msgspec.json.decode(data)
+        return msgspec.json.decode(data, type=kind)
     except UnicodeDecodeError as error:
         message = f"the body is not UTF-8: {error.reason} at byte {error.start}"
     except RecursionError:
         message = "the body is nested too deeply"
+    except msgspec.ValidationError as error:
+        if kind is not Any:
+            raise RequestError(f"the body has a field of another type: {error}", code="invalid_type") from None
+        message = f"the body is not valid JSON: {error}"
     except msgspec.DecodeError as error:
         message = f"the body is not valid JSON: {error}"
     raise RequestError(message, code="invalid_json")

@@ -17,7 +17,7 @@ from headrace.metrics.prometheus import GenerationObserver
 from headrace.outputs import AttentionReport, OutputDelta, RequestTimes, most_computed
 from headrace.server.errors import ApiError
 from headrace.server.shape.explanation import AnswerExplanation
-from headrace.server.state import RunningRequest, Serving
+from headrace.server.state import RunningRequest, ServerState, Serving
 
 T = TypeVar("T")
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -226,7 +226,7 @@ def _milliseconds(start: float | None, end: float | None) -> float | None:
     return None if start is None or end is None else 1000 * max(0.0, end - start)
 
 
-async def cancel_on_disconnect(serving: Serving, receive: Receive, work: Awaitable[T]) -> T:
+async def cancel_on_disconnect(server: ServerState, receive: Receive, work: Awaitable[T]) -> T:
     """Await ``work``, which is cancelled when the client disconnects or the server stops.
 
     Raises:
@@ -234,7 +234,7 @@ async def cancel_on_disconnect(serving: Serving, receive: Receive, work: Awaitab
         EngineDeadError: the server stops.
     """
     task = asyncio.ensure_future(work)
-    watchers = [asyncio.create_task(_disconnected(receive)), asyncio.create_task(serving.until_stopped())]
+    watchers = [asyncio.create_task(_disconnected(receive)), asyncio.create_task(server.until_stopped())]
     done: set[asyncio.Future[Any]] = set()
     try:
         done, _ = await asyncio.wait([task, *watchers], return_when=asyncio.FIRST_COMPLETED)

@@ -16,10 +16,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from headrace.metrics.prometheus import HttpMetrics
 from headrace.server.body import ADMIN, TENANT, release_body
 from headrace.server.errors import ApiError, api_error, shown
 from headrace.server.routes.page import PATHS
-from headrace.server.state import Serving
+from headrace.server.state import ServerState
 
 logger = logging.getLogger("headrace.server")
 
@@ -46,9 +47,9 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 class Observe:
     """Outermost except CORS: request id, log line, metrics; answers errors without a handler."""
 
-    def __init__(self, app: ASGIApp, serving: Serving) -> None:
+    def __init__(self, app: ASGIApp, server: ServerState) -> None:
         self._app = app
-        self._serving = serving
+        self._server = server
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -67,7 +68,7 @@ class Observe:
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
             await send(message)
 
-        with self._serving.in_flight(), self._serving.metrics.in_flight.track_inprogress():
+        with self._server.in_flight(), self._server.metrics.in_flight.track_inprogress():
             try:
                 if valid:
                     await self._app(scope, receive, send_marked)
@@ -81,18 +82,20 @@ class Observe:
             except BaseException as error:  # A panic of a native library is no Exception.
                 logger.exception("request %s failed", request_id)
                 if not status:
-                    await api_error(error, self._serving.settings.retry_after).response(scope)(scope, receive, send_marked)
+                    await api_error(error, self._server.settings.retry_after).response(scope)(scope, receive, send_marked)
             finally:
                 release_body(scope)
                 self._record(scope, status or CLIENT_GONE, time.monotonic() - started, request_id)
 
     def _record(self, scope: Scope, status: int, seconds: float, request_id: str) -> None:
         path = getattr(scope.get("route"), "path", "unmatched")
-        self._serving.metrics.observe_http(path, scope["method"], status)
+        # The app that answered: where there are several models, that of one of them.
+        metrics: HttpMetrics = scope["app"].state.serving.metrics
+        metrics.observe_http(path, scope["method"], status)
         outcome = scope.get("headrace.outcome") or ("completed" if status < 400 else "refused" if status < 500 else "error")
         if path in _GENERATES:
-            self._serving.metrics.outcomes.labels(path, outcome).inc()
-        if self._serving.settings.log_requests and path not in OPEN_PATHS:
+            metrics.outcomes.labels(path, outcome).inc()
+        if self._server.settings.log_requests and path not in OPEN_PATHS:
             engine_id = scope.get("headrace.engine_id", "-")
             # The client's own path may hold anything: %r keeps it on one line.
             logger.info(

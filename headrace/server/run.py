@@ -21,7 +21,7 @@ from headrace.host.worker_threads import switch_threads_often, use_no_tokenizer_
 from headrace.server.app import build_app
 from headrace.server.protocol import LimitedProtocol
 from headrace.server.settings import ServerSettings
-from headrace.server.state import Serving
+from headrace.server.state import ServerState
 
 if TYPE_CHECKING:
     from headrace.frontend.async_llm import AsyncLLM
@@ -40,57 +40,62 @@ class DrainingServer(uvicorn.Server):
     On the second, ends them at once. Ends by itself when the engine cannot start.
     """
 
-    def __init__(self, config: uvicorn.Config, serving: Serving) -> None:
+    def __init__(self, config: uvicorn.Config, server: ServerState) -> None:
         super().__init__(config)
-        self._serving = serving
+        self._server = server
         self._deadline: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # Runs between any two bytecodes: it only leaves a mark, which on_tick reads ten times a second.
-        timeout = self._serving.settings.drain_timeout if self._deadline is None else 0.0
+        timeout = self._server.settings.drain_timeout if self._deadline is None else 0.0
         self._deadline = time.monotonic() + timeout
-        self._serving.draining = True
+        self._server.draining = True
 
     async def on_tick(self, counter: int) -> bool:
-        if self._serving.failure is not None:
+        if self._server.failure is not None:
             return True
         if self._deadline is None:
             return await super().on_tick(counter)
-        if self._serving.num_in_flight and time.monotonic() < self._deadline:
+        if self._server.num_in_flight and time.monotonic() < self._deadline:
             return False
-        if self._serving.num_in_flight:
-            logger.warning("shutting down with %d requests in flight", self._serving.num_in_flight)
-        self._serving.stop()
+        if self._server.num_in_flight:
+            logger.warning("shutting down with %d requests in flight", self._server.num_in_flight)
+        self._server.stop()
         return True
 
 
 def run(
     llm: AsyncLLM, settings: ServerSettings, sockets: Sequence[socket.socket], on_ready: Callable[[], None] = lambda: None
 ) -> None:
-    """Serves an engine client that has not been started. Returns after SIGTERM or SIGINT, when the last request is answered.
+    """Serves an engine client that has not been started, as ``run_app`` does."""
+    run_app(build_app(llm, settings), sockets, on_ready)
+
+
+def run_app(app: FastAPI, sockets: Sequence[socket.socket], on_ready: Callable[[], None] = lambda: None) -> None:
+    """Serves an app of ``assemble``. Returns after SIGTERM or SIGINT, when the last request is answered.
 
     Args:
         sockets: of ``listen``.
-        on_ready: called when the engine takes requests.
+        on_ready: called when requests are taken.
 
     Raises:
-        ConfigError: the engine cannot be built from its arguments.
+        ConfigError: an engine cannot be built from its arguments.
         EngineError: the engine did not start.
     """
     use_no_tokenizer_threads()
     switch_threads_often()
-    app = build_app(llm, settings)
+    state: ServerState = app.state.serving
+    settings = state.settings
     config = uvicorn_config(app, within_open_files(settings), timeout_graceful_shutdown=_CLEANUP_SECONDS)
-    serving: Serving = app.state.serving
-    serving.owns_process = True
-    serving.on_ready = on_ready
-    server = DrainingServer(config, serving)
+    state.owns_process = True
+    state.on_ready = on_ready
+    server = DrainingServer(config, state)
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         runner.run(server.serve([*sockets]))
     if settings.uds is not None:
         Path(settings.uds).unlink(missing_ok=True)
-    if serving.failure is not None:
-        raise serving.failure
+    if state.failure is not None:
+        raise state.failure
 
 
 def uvicorn_config(app: FastAPI, settings: ServerSettings, **options: Any) -> uvicorn.Config:

@@ -373,8 +373,8 @@ class OllamaBody(RequestBody, frozen=True, kw_only=True):
     think: Annotated[Any, OptionSpec(schema={"anyOf": [{"type": "boolean"}, {"type": "string"}]})] = None
     """Whether the model reasons before it answers, or a reasoning effort: low, medium, high, max."""
     keep_alive: Annotated[Any, OptionSpec(schema={"anyOf": [{"type": "string"}, {"type": "number"}]})] = None
-    """Time for which the model stays loaded. The server keeps its model; a request without a prompt that asks to unload it (0)
-    is refused."""
+    """Time for which the model stays loaded after the answer, where the server has several: seconds, or a duration such as 5m;
+    negative: for ever. A server of one model keeps it, and refuses a request without a prompt that asks to unload it (0)."""
     logprobs: bool = False
     """Report log-probabilities of the generated tokens."""
     top_logprobs: Annotated[int | None, OptionSpec(min=0, max=INT32_MAX)] = None
@@ -418,6 +418,17 @@ class OllamaShowBody(RequestBody, frozen=True, kw_only=True):
     """Older name of model."""
     verbose: bool = False
     """Taken: the answer has everything that there is to say in either case."""
+
+
+class OllamaPullBody(RequestBody, frozen=True, kw_only=True):
+    model: str | None = None
+    """Model of the hub: a repository, or REPO:Q4_K_M for one of its GGUF files."""
+    name: str | None = None
+    """Older name of model."""
+    stream: bool = True
+    """Report the progress in lines of JSON."""
+    insecure: bool = False
+    """May only be false: the hub is asked over HTTPS."""
 
 
 BODIES: Mapping[Endpoint, type[RequestBody]] = {

@@ -91,6 +91,9 @@ class ServerSettings(Checked):
     ] = dataclasses.field(default_factory=_admin_keys, metadata={"environment": "HEADRACE_ADMIN_KEY"})
     """API key that --enable-rl-api's routes need where there are API keys; it opens the others too. Repeatable. Prefer the
     environment variable HEADRACE_ADMIN_KEY."""
+    allow_pull: Annotated[bool, OptionSpec(flags=("--allow-pull",))] = False
+    """Download models of the hub into its cache for clients of Ollama's /api/pull. Where there are API keys, this needs one of
+    --admin-key."""
     weight_root: Annotated[Path | None, OptionSpec(default="no directory", metavar="DIRECTORY")] = None
     """Directory below which lie the checkpoints that trainers may name, such as /dev/shm for ones in memory."""
     pause_timeout: Annotated[float | None, OptionSpec(above=0.0, default="none", metavar="SECONDS")] = None

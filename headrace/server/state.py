@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import fnmatch
 import hashlib
@@ -9,7 +10,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,11 +21,12 @@ from fastapi import Request
 import headrace
 from headrace.core.request import AdapterRef
 from headrace.core.weights import WeightStatus
+from headrace.engine.info import EngineInfo
 from headrace.errors import ConfigError, ConflictError, EngineDeadError, EngineError, QueueFullError, RequestError
 from headrace.frontend.adapters import LoRARequest
 from headrace.host.bounded_cache import BoundedCache
 from headrace.host.garbage import freeze_gc
-from headrace.metrics.prometheus import ServerMetrics
+from headrace.metrics.prometheus import HttpMetrics, ReplicaReport, ServerMetrics
 from headrace.outputs import AttentionReport
 from headrace.server.body import BodyBudget
 from headrace.server.errors import WEIGHTS_RETRY_SECONDS, ApiError, first_line, shown, unavailable
@@ -59,32 +61,75 @@ class RunningRequest(NamedTuple):
     """The client's name of it; empty: it has none."""
 
 
-class Serving:
-    """The engine's client, the settings, the metrics, and whether the server takes requests."""
+class ServerState(abc.ABC):
+    """State of a server that its connections and its middleware need, whether it serves one model or several."""
 
-    def __init__(self, llm: AsyncLLM, settings: ServerSettings) -> None:
-        self.llm = llm
+    metrics: HttpMetrics
+
+    def __init__(self, settings: ServerSettings, bodies: BodyBudget | None = None) -> None:
         self.settings = settings
         self.created = int(time.time())
-        self.bodies = BodyBudget(settings)
-        self.metrics = ServerMetrics(
-            lambda: llm.stats,
-            headrace.__version__,
-            settings.metrics_compat,
-            lambda: None if self._facts is None else self._facts.name,
-            None if llm.replicas is None else llm.replicas.reported,
-            llm.args.max_loras if llm.args.enable_lora else 0,
-        )
+        self.bodies = bodies or BodyBudget(settings)
         self.failure: Exception | None = None
-        """Exception for which the engine could not start."""
-        self.loading = False
-        """The engine may be up before its client can make requests for it."""
+        """Exception for which the server cannot serve: it ends."""
         self.owns_process = False
         """Whether this process belongs to the server, so that its garbage collector may be tuned."""
         self.on_ready: Callable[[], None] = lambda: None
-        """Called when the engine takes requests."""
+        """Called when requests are taken."""
         self.draining = False
         self.num_in_flight = 0
+        self.num_pulls = 0
+        """Models that are being downloaded for clients."""
+        self.stopped = asyncio.Event()
+        """Set when requests still in flight must end at once."""
+
+    @abc.abstractmethod
+    async def start(self) -> None:
+        """Gets ready to serve; keeps the error of a failed start in ``failure``."""
+
+    @abc.abstractmethod
+    async def close(self) -> None:
+        """Ends every engine."""
+
+    @contextmanager
+    def in_flight(self) -> Iterator[None]:
+        """Marks a request that a shutdown waits for."""
+        self.num_in_flight += 1
+        try:
+            yield
+        finally:
+            self.num_in_flight -= 1
+
+    def stop(self) -> None:
+        """Ends every request in flight with an error."""
+        self.draining = True
+        self.stopped.set()
+
+    async def until_stopped(self) -> None:
+        await self.stopped.wait()
+        raise EngineDeadError("the server is shutting down")
+
+
+class Serving(ServerState):
+    """The engine's client, the settings, the metrics, and whether the server takes requests."""
+
+    def __init__(self, llm: AsyncLLM, settings: ServerSettings, bodies: BodyBudget | None = None) -> None:
+        """``bodies``: shared with other models; None: there are none."""
+        super().__init__(settings, bodies)
+        self.llm = llm
+        """Another one after each ``renew``."""
+        self.metrics: ServerMetrics = ServerMetrics(
+            lambda: self.llm.stats,
+            headrace.__version__,
+            settings.metrics_compat,
+            lambda: None if self._facts is None else self._facts.name,
+            None if llm.replicas is None else self._replica_reports,
+            llm.args.max_loras if llm.args.enable_lora else 0,
+        )
+        self.loading = False
+        """The engine may be up before its client can make requests for it."""
+        self.unloads = False
+        """Whether the model is unloaded when it is idle, and loaded again for the next request."""
         self.responses = ResponseStore(settings)
         self.features = FeatureStore(settings)
         self._sequences: Counter[str] = Counter()
@@ -103,8 +148,6 @@ class Serving:
         """Signs what clients keep for the server."""
         self.late_system: bool | None = None
         """Whether the chat template takes a system message after others; None: not known yet."""
-        self.stopped = asyncio.Event()
-        """Set when requests still in flight must end at once."""
         self._facts: ServedModel | None = None
         self.packed = True
         """Whether the trainer of vLLM's routes joins tensors to packs."""
@@ -116,8 +159,17 @@ class Serving:
         """Sums of the weights at the last snapshot of SGLang's routes."""
         self.pause_watch: asyncio.Task[None] | None = None
 
+    def renew(self, llm: AsyncLLM) -> None:
+        """Takes another client, which has not been started, of the same model. What was stored for clients stays."""
+        self.llm, self.failure, self._facts, self.late_system = llm, None, None, None
+
+    async def close(self) -> None:
+        await self.llm.close()
+
+    def _replica_reports(self) -> Sequence[ReplicaReport]:
+        return [] if self.llm.replicas is None else self.llm.replicas.reported()
+
     async def start(self) -> None:
-        """Starts the engine; keeps the error of a failed start in ``failure``."""
         self.loading = True
         try:
             await self.llm.start()
@@ -131,7 +183,7 @@ class Serving:
             await asyncio.to_thread(self.llm.serving)
         except Exception as error:
             self.failure = error
-            if not self.owns_process:  # Else the process ends with this error, and says it.
+            if not (self.owns_process or self.unloads):  # Else the process ends with this error, or the host names the model.
                 logger.error("%s", self._why_not_started(error))
         finally:
             self.loading = False
@@ -274,24 +326,6 @@ class Serving:
         """Largest number of JSON values in a request body: by default enough for a prompt of token ids."""
         return self.settings.max_json_values or max(MAX_JSON_VALUES, 2 * self.model.max_model_len)
 
-    @contextmanager
-    def in_flight(self) -> Iterator[None]:
-        """Marks a request that a shutdown waits for."""
-        self.num_in_flight += 1
-        try:
-            yield
-        finally:
-            self.num_in_flight -= 1
-
-    def stop(self) -> None:
-        """Ends every request in flight with an error."""
-        self.draining = True
-        self.stopped.set()
-
-    async def until_stopped(self) -> None:
-        await self.stopped.wait()
-        raise EngineDeadError("the server is shutting down")
-
 
 class ServedModel:
     """Properties of the loaded model that the routes need."""
@@ -300,10 +334,10 @@ class ServedModel:
         self.names = settings.served_model_names or (llm.info.model,)
         self.name = self.names[0]
         self._any_name = settings.alias_all_models
-        self._patterns = [alias.partition("=")[0] for alias in settings.model_alias]
+        self._aliases = settings.model_alias
         self.per_request_metrics = settings.enable_per_request_metrics
         self.max_model_len: int = llm.info.max_model_len
-        self.fingerprint = _fingerprint(llm.info)
+        self.fingerprint = fingerprint(llm.info)
         vocab = None if llm.tokenizer is None else llm.tokenizer.token_bytes
         self.texts = TokenTexts(vocab)
         self.fim = None if llm.tokenizer is None else find_fim(llm.tokenizer)
@@ -315,22 +349,32 @@ class ServedModel:
         """Raises: ApiError 404 if a request asks for another model. ``others``: names of adapters, for the message."""
         if name is None or name in self.names or self._is_alias(name):
             return
-        there = ", ".join((*self.names, *others))
-        message = (
-            f"the model {shown(name, 128)!r} is not served here; there is {there}. For other names, start the "
-            "server with --alias-all-models, or with --served-model-name NAME --model-alias 'PATTERN=NAME'"
-        )
-        raise ApiError(404, message, param="model", code="model_not_found")
+        hint = "--alias-all-models, or with --served-model-name NAME --model-alias 'PATTERN=NAME'"
+        raise unknown_model(name, (*self.names, *others), hint)
 
     def called(self, name: str | None) -> str:
         """The name of the model in the answer to a request for it: the client's, where that is an alias."""
         return self.name if name is None or name in self.names else name
 
     def _is_alias(self, name: str) -> bool:
-        return self._any_name or any(fnmatch.fnmatchcase(name, pattern) for pattern in self._patterns)
+        return self._any_name or matches(name, self._aliases)
 
 
-def _fingerprint(info: Any) -> str:
+def unknown_model(name: str, there: Iterable[str], hint: str) -> ApiError:
+    """404 for a model that is none of those ``there``. ``hint``: the options with which other names are served."""
+    message = (
+        f"the model {shown(name, 128)!r} is not served here; there is {', '.join(there)}. For other names, start the server "
+        f"with {hint}"
+    )
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+def matches(name: str, aliases: Iterable[str]) -> bool:
+    """Whether a name is one of the aliases PATTERN=NAME."""
+    return any(fnmatch.fnmatchcase(name, alias.partition("=")[0]) for alias in aliases)
+
+
+def fingerprint(info: EngineInfo) -> str:
     """Changes with everything that may change the tokens sampled for a seed."""
     facts = [headrace.__version__, info.model, info.architecture, info.dtype, info.quantization, info.device]
     facts += [layer.backend for layer in info.layers]

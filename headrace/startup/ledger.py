@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.config import Decision, EngineArgs, EngineConfig, MemoryLine
+from headrace.engine.info import IN_USE_BY_OTHERS, NOT_USED
 from headrace.errors import human_size
 from headrace.model_spec import ModelSpec
 from headrace.models.adapters import adapter_targets
@@ -45,7 +46,7 @@ def ledger(
     else:
         slack = MemoryLine("slack", 0, f"{spent:,} bytes were taken where {profile.slack:,} were held back for {_FOR}")
     lines = [
-        MemoryLine("in use by others", profile.others, _OTHERS),
+        MemoryLine(IN_USE_BY_OTHERS, profile.others, _OTHERS),
         *weights,
         MemoryLine("tensors beside the weights", max(other, 0), "what PyTorch holds else, and rounds up to"),
         MemoryLine("activations", profile.activations, "measured: the most that the largest step takes"),
@@ -68,7 +69,7 @@ def planned_ledger(config: EngineConfig, device: DeviceFacts) -> list[MemoryLine
     if not device.cuda:
         return lines
     others = device.total_memory - device.available_memory
-    lines = [MemoryLine("in use by others", others, _OTHERS), *lines]
+    lines = [MemoryLine(IN_USE_BY_OTHERS, others, _OTHERS), *lines]
     why = f"held back for {_FOR}; activations and workspaces, which --load measures, come off the KV cache"
     lines.append(MemoryLine("slack", CUDA_SLACK, why))
     budget = int(config.args.gpu_memory_utilization * device.total_memory)
@@ -106,7 +107,7 @@ def _adapters(nbytes: int, args: EngineArgs) -> MemoryLine:
 
 
 def _unused(nbytes: int) -> MemoryLine:
-    return MemoryLine("not used", max(nbytes, 0), "gpu_memory_utilization would allow it, and the KV cache does not take it")
+    return MemoryLine(NOT_USED, max(nbytes, 0), "gpu_memory_utilization would allow it, and the KV cache does not take it")
 
 
 def _some(line: MemoryLine) -> bool:

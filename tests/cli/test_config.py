@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from cli.test_options import COMPANIONS, FREE, parsed, sample
 from headrace.cli.main import app
 from headrace.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, Group, command
-from headrace.cli.serve import SERVER_OPTIONS
+from headrace.cli.serve import MODELS_OPTIONS, SERVER_OPTIONS
 from headrace.config import EngineArgs
 from headrace.options import Checked, Option, OptionSpec, options
 from headrace.server.settings import ServerSettings
@@ -190,7 +190,7 @@ def test_show_says_where_each_value_comes_from(write: Write, monkeypatch: pytest
     assert found["dtype"] == ("auto", "default")
     assert found["# api-key"] == ("2 values that are not shown", "environment HEADRACE_API_KEY")
     assert "secret" not in str(found)
-    names = {option.key for group in (ENGINE_OPTIONS, SERVER_OPTIONS) for option in group.options}
+    names = {option.key for group in (ENGINE_OPTIONS, SERVER_OPTIONS, MODELS_OPTIONS) for option in group.options}
     assert {key.removeprefix("# ") for key in found} == names | {"log-level", "report"}
 
 

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import torch
 import typer
 from support.models import tiny_llama, tiny_pooling, tiny_vision
 from support.models.adapters import write_adapter
 from support.pages import ROOT, blocks, command_lines, pages, run_blocks
-from support.server.running import Server
+from support.server.running import Server, start_server, stop_server
 from transformers import AutoModelForCausalLM
 
 from headrace import LLM, SamplingParams
@@ -159,6 +160,35 @@ def training(checkpoint: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]
     assert spans == [[(version, 0)] for version in ("0", "0", "1") for _ in range(4)]
 
 
+@contextlib.contextmanager
+def several_models(checkpoint: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+    """The page's server, with small models in place of its own."""
+    embedder, config, log = (checkpoint.parent / name for name in ("embedder", "models.yaml", "log.txt"))
+    tiny_pooling.write_pooling_model(embedder, "Qwen3Model", hidden_size=64, max_position_embeddings=256)
+    tiny_pooling.write_modules(embedder)
+    [(_, text)] = blocks(ROOT / "docs" / "several-models.md", "yaml")
+    paths = {"Qwen/Qwen3-0.6B": checkpoint, "Qwen/Qwen3-Embedding-0.6B": embedder, "2GiB": "2MiB", "512MiB": "2MiB"}
+    for shown, used in paths.items():
+        text = text.replace(shown, str(used))
+    config.write_text(text)
+    # Room for one of them.
+    server = start_server(log, "--models-config", str(config), "--models-memory", "3MiB", "--ready-timeout", "240")
+    names: dict[str, Any] = {}
+    try:
+        server.wait_healthy()
+        yield names, {ADDRESS: server.url}
+        assert len(names["vectors"].data[0].embedding) == 64 and names["answer"].usage.completion_tokens > 0
+        states = {card["id"]: card["state"] for card in names["cards"]}
+        assert states == {"small": "idle", **dict.fromkeys(("vectors", "embeddings", "text-embedding-3-small"), "loaded")}
+        assert [model["name"] for model in names["loaded"]] == ["small"]
+        assert names["unloaded"]["done_reason"] == "unload"
+    finally:
+        processes = psutil.Process(server.process.pid).children(recursive=True)
+        assert stop_server(server) == 0, log.read_text()
+        assert not psutil.wait_procs(processes, 30)[1]
+    assert log.read_text().count(": loaded small") == 2 and "Traceback" not in log.read_text()
+
+
 CONTEXTS: dict[str, Context] = {
     "architecture.md": one_step,
     "embeddings.md": embedder,
@@ -170,6 +200,7 @@ CONTEXTS: dict[str, Context] = {
     "python.md": trained_model,
     "replicas.md": free_ports,
     "rl.md": training,
+    "several-models.md": several_models,
     "structured-output.md": trained_model,
 }
 
@@ -179,15 +210,23 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama.write_model(tmp_path_factory.mktemp("checkpoint"))
 
 
-def page_name(page: Path) -> str:
-    return page.name
-
-
 TESTED_ELSEWHERE = ("add-a-model.md", "attention-backends.md")
 """Pages that tests/models/test_guide.py and tests/attention/test_guide.py test, which also check results."""
 
 
-@pytest.mark.parametrize("page", [p for p in pages() if blocks(p, "python") and p.name not in TESTED_ELSEWHERE], ids=page_name)
+SLOW = ("several-models.md",)
+"""Pages whose examples need a server of their own."""
+
+
+def python_pages() -> list[Any]:
+    return [
+        pytest.param(page, id=page.name, marks=[pytest.mark.slow] if page.name in SLOW else [])
+        for page in pages()
+        if blocks(page, "python") and page.name not in TESTED_ELSEWHERE
+    ]
+
+
+@pytest.mark.parametrize("page", python_pages())
 def test_python(page: Path, checkpoint: Path, server: Server) -> None:
     with CONTEXTS.get(page.name, nothing)(checkpoint) as (names, replacements):
         run_blocks(page, names, {ADDRESS: server.url, **replacements})

@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from support import hub
 from support.media import picture
 from support.server import scripted
 from support.server.fakes import FakeLLM
@@ -16,7 +18,9 @@ from support.server.harness import Api, running
 from support.server.media import SeeingLLM, loader
 from support.server.scripted import ScriptedLLM
 
+from headrace.frontend.pooling import PoolingInputs
 from headrace.server.settings import ServerSettings
+from headrace.sources.pooling import EmbeddingConfig, PoolingConfig
 from headrace.text.tokenizer import Tokenizer
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -210,8 +214,54 @@ def test_what_is_served(scripts: Make) -> None:
     for path, field in (("/api/chat", "message"), ("/api/generate", "response")):
         loaded = api.post(path, {"model": "fake-model", "keep_alive": -1}).json()
         assert (loaded["done"], loaded["done_reason"]) == (True, "load") and field in loaded
-    assert "makes no embeddings" in refused(api.post("/api/embed", {"model": "fake-model", "input": "x"}))
-    assert "there is no POST /api/pull" in refused(api.post("/api/pull", {"model": "x"}), 404)
+
+
+def test_embeddings() -> None:
+    llm = FakeLLM()
+    llm.pooling = PoolingInputs(llm.inputs, PoolingConfig(embedding=EmbeddingConfig(dimensions=range(2, 5))))
+    llm.pool = lambda request: [float(len(request.prompt_token_ids)), 0.0, 4.0, 0.0]
+    api = Api(llm)
+    body = {"model": "fake-model:latest", "input": ["ab", "c"], "keep_alive": "5m", "options": {"num_ctx": 512, "top_k": None}}
+    answer = api.post("/api/embed", body).json()
+    assert answer["embeddings"] == [pytest.approx([0.6, 0, 0.8, 0]), pytest.approx([2 / 20**0.5, 0, 4 / 20**0.5, 0])]
+    assert (answer["model"], answer["prompt_eval_count"]) == ("fake-model:latest", 5) and answer["total_duration"] > 0
+    (cut,) = api.post("/api/embed", {"model": "fake-model", "input": "ab", "dimensions": 2}).json()["embeddings"]
+    assert cut == [1.0, 0.0]
+    assert api.post("/api/embed", {"model": "fake-model", "input": []}).json()["embeddings"] == []
+    older = api.post("/api/embeddings", {"model": "fake-model", "prompt": "ab"}).json()
+    assert older == {"embedding": [3.0, 0.0, 4.0, 0.0]}
+    for field, value in (("options", {"top_k": 1}), ("truncate", True), ("input", [1]), ("keep_alive", "soon")):
+        assert field in refused(api.post("/api/embed", {"model": "fake-model", "input": "x", field: value}))
+    assert "not served here" in refused(api.post("/api/embed", {"model": "other", "input": "x"}), 404)
+
+
+def test_a_model_is_pulled_where_that_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "repo").mkdir()
+    (tmp_path / "repo" / "config.json").write_text("{}")
+    (tmp_path / "repo" / "model.safetensors").write_bytes(b"x" * 1000)
+    allowed = Api(FakeLLM(), ServerSettings(allow_pull=True))
+    with hub.stand_in({"some/model": tmp_path / "repo"}) as endpoint:
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+        first, *progress, last = lines(allowed.post("/api/pull", {"model": "some/model"}))
+        assert (first["status"], last) == ("pulling manifest", {"status": "success"})
+        assert progress[-1] == {"status": "pulling some/model", "completed": 1002}
+    (weights,) = (tmp_path / "cache").rglob("model.safetensors")
+    assert weights.read_bytes() == b"x" * 1000
+
+
+def test_what_is_not_pulled(tmp_path: Path) -> None:
+    allowed = Api(FakeLLM(), ServerSettings(allow_pull=True))
+    for name in (str(tmp_path), "../etc", "/etc/passwd", "~/x", "a/b/c", "headrace"):
+        assert "a model of the hub" in refused(allowed.post("/api/pull", {"model": name}))
+    assert "insecure" in refused(allowed.post("/api/pull", {"model": "a/b", "insecure": True}))
+    assert "--allow-pull" in refused(Api(FakeLLM()).post("/api/pull", {"model": "a/b"}), 403)
+    keys = Api(FakeLLM(), ServerSettings(allow_pull=True, api_keys=("k",), admin_keys=("a",)))
+    as_user = keys.post("/api/pull", {"model": "/x"}, headers={"Authorization": "Bearer k"})
+    assert "--admin-key" in refused(as_user, 403)
+    refused(keys.post("/api/pull", {"model": "/x"}, headers={"Authorization": "Bearer a"}))
+    assert "headrace remove" in refused(allowed.request("DELETE", "/api/delete", json={"model": "x"}), 403)
+    assert "uploads nothing" in refused(allowed.post("/api/push", {"model": "x"}), 403)
 
 
 def test_an_error_in_the_middle_is_the_last_line() -> None:
@@ -251,6 +301,12 @@ def test_its_own_client(made: Tokenizer) -> None:
         assert [model.model for model in client.list().models] == ["fake-model"]
         assert [model.model for model in client.ps().models] == ["fake-model"]
         assert "tools" in client.show("fake-model").capabilities
+        with pytest.raises(ollama.ResponseError, match="--allow-pull"):
+            client.pull("some/model")
         with pytest.raises(ollama.ResponseError, match="not served here") as error:
             client.chat("other", messages=HI)
         assert error.value.status_code == 404
+    with running(FakeLLM()) as server:
+        client = ollama.Client(server.url, timeout=30)
+        assert [len(numbers) for numbers in client.embed("fake-model", ["Hi", "you"]).embeddings] == [4, 4]
+        assert len(client.embeddings("fake-model", "Hi").embedding) == 4

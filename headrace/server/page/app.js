@@ -11,7 +11,7 @@ import * as store from "./store.js";
 import { watch } from "./tiles.js";
 
 const settings = load();
-let talks = [], talk = store.conversation(), models = [], running = null, editing = null;
+let talks = [], talk = store.conversation(), models = [], declared = [], running = null, editing = null;
 
 const list = h("ul", {});
 const log = h("div", { class: "log", role: "log", "aria-label": "conversation", tabIndex: 0 });
@@ -19,7 +19,7 @@ const input = h("textarea", { "aria-label": "Message", placeholder: "Message", r
 const files = h("input", { type: "file", accept: "image/*,video/*", multiple: true, class: "visually-hidden", tabIndex: -1, "aria-hidden": "true", onchange: () => attached.take(files.files) });
 const attached = new Attachments();
 const send = button("Send", submit, { class: "main" });
-const model = h("select", { "aria-label": "Model", onchange: () => save({ model: model.value }) });
+const model = h("select", { "aria-label": "Model", onchange: () => { save({ model: model.value }); describe(); } });
 const status = h("span", { class: "dim", role: "status" });
 const sampling = h("div"), tiles = h("div", { class: "tiles" });
 const system = area("System message", "system", "You are a helpful assistant.");
@@ -94,15 +94,21 @@ async function connect() {
     const [cards, openapi] = await Promise.all(["v1/models", "openapi.json"].map(async (path) => (await call(path)).json()));
     models = cards.data;
     model.replaceChildren(...models.map((card) => h("option", { value: card.id, selected: card.id === settings.model }, card.id)));
-    const defaults = models[0].default_sampling_params ?? {};
-    sampling.replaceChildren(...panel(parameters(openapi), defaults, { ...settings.sampling }, (values) => save({ sampling: values })));
-    status.textContent = `${models[0].max_model_len.toLocaleString()} tokens of context`;
+    declared = parameters(openapi);
+    describe();
     input.focus();
   } catch (error) {
     if (error.status === 401) return askKey();
     status.textContent = error.status === 503 ? `not ready: ${error.message}` : `no connection: ${error.message}`;
     setTimeout(connect, 1000 * Math.min(Number(error.retryAfter) || 2, 10));
   }
+}
+
+/** Shows the limits and the defaults of the chosen model. */
+function describe() {
+  const card = models.find((each) => each.id === model.value) ?? models[0];
+  sampling.replaceChildren(...panel(declared, card.default_sampling_params ?? {}, { ...settings.sampling }, (values) => save({ sampling: values })));
+  status.textContent = `${card.max_model_len.toLocaleString()} tokens of context`;
 }
 
 function askKey() {

@@ -83,3 +83,30 @@ class ScoreBody(PairsBody, frozen=True, kw_only=True):
     """Newer name of text_1."""
     documents: Annotated[Any, OptionSpec(schema=_SIDE)] = None
     """Newer name of text_2."""
+
+
+class OllamaPooledBody(RequestBody, frozen=True, kw_only=True):
+    """Fields that /api/embed and /api/embeddings share."""
+
+    model: str
+    """Name of the model, one of /api/tags; `:latest` behind it is left out."""
+    options: Annotated[Any, OptionSpec(schema={"type": "object"})] = None
+    """May have `num_ctx` alone: embeddings are not sampled."""
+    keep_alive: Annotated[Any, OptionSpec(schema={"anyOf": [{"type": "string"}, {"type": "number"}]})] = None
+    """Time for which the model stays loaded after the answer, where the server has several models."""
+
+
+class OllamaEmbedBody(OllamaPooledBody, frozen=True, kw_only=True):
+    input: Annotated[Any, OptionSpec(schema={"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]})]
+    """A text or several. Their embeddings have length 1."""
+    truncate: bool = False
+    """May only be false: a text that is longer than the context is refused."""
+    dimensions: Annotated[int | None, OptionSpec(min=1, max=INT32_MAX)] = None
+    """Numbers that are kept of an embedding, from its first. For Matryoshka models."""
+
+
+class OllamaEmbeddingsBody(OllamaPooledBody, frozen=True, kw_only=True):
+    """Body of the older endpoint."""
+
+    prompt: str
+    """A text. Its embedding is not scaled."""

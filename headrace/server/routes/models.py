@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from headrace.engine.info import EngineInfo
 from headrace.frontend.adapters import NamedAdapter
 from headrace.server.errors import JSON
 from headrace.server.state import Serving, serving
@@ -20,8 +21,7 @@ async def models(request: Request) -> Response:
     state = serving(request)
     state.check_ready()
     names = state.model.names
-    cards = [*(_card(state, name) for name in names), *(_adapter_card(state, one) for one in state.llm.adapters.names)]
-    found: dict[str, Any] = {"object": "list", "data": cards}
+    found: dict[str, Any] = {"object": "list", "data": cards(state)}
     # Codex would use instructions that are not there in place of its own.
     if "client_version" in request.query_params and (instructions := state.codex_instructions) is not None:
         found["models"] = [_codex_card(state, name, instructions) for name in names]
@@ -39,18 +39,29 @@ async def model(request: Request) -> Response:
     return JSON(_card(state, name))
 
 
-def _card(state: Serving, name: str) -> dict[str, Any]:
+def cards(state: Serving) -> list[dict[str, Any]]:
+    """The model under each of its names, and its adapters."""
+    adapters = state.llm.adapters.names
+    return [*(_card(state, name) for name in state.model.names), *(_adapter_card(state, one) for one in adapters)]
+
+
+def planned_card(name: str, created: int, info: EngineInfo) -> dict[str, Any]:
+    """A model that need not be loaded."""
     return {
         "id": name,
         "object": "model",
-        "created": state.created,
+        "created": created,
         "owned_by": "headrace",
-        "root": state.llm.info.model,
-        "max_model_len": state.model.max_model_len,
-        "context_window": state.model.max_model_len,
-        "max_output_tokens": state.model.max_model_len - 1,
-        "default_sampling_params": state.model.default_sampling_params,
+        "root": info.model,
+        "max_model_len": info.max_model_len,
+        "context_window": info.max_model_len,
+        "max_output_tokens": info.max_model_len - 1,
     }
+
+
+def _card(state: Serving, name: str) -> dict[str, Any]:
+    defaults = state.model.default_sampling_params
+    return planned_card(name, state.created, state.llm.info) | {"default_sampling_params": defaults}
 
 
 def _adapter_card(state: Serving, adapter: NamedAdapter) -> dict[str, Any]:

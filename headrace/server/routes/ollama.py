@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from headrace.engine.info import EngineInfo
 from headrace.errors import RequestError, missing, unsupported
 from headrace.server.answers import AnswerRoute, Begun
 from headrace.server.body import Caller
@@ -19,15 +21,26 @@ from headrace.server.request import body_schema, checked_body, trusted_body
 from headrace.server.routes.chat import chat_generation
 from headrace.server.routes.completions import completions
 from headrace.server.schema import ChatBody, CompletionBody, OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaShowBody
-from headrace.server.shape.ollama import NAMES, OllamaAnswer, chat_messages, common_fields, is_load, now, thinking_fields
+from headrace.server.shape.ollama import (
+    NAMES,
+    OllamaAnswer,
+    chat_messages,
+    common_fields,
+    duration,
+    is_load,
+    nothing_generated,
+    thinking_fields,
+)
 from headrace.server.shape.turns import late_system, renamed
-from headrace.server.state import Serving, serving
+from headrace.server.state import Serving, fingerprint, serving
+from headrace.sources.pooling import EmbeddingConfig
 
 router = APIRouter()
 
 _VERSION = "0.13.0"
 """The version of Ollama whose API this is: clients compare it."""
-_NEVER = "9999-12-31T23:59:59Z"
+NEVER = "9999-12-31T23:59:59Z"
+"""The time at which a model is unloaded that stays."""
 
 
 async def _chat(state: Serving, body: OllamaChatBody | OllamaGenerateBody, request_id: str, caller: Caller) -> Begun:
@@ -92,19 +105,13 @@ async def generate(request: Request) -> Response:
 async def _answered(request: Request, route: AnswerRoute[Any]) -> Response:
     state = serving(request)
     body = await checked_body(request, state, route.kind)
-    _check_name(state, body.model)
+    known_name(state, body.model)
+    keep_alive = duration(body.keep_alive)
     if not is_load(body):
         return await route.answer(request, state, body)
-    said: dict[str, Any] = {"model": body.model, "created_at": now()}
-    said |= {"message": {"role": "assistant", "content": ""}} if route is _CHAT else {"response": ""}
-    return JSON(said | {"done": True, "done_reason": "load"})
-
-
-@router.post("/api/embed")
-@router.post("/api/embeddings")
-async def embed() -> Response:
-    """Refused: the model generates text."""
-    raise unsupported("model", "this server's model generates text, and makes no embeddings")
+    if keep_alive == 0 and not state.unloads:
+        raise unsupported("keep_alive", "keep_alive: this server keeps its model loaded until it ends")
+    return JSON(nothing_generated(body.model, "unload" if keep_alive == 0 else "load", chat=route is _CHAT))
 
 
 @router.get("/api/version")
@@ -118,7 +125,7 @@ async def tags(request: Request) -> Response:
     """The names under which the model is served."""
     state = serving(request)
     state.check_ready()
-    return JSON({"models": [_card(state, name) | {"modified_at": _started(state)} for name in state.model.names]})
+    return JSON({"models": [tag(name, state.llm.info, state.created, gguf=is_gguf(state)) for name in state.model.names]})
 
 
 @router.get("/api/ps")
@@ -126,9 +133,7 @@ async def loaded(request: Request) -> Response:
     """The model, which is loaded as long as the server runs."""
     state = serving(request)
     state.check_ready()
-    on_gpu = _weights(state) if state.llm.info.device.startswith("cuda") else 0
-    more = {"expires_at": _NEVER, "size_vram": on_gpu, "context_length": state.model.max_model_len}
-    return JSON({"models": [_card(state, name) | more for name in state.model.names]})
+    return JSON({"models": [running(name, state.llm.info, NEVER, gguf=is_gguf(state)) for name in state.model.names]})
 
 
 @router.post("/api/show", openapi_extra=body_schema(OllamaShowBody))
@@ -138,42 +143,78 @@ async def show(request: Request) -> Response:
     body = await checked_body(request, state, OllamaShowBody)
     if (name := body.model or body.name) is None:
         raise missing("model")
-    _check_name(state, name)
-    family = _family(state)
-    return JSON(
-        {
-            "modelfile": f"FROM {state.llm.info.model}\n",
-            "parameters": "\n".join(f"{name} {value}" for name, value in state.model.default_sampling_params.items()),
-            "template": _template(state),
-            "details": _details(state),
-            "model_info": {
-                "general.architecture": family,
-                f"{family}.context_length": state.model.max_model_len,
-                f"{family}.block_count": len(state.llm.info.layers),
-                f"{family}.vocab_size": state.llm.info.vocab_size,
-            },
-            "capabilities": _capabilities(state),
-            "modified_at": _started(state),
-        }
-    )
+    known_name(state, name)
+    described = description(state.llm.info, state.created, _capabilities(state), gguf=is_gguf(state))
+    parameters = "\n".join(f"{name} {value}" for name, value in state.model.default_sampling_params.items())
+    return JSON(described | {"parameters": parameters, "template": _template(state)})
 
 
-def _check_name(state: Serving, name: str) -> None:
-    """Raises: ApiError 404. Ollama's clients write the default tag behind names without one."""
-    state.model.check_name(name if name in state.model.names else name.removesuffix(":latest"))
+def description(info: EngineInfo, created: float, capabilities: Sequence[str], *, gguf: bool) -> dict[str, Any]:
+    """The answer of /api/show, without what only the model's tokenizer and defaults tell."""
+    family = _family(info)
+    return {
+        "modelfile": f"FROM {info.model}\n",
+        "parameters": "",
+        "template": "",
+        "details": _details(info, gguf),
+        "model_info": {
+            "general.architecture": family,
+            f"{family}.context_length": info.max_model_len,
+            f"{family}.block_count": len(info.layers),
+            f"{family}.vocab_size": info.vocab_size,
+        },
+        "capabilities": capabilities,
+        "modified_at": timestamp(created),
+    }
 
 
-def _card(state: Serving, name: str) -> dict[str, Any]:
-    digest = hashlib.sha256(f"{name} {state.model.fingerprint}".encode()).hexdigest()
-    return {"name": name, "model": name, "size": _weights(state), "digest": digest, "details": _details(state)}
+def planned_capabilities(info: EngineInfo) -> list[str]:
+    """The capabilities of a model that is not loaded, as far as its report tells."""
+    decided = {decision.name: decision.value for decision in info.decisions}
+    generates = "generate" in decided.get("task", "generate")  # Without a tokenizer the report does not say it.
+    found = {
+        "completion": generates,
+        "embedding": not generates,
+        "tools": generates and decided.get("tool calls", "none") != "none",
+        "thinking": generates and decided.get("reasoning", "none") != "none",
+        "vision": info.media is not None,
+    }
+    return [name for name, there in found.items() if there]
 
 
-def _details(state: Serving) -> dict[str, Any]:
-    info, family = state.llm.info, _family(state)
+def known_name(state: Serving, name: str) -> str:
+    """A name of the model without the tag that Ollama's clients write behind names without one.
+
+    Raises: ApiError 404.
+    """
+    known = name if name in state.model.names else name.removesuffix(":latest")
+    state.model.check_name(known)
+    return known
+
+
+def tag(name: str, info: EngineInfo, created: float, *, gguf: bool) -> dict[str, Any]:
+    """A model of /api/tags."""
+    return _card(name, info, gguf) | {"modified_at": timestamp(created)}
+
+
+def running(name: str, info: EngineInfo, expires_at: str, *, gguf: bool) -> dict[str, Any]:
+    """A model of /api/ps."""
+    on_gpu = info.weight_bytes if info.device.startswith("cuda") else 0
+    more = {"expires_at": expires_at, "size_vram": on_gpu, "context_length": info.max_model_len}
+    return _card(name, info, gguf) | more
+
+
+def _card(name: str, info: EngineInfo, gguf: bool) -> dict[str, Any]:
+    digest = hashlib.sha256(f"{name} {fingerprint(info)}".encode()).hexdigest()
+    return {"name": name, "model": name, "size": info.weight_bytes, "digest": digest, "details": _details(info, gguf)}
+
+
+def _details(info: EngineInfo, gguf: bool) -> dict[str, Any]:
+    family = _family(info)
     stored = info.dtype if info.quantization == "none" else info.quantization
     return {
         "parent_model": "",
-        "format": "safetensors" if state.llm.text.files.gguf_file is None else "gguf",
+        "format": "gguf" if gguf else "safetensors",
         "family": family,
         "families": [family],
         "parameter_size": "",
@@ -181,18 +222,19 @@ def _details(state: Serving) -> dict[str, Any]:
     }
 
 
-def _family(state: Serving) -> str:
+def is_gguf(state: Serving) -> bool:
+    """Whether the weights of a loaded model come from a GGUF file."""
+    return state.llm.text.files.gguf_file is not None
+
+
+def _family(info: EngineInfo) -> str:
     """The architecture without its head: Qwen3ForCausalLM is qwen3."""
-    return str(state.llm.info.architecture).partition("For")[0].lower()
+    return info.architecture.partition("For")[0].lower()
 
 
-def _weights(state: Serving) -> int:
-    """Bytes of weights that the engine holds."""
-    return sum(line.nbytes for line in state.llm.info.memory if line.name.endswith("weights"))
-
-
-def _started(state: Serving) -> str:
-    return datetime.datetime.fromtimestamp(state.created, datetime.UTC).isoformat().replace("+00:00", "Z")
+def timestamp(seconds: float) -> str:
+    """Seconds since the epoch, as Ollama writes a time."""
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat().replace("+00:00", "Z")
 
 
 def _template(state: Serving) -> str:
@@ -202,9 +244,10 @@ def _template(state: Serving) -> str:
 
 
 def _capabilities(state: Serving) -> list[str]:
-    formats = state.llm.inputs.answers
+    formats, embedding = state.llm.inputs.answers, state.llm.pooling.config.embedding
     found = {
-        "completion": True,
+        "completion": state.llm.inputs.no_text is None,
+        "embedding": isinstance(embedding, EmbeddingConfig) and embedding.described,
         "tools": formats is not None and formats.tools is not None and (formats.renders_tools or formats.spells_tools),
         "thinking": formats is not None and formats.reasons,
         "vision": state.llm.info.media is not None,

@@ -1,4 +1,4 @@
-"""The routers of every route."""
+"""The routers of every route, but for those of trainers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from headrace.server.routes import (
     messages,
     models,
     ollama,
+    ollama_embed,
+    ollama_pull,
     page,
     pooling,
     render,
@@ -24,7 +26,6 @@ from headrace.server.routes import (
 )
 
 _GENERATING = (chat, completions, messages, responses, generate, ollama)
-ROUTERS: tuple[APIRouter, ...] = tuple(
-    part.router for part in (*_GENERATING, pooling, render, features, models, explain, tokens, status, admin, lora, page)
-)
+_OTHERS = (ollama_embed, ollama_pull, pooling, render, features, models, explain, tokens, status, admin, lora, page)
+ROUTERS: tuple[APIRouter, ...] = tuple(part.router for part in (*_GENERATING, *_OTHERS))
 """In the order in which paths are looked up."""

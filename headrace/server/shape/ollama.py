@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -69,8 +70,9 @@ NAMES = {
     "chat_template_kwargs.enable_thinking": "think",
 }
 """Field of a chat request -> the field of an Ollama request that sets it."""
-_NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _DURATION = re.compile(r"-?(\d+(\.\d+)?(ns|us|µs|ms|s|m|h))+|-?\d+(\.\d+)?")
+_PART = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)?")
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _MAGIC = {"iVBOR": "png", "/9j/": "jpeg", "R0lG": "gif", "UklG": "webp", "Qk": "bmp"}
 """Beginnings of pictures in base64."""
 
@@ -104,19 +106,60 @@ def is_load(body: OllamaChatBody | OllamaGenerateBody) -> bool:
     """Whether the request has no prompt, and so is about the model being loaded.
 
     Raises:
-        RequestError: it asks to unload the model, keep_alive is no duration, or a field asks for what is not served.
+        RequestError: a field asks for what is not served.
     """
     for name in _REFUSED_FIELDS:
         if getattr(body, name, None):
             rule = options(type(body))[name].help.rstrip(".")  # May only be so.
             raise unsupported(name, f"{name} {rule[0].lower()}{rule[1:]}")
-    empty = not body.messages if isinstance(body, OllamaChatBody) else not (body.prompt or body.suffix or body.images)
-    given = body.keep_alive
-    if given is not None and (isinstance(given, bool) or not _DURATION.fullmatch(str(given))):
-        raise RequestError(f"keep_alive must be a duration such as 5m or a number of seconds, not {shown(given)}", "keep_alive")
-    if empty and given is not None and not any(map(float, _NUMBER.findall(str(given)))):
-        raise unsupported("keep_alive", "keep_alive: this server keeps its model loaded until it ends")
-    return empty
+    return not body.messages if isinstance(body, OllamaChatBody) else not (body.prompt or body.suffix or body.images)
+
+
+def duration(keep_alive: Any) -> float | None:
+    """keep_alive in seconds; infinity where it is negative. None: it is not given.
+
+    Raises:
+        RequestError: it is no duration.
+    """
+    if keep_alive is None:
+        return None
+    text = str(keep_alive)
+    if isinstance(keep_alive, bool) or not _DURATION.fullmatch(text):
+        message = f"keep_alive must be a duration such as 5m or a number of seconds, not {shown(keep_alive)}"
+        raise RequestError(message, "keep_alive")
+    seconds = sum(float(number) * _SECONDS[unit] for number, unit in _PART.findall(text))
+    return math.inf if text.startswith("-") and seconds else seconds
+
+
+def nothing_generated(model: str, reason: Literal["load", "unload"], *, chat: bool) -> dict[str, Any]:
+    """The answer to a request without a prompt."""
+    said: dict[str, Any] = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
+    return {"model": model, "created_at": now()} | said | {"done": True, "done_reason": reason}
+
+
+def _given(value: Any) -> dict[str, Any]:
+    """The options that are set."""
+    found: dict[str, Any] = _OBJECT.checked({} if value is None else value, "options")
+    return {name: option for name, option in found.items() if option is not None}
+
+
+def check_context(value: Any, state: Serving) -> None:
+    """Checks the options of a request that samples nothing.
+
+    Raises:
+        RequestError: there are others than num_ctx, or the server's context is shorter than the client expects.
+    """
+    given = _given(value)
+    if (other := next((name for name in given if name != "num_ctx"), None)) is not None:
+        raise unsupported(f"options.{other}", f"options.{shown(other)[1:-1]} is not supported: nothing is sampled")
+    _check_context(given, state)
+
+
+def _check_context(given: Mapping[str, Any], state: Serving) -> None:
+    most = state.model.max_model_len
+    if (context := given.get("num_ctx")) is not None and _INTEGER.checked(context, "options.num_ctx") > most:
+        message = f"options.num_ctx {context} is above the context of {most} tokens that the server has (--max-model-len)"
+        raise RequestError(message, "options.num_ctx")
 
 
 def common_fields(body: OllamaBody, state: Serving) -> tuple[dict[str, Any], int | None]:
@@ -127,8 +170,7 @@ def common_fields(body: OllamaBody, state: Serving) -> tuple[dict[str, Any], int
     """
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
-    given: dict[str, Any] = _OBJECT.checked({} if body.options is None else body.options, "options")
-    given = {name: value for name, value in given.items() if value is not None}
+    given = _given(body.options)
     fields: dict[str, Any] = {}
     for name, value in given.items():
         if name in SAMPLING:
@@ -142,10 +184,7 @@ def common_fields(body: OllamaBody, state: Serving) -> tuple[dict[str, Any], int
             raise unknown(f"options.{shown(name)[1:-1]}", did_you_mean(name, (*OPTIONS, *REFUSED)))
     if fields.get("seed") == -1:
         del fields["seed"]  # A random one.
-    most = state.model.max_model_len
-    if (context := given.get("num_ctx")) is not None and _INTEGER.checked(context, "options.num_ctx") > most:
-        message = f"options.num_ctx {context} is above the context of {most} tokens that the server has (--max-model-len)"
-        raise RequestError(message, "options.num_ctx")
+    _check_context(given, state)
     if given.get("repeat_penalty", 1) != 1 and given.get("repeat_last_n", -1) != -1:
         message = "options.repeat_last_n is not supported: penalties look at the whole context (it may be left out, or be -1)"
         raise unsupported("options.repeat_last_n", message)

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -64,6 +63,7 @@ from headrace.kernels.sparse import triton_means as sparse_means
 from headrace.kernels.sparse import triton_select as sparse_select
 from headrace.kernels.state import StateMetadata
 from headrace.kernels.state import triton as state
+from headrace.kernels.state import triton_mixer as state_mixer
 from headrace.kernels.support import NATIVE_FP8_SM, Resources
 from headrace.model_spec import AttentionSpec, MoeSpec, layer_kv
 from headrace.model_spec.kv import FP8_KV
@@ -250,14 +250,17 @@ def others() -> None:
 
 def states() -> None:
     ends, one = torch.zeros(2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    for tokens in (1, 100):
-        step = StateMetadata(0, ends, one, one, np.array([0, tokens]), np.zeros(1), np.zeros(1))
+    for tokens, decodes, by_token in ((1, 1, False), (100, 0, False), (100, 0, True)):
+        step = StateMetadata(decodes, ends, one, one, tokens, by_token=by_token)
         qkv, cache = torch.zeros(tokens, 4096 + 4096, dtype=BF16), torch.zeros(1, 3, 8192, dtype=BF16)
         state.causal_conv(qkv, torch.zeros(8192, 4, dtype=BF16), None, "silu", cache, step)
         numbers, held = torch.zeros(32), torch.zeros(1, 32, 128, 128)
         state.delta_rule(qkv, qkv[:, :32], qkv[:, 32:64], numbers, numbers, held, step)
         state.delta_rule(torch.zeros(tokens, 3 * 4096, dtype=BF16), qkv, qkv[:, :32], numbers, torch.zeros(4096), held, step)
         state.state_space(qkv, qkv[:, :32], numbers, numbers, numbers, held, step, (0.0, float("inf")))
+    weights = state_mixer.DeltaWeights(torch.zeros(8192, 4, dtype=BF16), numbers, numbers, torch.zeros(128, dtype=BF16), 1e-6)
+    step = StateMetadata(1, ends, one, one, 1)
+    state_mixer.delta_mixer(qkv[:1], qkv[:1, :4096], qkv[:1, :32], qkv[:1, 32:64], weights, cache, held, step)
     state.gated_norm(torch.zeros(1, 4096), qkv[:1, :4096], torch.zeros(128, dtype=BF16), 1e-6, 128, "silu", False)
 
 

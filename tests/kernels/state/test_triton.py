@@ -8,8 +8,9 @@ import pytest
 import torch
 from support.state_steps import blocks_of, in_chunks, state_step
 
-from headrace.kernels.state import StateMetadata
+from headrace.kernels.state import DeltaWeights, StateMetadata, triton_mixer
 from headrace.kernels.state import triton as kernels
+from headrace.kernels.state.metadata import TILE
 from headrace.kernels.state.reference import causal_conv_ref, delta_rule_ref, gated_norm_ref, state_space_ref
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -17,8 +18,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 @pytest.fixture(autouse=True)
 def sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of a few tokens are too long for one program of a convolution; a state has no more than two programs."""
-    monkeypatch.setattr(kernels, "_CHUNK", 4)
+    """A state has no more than two programs."""
     monkeypatch.setattr(kernels, "_VALUES", 32)
 
 
@@ -38,9 +38,7 @@ class Case:
         """Arguments between the inputs and the states."""
         self.last: list = []
         """Arguments behind the step."""
-        self.long = 7
-        """Tokens of the longest row."""
-        tokens = self.long + 11
+        tokens = TOKENS
         if name.startswith("conv"):
             channels, taps = (150, 4) if name == "conv" else (16, 3)
             self.kernel, self.reference = kernels.causal_conv, causal_conv_ref
@@ -72,7 +70,20 @@ class Case:
         return operation(*inputs, *self.weights, states, step, *self.last)
 
 
+def double(case: Case, step: StateMetadata, states: torch.Tensor) -> torch.Tensor:
+    """The reference in float64, which replaces the states."""
+    wide = states.double()
+    inputs, weights = (
+        [each.double() if torch.is_tensor(each) else each for each in group] for group in (case.inputs, case.weights)
+    )
+    out = case.reference(*inputs, *weights, wide, step, *case.last)
+    states.copy_(wide)
+    return out
+
+
 NAMES = ["conv", "conv-short", "delta", "delta-channels", "space"]
+LONG, TOKENS = TILE + 6, TILE + 17
+"""Tokens of the longest row, and of all."""
 SIMILAR = ("conv-short", "delta-channels")
 """They run the code of others."""
 
@@ -84,20 +95,35 @@ SIMILAR = ("conv-short", "delta-channels")
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_equal_to_the_reference(name: str, dtype: torch.dtype, state_dtype: torch.dtype, device: torch.device) -> None:
+    """Prompts of a part of a tile and of more than one, with padding rows between."""
     case = Case(name, dtype, state_dtype, device)
-    step = state_step([(3, 1, 9), (-1, 1, 0), (0, case.long, 0), (-1, 4, 0), (2, 5, 64)], str(device))
+    step = state_step([(3, 1, 9), (-1, 1, 0), (0, LONG, 0), (-1, 4, 0), (2, 5, 64)], str(device))
     states = [case.states() for _ in range(2)]
     states[0].normal_()
     states[1].copy_(states[0])
     before = states[0].clone()
-    got, expected = case.run(case.kernel, states[0], step), case.run(case.reference, states[1], step)
-    coarse = torch.bfloat16 in (got.dtype, case.state_dtype)
+    got, expected = case.run(case.kernel, states[0], step), double(case, step, states[1])
+    coarse = torch.bfloat16 in (dtype, case.state_dtype)
     # The interpreter cuts bfloat16 off.
     close = {"atol": 6e-2, "rtol": 5e-2} if coarse else {"atol": 3e-5, "rtol": 1e-4}
-    torch.testing.assert_close(got, expected, **close)
+    torch.testing.assert_close(got.double(), expected, **close)
     torch.testing.assert_close(*states, **close)
-    assert not got[1].any() and not got[case.long + 2 : case.long + 6].any()
+    assert not got[1].any() and not got[LONG + 2 : LONG + 6].any()
     assert torch.equal(states[0][[1, 4]], before[[1, 4]])
+
+
+@pytest.mark.parametrize("name", ["conv", "delta", "space"])
+def test_bitwise_where_chunks_end_at_tiles(name: str, device: torch.device) -> None:
+    """The same prompt in one chunk, and cut behind its first tile in company."""
+    case = Case(name, torch.float32, torch.float32, device)
+    whole, cut = case.states(), case.states()
+    expected = case.run(case.kernel, whole, state_step([(1, LONG, 0)], str(device)), torch.arange(LONG))
+    first = case.run(case.kernel, cut, state_step([(4, 1, 3), (2, TILE, 0)], str(device)), torch.arange(-1, TILE))
+    rest = [(4, 1, 4), (-1, 3, 0), (2, LONG - TILE, TILE)]
+    at = torch.cat([torch.arange(4), torch.arange(TILE, LONG)])
+    second = case.run(case.kernel, cut, state_step(rest, str(device)), at)
+    assert torch.equal(torch.cat([first[1:], second[4:]]), expected)
+    assert torch.equal(cut[2], whole[1])
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in SIMILAR else name for name in NAMES])
@@ -109,11 +135,11 @@ def test_bitwise_however_it_is_cut(name: str, device: torch.device) -> None:
         return lambda at, step: case.run(case.kernel, states, on(step), at)
 
     def on(step: StateMetadata) -> StateMetadata:
-        return state_step([(row.block, row.tokens, row.start) for row in step.live_rows()], str(device))
+        return state_step([(row.block, row.tokens, row.start) for row in step.live_rows()], str(device), by_token=True)
 
-    tokens = case.long + 2
+    tokens = 9
     expected = in_chunks(run(whole), tokens, (), 1)
-    for block, chunks in enumerate([(1,) * 5, (case.long - 1, 2)]):
+    for block, chunks in enumerate([(1,) * 5, (6, 2)]):
         assert torch.equal(in_chunks(run(cut), tokens, chunks, block), expected)
         assert torch.equal(cut[block], whole[1])
 
@@ -128,6 +154,32 @@ def test_padding_rows_read_nothing(device: torch.device) -> None:
         out = case.run(case.kernel, states, state_step([(2, 1, 7), (4, 1, 0), *[(-1, 1, 0)] * 3], str(device)), at)
         assert out.isfinite().all() and not out[2:].any() and states.isfinite().all()
         assert not states[[0, 1, 3]].any()
+
+
+def test_delta_mixer(device: torch.device) -> None:
+    """In one launch for decode rows, and in several for prompts: the same as one operation after the other."""
+    torch.manual_seed(2)
+    key_heads, heads, dk, dv = 2, 6, 12, 20
+    channels, inner = 2 * key_heads * dk + heads * dv, heads * dv
+    rows = [(3, 1, 9), (-1, 1, 0), (1, 1, 2), (0, 70, 64), (-1, 4, 0), (2, 5, 3)]
+    step = state_step(rows, str(device))
+    x, z, decay, beta = slices(step.num_tokens, channels, inner, heads, heads, dtype=torch.float32, device=device)
+    x[1], z[1] = torch.nan, torch.nan
+    conv, norm = torch.randn(channels, 4, device=device), torch.randn(dv, device=device)
+    weights = DeltaWeights(conv, *torch.randn(2, heads, device=device), norm, 1e-6, "silu", 2)
+    caches = [blocks_of(5, 3, channels, device=str(device)) for _ in range(2)]
+    states = [blocks_of(5, heads, dv, dk, device=str(device)) for _ in range(2)]
+    for first, second in (caches, states):
+        second.copy_(first.normal_())
+    got = triton_mixer.delta_mixer(x, z, decay, beta, weights, caches[0], states[0], step)
+    mixed = causal_conv_ref(x, conv, None, "silu", caches[1], step)
+    mixed = delta_rule_ref(mixed, decay, beta, weights.a_log, weights.dt_bias, states[1], step, 2)
+    live = [token for token in range(step.num_tokens) if token not in (1, *range(73, 77))]
+    expected = gated_norm_ref(mixed, z, norm, 1e-6, dv)
+    torch.testing.assert_close(got[live], expected[live], atol=3e-5, rtol=1e-4)
+    assert not got[1].any() and not got[73:77].any()
+    assert torch.equal(*caches)
+    torch.testing.assert_close(*states, atol=3e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("gate_first", [False, True])

@@ -128,7 +128,8 @@ def graph_rows(args: EngineArgs, model: AnySpec, num_seqs: int, device: DeviceFa
         return ()
     most = min(num_seqs, MAX_GRAPH_ROWS)
     rows = tuple(sorted({min(graph_size(count), most) for count in range(1, most + 1)}))
-    log.note("CUDA graphs", f"{len(rows)} batch sizes", f"decode steps of up to {most} rows are launched as a whole")
+    states = ", state layers with the others" if model.states else ""
+    log.note("CUDA graphs", f"{len(rows)} batch sizes", f"decode steps of up to {most} rows are launched as a whole{states}")
     return rows
 
 

@@ -150,7 +150,9 @@ class ModelRunner:
         fresh_blocks = self.slots.begin(plan, rows)
         if rows.num_logits_rows > self._buffers.num_logits_rows:
             raise EngineError(f"step {plan.step} has {rows.num_logits_rows} logits rows; {self._buffers.num_logits_rows} fit")
-        if self._tainted:
+        if self._tainted and self._blocks is not None:
+            self._blocks.clear(fresh_blocks)
+        elif self._tainted:
             clear(self._caches, fresh_blocks)
         self._buffers.next_step()
         batch, own = plan, rows

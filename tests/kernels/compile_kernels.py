@@ -208,6 +208,7 @@ def others() -> None:
             peer_sum.peer_sum_norm(shared, shared, one, buffers, 9)
     activation.silu_mul(x)
     activation.gelu_tanh_mul(x)
+    activation.sigmoid_gated(x, x)
     rotary.rotate_heads(torch.zeros(4, 32, 80, dtype=BF16), torch.zeros(4, 80), torch.zeros(4, 80))
     kv_cache.reshape_and_cache(key, key, rows[..., :128], rows[..., 128:], slots)
     kv_cache.reshape_and_cache(key, key, cache.keys, cache.values, slots, **scales)

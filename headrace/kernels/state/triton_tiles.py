@@ -31,22 +31,26 @@ _VALUES = 32
 """Value channels of a head's state of one program."""
 
 
+def _precision(dtype: torch.dtype) -> str:
+    """Of products of float32 numbers: of a model in 16 bits, or in float32."""
+    return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
 @triton.jit
 def softplus(x):
     return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
 
 
 @triton.jit
-def _inverse(lower, place, EXACT: tl.constexpr, TOKENS: tl.constexpr):
+def _inverse(lower, place, EXACT: tl.constexpr, LEVELS: tl.constexpr):
     """Returns the inverse of the identity plus a strictly lower triangular matrix, from that of its blocks on the diagonal."""
     row, column = place[:, None], place[None, :]
     found = tl.where(row == column, 1.0, 0.0) - tl.where(row // 2 == column // 2, lower, 0.0)
-    for level in tl.static_range(1, 6):
-        half = 1 << level
-        if half < TOKENS:
-            beside = (row // (2 * half) == column // (2 * half)) & (row // half != column // half)
-            corner = tl.dot(tl.where(beside, lower, 0.0), found, input_precision=EXACT)
-            found -= tl.dot(found, corner, input_precision=EXACT)
+    # No static range: a product compiles for seconds.
+    for level in range(1, LEVELS):
+        beside = (row >> (level + 1) == column >> (level + 1)) & (row >> level != column >> level)
+        corner = tl.dot(tl.where(beside, lower, 0.0), found, input_precision=EXACT)
+        found -= tl.dot(found, corner, input_precision=EXACT)
     return found
 
 
@@ -76,6 +80,7 @@ def _delta_products(
     DK: tl.constexpr,
     DK_P: tl.constexpr,
     TOKENS: tl.constexpr,
+    LEVELS: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -99,8 +104,8 @@ def _delta_products(
         unit = (token[:, None] * key_heads + key_head) * DK + channel[None, :]
         tl.store(queries + unit, q, mask=mask)
         tl.store(keys + unit, k, mask=mask)
-        kk = tl.dot(k, tl.trans(k), input_precision="ieee")
-        qk = tl.dot(q, tl.trans(k), input_precision="ieee")
+        kk = tl.dot(k, tl.trans(k), input_precision=EXACT)
+        qk = tl.dot(q, tl.trans(k), input_precision=EXACT)
         earlier = place[:, None] > place[None, :]
         for share in range(SHARE):
             head = key_head * SHARE + share
@@ -112,7 +117,7 @@ def _delta_products(
             # The difference comes first: the exponential of a sum alone may be 0 or infinite.
             between = tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0))
             lower = tl.where(earlier, strength[:, None] * kk * between, 0.0)
-            inverse = _inverse(lower, place, EXACT, TOKENS) * strength[None, :]
+            inverse = _inverse(lower, place, EXACT, LEVELS) * strength[None, :]
             seen = tl.where(earlier | (place[:, None] == place[None, :]), qk * between, 0.0)
             base = token * heads + head
             tl.store(sums + base, total, mask=inside)
@@ -143,6 +148,7 @@ def _delta_tiles(
     DV: tl.constexpr,
     VALUES: tl.constexpr,
     TOKENS: tl.constexpr,
+    EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """``VALUES`` value channels of a head over all tiles of a row."""
@@ -175,14 +181,14 @@ def _delta_tiles(
         last = tl.load(sums + (tl.minimum(begins + TOKENS, end) - 1).to(tl.int64) * heads + head)
         fade = tl.exp(total)[:, None]
         known = held.to(k.dtype)
-        missing = v - fade * tl.dot(k, known, input_precision="ieee")
-        update = tl.dot(a, missing.to(k.dtype), input_precision="ieee")
-        result = fade * tl.dot(q, known, input_precision="ieee")
-        result += tl.dot(seen, update.to(k.dtype), input_precision="ieee")
+        missing = v - fade * tl.dot(k, known, input_precision=EXACT)
+        update = tl.dot(a, missing.to(k.dtype), input_precision=EXACT)
+        result = fade * tl.dot(q, known, input_precision=EXACT)
+        result += tl.dot(seen, update.to(k.dtype), input_precision=EXACT)
         result = tl.where(live, result, 0.0).to(out.dtype.element_ty)
         tl.store(out + base[:, None] * DV + value[None, :], result, mask=inside[:, None] & in_value[None, :])
         faded = (tl.exp(last - total)[:, None] * update).to(k.dtype)
-        held = tl.exp(last) * held + tl.dot(tl.trans(k), faded, input_precision="ieee")
+        held = tl.exp(last) * held + tl.dot(tl.trans(k), faded, input_precision=EXACT)
     tl.store(held_at, held.to(state.dtype.element_ty), mask=whole)
 
 
@@ -210,6 +216,7 @@ def _space_tiles(
     WIDTH: tl.constexpr,
     VALUES: tl.constexpr,
     TOKENS: tl.constexpr,
+    EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """``VALUES`` channels of a head over all tiles of a row."""
@@ -240,14 +247,14 @@ def _space_tiles(
         fades = rate * delta
         total, last = tl.cumsum(fades, 0), tl.sum(fades, 0)
         between = tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0))
-        seen = tl.dot(c, tl.trans(b), input_precision="ieee") * between * delta[None, :]
-        result = tl.exp(total)[:, None] * tl.dot(c, held.to(c.dtype), input_precision="ieee") + factor * x.to(tl.float32)
-        result += tl.dot(tl.where(until, seen, 0.0).to(x.dtype), x, input_precision="ieee")
+        seen = tl.dot(c, tl.trans(b), input_precision=EXACT) * between * delta[None, :]
+        result = tl.exp(total)[:, None] * tl.dot(c, held.to(c.dtype), input_precision=EXACT) + factor * x.to(tl.float32)
+        result += tl.dot(tl.where(until, seen, 0.0).to(x.dtype), x, input_precision=EXACT)
         result = tl.where(live, result, 0.0).to(out.dtype.element_ty)
         places = out + ((token * heads + head) * WIDTH)[:, None] + value[None, :]
         tl.store(places, result, mask=inside[:, None] & in_value[None, :])
         faded = ((tl.exp(last - total) * delta)[:, None] * x.to(tl.float32)).to(x.dtype)
-        held = tl.exp(last) * held + tl.dot(tl.trans(b), faded, input_precision="ieee")
+        held = tl.exp(last) * held + tl.dot(tl.trans(b), faded, input_precision=EXACT)
     tl.store(held_at, held.to(state.dtype.element_ty), mask=whole)
 
 
@@ -293,7 +300,8 @@ def delta_prompts(
         DK=key_dim,
         DK_P=channels,
         TOKENS=TILE,
-        EXACT="ieee" if qkv.dtype == torch.float32 else "tf32",
+        LEVELS=TILE.bit_length() - 1,
+        EXACT=_precision(qkv.dtype),
         num_warps=4,
         **options(qkv.device),
     )
@@ -317,8 +325,9 @@ def delta_prompts(
         DV=value_dim,
         VALUES=values,
         TOKENS=TILE,
+        EXACT=_precision(qkv.dtype),
         num_warps=4,
-        num_stages=2,
+        num_stages=1 if qkv.dtype == torch.float32 else 2,
         **options(qkv.device),
     )
 
@@ -360,7 +369,8 @@ def space_prompts(
         WIDTH=width,
         VALUES=values,
         TOKENS=TILE,
+        EXACT=_precision(xbc.dtype),
         num_warps=4,
-        num_stages=2,
+        num_stages=1 if xbc.dtype == torch.float32 else 2,
         **options(xbc.device),
     )

@@ -9,7 +9,7 @@ from torch import nn
 
 from headrace.attention.context import ForwardContext
 from headrace.kernels.linear.fp8_reference import Activations
-from headrace.kernels.state import DeltaWeights, Gate, StateMetadata, causal_conv, delta_mixer, gated_norm, state_space
+from headrace.kernels.state import Gate, StateMetadata, causal_conv, delta_rule, gated_norm, state_space
 from headrace.layers.linear import FusedLinear, Linear, RowParallelLinear
 from headrace.layers.short_conv import CausalConv
 from headrace.model_spec import ModelSpec, StateSpec
@@ -88,9 +88,9 @@ class GatedDeltaNet(nn.Module):
         rows, cache, state = _state(ctx, spec)
         qkv, z = self.in_proj(x).split((spec.mixed_channels, spec.heads * spec.value_dim), dim=1)
         beta, decay = self.gate_proj(x).split((spec.heads, spec.heads), dim=1)
-        conv, norm = self.conv1d.weight[:, 0], self.norm
-        weights = DeltaWeights(conv, self.A_log, self.dt_bias, norm.weight, norm.eps, norm.gate, spec.beta_factor)
-        return self.out_proj(delta_mixer(qkv, z, decay, beta, weights, cache, state, rows))  # type: ignore[no-any-return]
+        qkv = causal_conv(qkv, self.conv1d.weight[:, 0], self.conv1d.bias, "silu", cache, rows)
+        out = delta_rule(qkv, decay, beta, self.A_log, self.dt_bias, state, rows, spec.beta_factor)
+        return self.out_proj(self.norm(out, z))  # type: ignore[no-any-return]
 
 
 class Mamba2Mixer(nn.Module):

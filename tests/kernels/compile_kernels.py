@@ -63,7 +63,6 @@ from headrace.kernels.sparse import triton_means as sparse_means
 from headrace.kernels.sparse import triton_select as sparse_select
 from headrace.kernels.state import StateMetadata
 from headrace.kernels.state import triton as state
-from headrace.kernels.state import triton_mixer as state_mixer
 from headrace.kernels.support import NATIVE_FP8_SM, Resources
 from headrace.model_spec import AttentionSpec, MoeSpec, layer_kv
 from headrace.model_spec.kv import FP8_KV
@@ -259,9 +258,6 @@ def states() -> None:
         state.delta_rule(qkv, qkv[:, :32], qkv[:, 32:64], numbers, numbers, held, step)
         state.delta_rule(torch.zeros(tokens, 3 * 4096, dtype=BF16), qkv, qkv[:, :32], numbers, torch.zeros(4096), held, step)
         state.state_space(qkv, qkv[:, :32], numbers, numbers, numbers, held, step, (0.0, float("inf")))
-    weights = state_mixer.DeltaWeights(torch.zeros(8192, 4, dtype=BF16), numbers, numbers, torch.zeros(128, dtype=BF16), 1e-6)
-    step = StateMetadata(1, ends, one, one, 1)
-    state_mixer.delta_mixer(qkv[:1], qkv[:1, :4096], qkv[:1, :32], qkv[:1, 32:64], weights, cache, held, step)
     state.gated_norm(torch.zeros(1, 4096), qkv[:1, :4096], torch.zeros(128, dtype=BF16), 1e-6, 128, "silu", False)
 
 

@@ -15,26 +15,14 @@ from headrace.kernels import gpu
 from headrace.kernels.native.library import DTYPES, kernels_for
 from headrace.kernels.state import native, reference
 from headrace.kernels.state.metadata import StateMetadata, StateRow
-from headrace.kernels.state.reference import DeltaWeights, Gate
+from headrace.kernels.state.reference import Gate
 
 if TYPE_CHECKING:
     from headrace.kernels.state import triton as kernels
-    from headrace.kernels.state import triton_mixer as mixer
 else:
     kernels = gpu.Late(f"{__name__}.triton")
-    mixer = gpu.Late(f"{__name__}.triton_mixer")
 
-__all__ = [
-    "DeltaWeights",
-    "Gate",
-    "StateMetadata",
-    "StateRow",
-    "causal_conv",
-    "delta_mixer",
-    "delta_rule",
-    "gated_norm",
-    "state_space",
-]
+__all__ = ["Gate", "StateMetadata", "StateRow", "causal_conv", "delta_rule", "gated_norm", "state_space"]
 
 
 def causal_conv(
@@ -99,35 +87,6 @@ def delta_rule(
     if library is not None and state.dtype in DTYPES and qkv.dtype == decay.dtype == beta.dtype:
         return native.delta_rule(library, qkv, decay, beta, a_log, dt_bias, state, step, beta_factor)
     return reference.delta_rule_ref(qkv, decay, beta, a_log, dt_bias, state, step, beta_factor)
-
-
-def delta_mixer(
-    x: torch.Tensor,
-    z: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-    weights: DeltaWeights,
-    cache: torch.Tensor,
-    state: torch.Tensor,
-    step: StateMetadata,
-) -> torch.Tensor:
-    """``gated_norm(delta_rule(causal_conv(x), decay, beta), z)``, the convolution with SiLU: all that a gated delta rule does
-    between its projections, on a GPU in one launch for decode rows.
-
-    Args:
-        x, z: ``[T, C]``, ``[T, heads * value_dim]``
-        cache: of ``causal_conv``; the other arguments are those of ``delta_rule`` and ``gated_norm``.
-
-    Returns:
-        ``[T, heads * value_dim]`` in z's dtype.
-    """
-    parts = (x, z, decay, beta)
-    whole = decay.shape[1] == state.shape[1] and all(part.stride(1) == 1 for part in parts)
-    if gpu.takes(x) and whole and not step.by_token:
-        return mixer.delta_mixer(*parts, weights, cache, state, step)
-    qkv = causal_conv(x, weights.conv, None, "silu", cache, step)
-    out = delta_rule(qkv, decay, beta, weights.a_log, weights.dt_bias, state, step, weights.beta_factor)
-    return gated_norm(out, z, weights.norm, weights.eps, state.shape[2], weights.gate)
 
 
 def state_space(

@@ -7,7 +7,7 @@ Sums are taken in float32, or in float64 where the inputs are.
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch.nn.functional import silu, softplus
@@ -16,20 +16,6 @@ from headrace.kernels.state.metadata import StateMetadata
 
 Gate = Literal["silu", "sigmoid"]
 _L2_EPS = 1e-6
-
-
-class DeltaWeights(NamedTuple):
-    """Weights of a gated delta rule between its projections."""
-
-    conv: torch.Tensor
-    """``[C, K]``"""
-    a_log: torch.Tensor
-    dt_bias: torch.Tensor
-    norm: torch.Tensor
-    """``[value_dim]``"""
-    eps: float
-    gate: Gate = "silu"
-    beta_factor: int = 1
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,8 @@ _CHANNELS = 128
 """Channels of a convolution of one program."""
 _TILE_CHANNELS = 64
 """Channels of a tile of a prompt's convolution."""
+_NORMED = 1024
+"""Channels that a program norms, where several groups have so many. No group's sum depends on the number of tokens."""
 _VALUES = 8
 """Rows of a head's state of one program, at most."""
 _WARPS = 1
@@ -46,6 +48,7 @@ def convolved(
     channel,
     inside,
     channels,
+    RING: tl.constexpr,
     TAPS: tl.constexpr,
     BIAS: tl.constexpr,
     SILU: tl.constexpr,
@@ -55,6 +58,7 @@ def convolved(
     Args:
         first: the row's first token in the batch.
         start: the number of the row's earlier tokens.
+        RING: whether some of the inputs are earlier tokens'.
     """
     total = tl.zeros(inside.shape, tl.float32)
     for tap in tl.static_range(TAPS):
@@ -62,7 +66,7 @@ def convolved(
         factor = tl.load(weight + channel.to(tl.int64) * TAPS + tap, mask=channel < channels, other=0.0).to(tl.float32)
         now = x + (first + offset - back) * x_row + channel
         fresh = tl.load(now, mask=inside & (offset >= back), other=0.0).to(tl.float32)
-        if back > 0:
+        if RING and back > 0:
             place = (start + offset + TAPS - 1 - back) % (TAPS - 1)
             fresh += tl.load(ring + place * channels + channel, mask=inside & (offset < back), other=0.0).to(tl.float32)
         total += fresh * factor
@@ -102,7 +106,7 @@ def _conv_rows(
     token = tl.load(query_start + row).to(tl.int64)
     mask = channel < channels
     inside = mask & (block >= 0)
-    total = convolved(x, x_row, weight, bias, ring, token, start, 0, channel, inside, channels, TAPS, BIAS, SILU)
+    total = convolved(x, x_row, weight, bias, ring, token, start, 0, channel, inside, channels, True, TAPS, BIAS, SILU)
     now = tl.load(x + token * x_row + channel, mask=inside, other=0.0)
     tl.store(out + token * channels + channel, tl.where(inside, total, 0.0).to(out.dtype.element_ty), mask=mask)
     # All threads have read the ring.
@@ -133,20 +137,25 @@ def _conv_tiles(
     SILU: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A tile of a prompt, whose last inputs ``_keep_inputs`` keeps."""
+    """A tile of a prompt, whose last inputs ``_keep_inputs`` keeps. Only a row's first tile reads what was kept."""
     begin(PDL)
     tile = tl.program_id(1)
     row = tl.load(tile_rows + tile)
     if row >= 0:
         channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
-        offset = (tile - tl.load(tile_starts + row - decode_rows)) * TOKENS + tl.arange(0, TOKENS)[:, None]
+        begins = (tile - tl.load(tile_starts + row - decode_rows)) * TOKENS
+        offset = begins + tl.arange(0, TOKENS)[:, None]
         block = tl.load(blocks + row).to(tl.int64)
         ring = cache + tl.maximum(block, 0) * cache_block
         first = tl.load(query_start + row).to(tl.int64)
         mask = (channel < channels) & (offset < tl.load(query_start + row + 1) - first)
         inside = mask & (block >= 0)
         start = tl.load(starts + row)
-        total = convolved(x, x_row, weight, bias, ring, first, start, offset, channel, inside, channels, TAPS, BIAS, SILU)
+        at = x, x_row, weight, bias, ring, first, start, offset, channel, inside, channels
+        if begins == 0:
+            total = convolved(*at, True, TAPS, BIAS, SILU)
+        else:
+            total = convolved(*at, False, TAPS, BIAS, SILU)
         value = tl.where(inside, total, 0.0).to(out.dtype.element_ty)
         tl.store(out + (first + offset) * channels + channel, value, mask=mask)
 
@@ -294,39 +303,46 @@ def _state_space(
     tl.store(place, held.to(state.dtype.element_ty), mask=inside)
 
 
-@launched(do_not_specialize=["channels"])
+@launched(do_not_specialize=["count", "groups"])
 def _gated_norm(
     x,
     z,
     weight,
     out,
-    channels,
+    count,
+    groups,
     eps,
     z_row: tl.int64,
     WIDTH: tl.constexpr,
     WIDTH_P: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     SHARED: tl.constexpr,
     SIGMOID: tl.constexpr,
     GATE_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``WIDTH`` channels of a token. SHARED: all groups of channels have one weight."""
+    """``AT_ONCE`` of the tokens' groups of ``WIDTH`` channels. SHARED: all groups of a token have one weight."""
     begin(PDL)
-    token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH
-    channel = tl.arange(0, WIDTH_P)
-    mask = channel < WIDTH
-    value = tl.load(x + token * channels + first + channel, mask=mask, other=0.0).to(tl.float32)
-    gate = tl.load(z + token * z_row + first + channel, mask=mask, other=0.0).to(tl.float32)
-    factor = tl.load(weight + (0 if SHARED else first) + channel, mask=mask, other=0.0).to(tl.float32)
+    place = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
+    token, group = (place // groups).to(tl.int64)[:, None], (place % groups)[:, None]
+    channel = tl.arange(0, WIDTH_P)[None, :]
+    mask = (place < count)[:, None] & (channel < WIDTH)
+    own = place.to(tl.int64)[:, None] * WIDTH + channel
+    value = tl.load(x + own, mask=mask, other=0.0)
+    gate = tl.load(z + token * z_row + group * WIDTH + channel, mask=mask, other=0.0).to(tl.float32)
+    if SHARED:
+        factor = tl.load(weight + channel, mask=channel < WIDTH, other=0.0).to(tl.float32)
+    else:
+        factor = tl.load(weight + group * WIDTH + channel, mask=mask, other=0.0).to(tl.float32)
     opened = tl.sigmoid(gate)
     if not SIGMOID:
         opened = gate * opened
     if GATE_FIRST:
         value = value * opened
-    normed = value * tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps) * factor
+    normed = value * tl.rsqrt(tl.sum(value * value, 1) / WIDTH + eps)[:, None] * factor
     if not GATE_FIRST:
         normed = normed * opened
-    tl.store(out + token * channels + first + channel, normed.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + own, normed.to(out.dtype.element_ty), mask=mask)
 
 
 def causal_conv(
@@ -535,40 +551,31 @@ def gated_norm(
     x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, width: int, gate: Gate, gate_first: bool
 ) -> torch.Tensor:
     """Kernel version of ``headrace.kernels.state.gated_norm``."""
+    x, z = x.contiguous(), _rows(z)
     out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-    if len(z):
-        norm_gated(x.contiguous(), _rows(z), weight, eps, width, gate, gate_first, out)
-    return out
-
-
-def norm_gated(
-    x: torch.Tensor,
-    z: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    width: int,
-    gate: Gate,
-    gate_first: bool,
-    out: torch.Tensor,
-) -> None:
-    """``gated_norm`` into a given place."""
-    channels, width_p = z.shape[1], power_of_two(width)
-    _gated_norm[(len(z), channels // width)](
+    if not len(z):
+        return out
+    groups, width_p = z.shape[1] // width, power_of_two(width)
+    count, at_once = len(z) * groups, max(_NORMED // width_p, 1)
+    _gated_norm[(cdiv(count, at_once),)](
         x,
         z,
         weight,
         out,
-        channels,
+        count,
+        groups,
         eps,
         z.stride(0),
         WIDTH=width,
         WIDTH_P=width_p,
+        AT_ONCE=at_once,
         SHARED=weight.numel() == width,
         SIGMOID=gate == "sigmoid",
         GATE_FIRST=gate_first,
-        num_warps=min(max(width_p // 256, 1), 16),
+        num_warps=min(max(width_p // 256, 4), 16),
         **options(z.device),
     )
+    return out
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

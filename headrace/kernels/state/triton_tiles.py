@@ -29,6 +29,8 @@ from headrace.kernels.triton_pdl import begin, options
 
 _VALUES = 32
 """Value channels of a head's state of one program."""
+_SPACE_STAGES = 1
+"""Mamba-2's tiles that are loaded at a time."""
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -371,6 +373,6 @@ def space_prompts(
         TOKENS=TILE,
         EXACT=_precision(xbc.dtype),
         num_warps=4,
-        num_stages=1 if xbc.dtype == torch.float32 else 2,
+        num_stages=_SPACE_STAGES,
         **options(xbc.device),
     )

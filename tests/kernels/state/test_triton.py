@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.state_steps import blocks_of, in_chunks, state_step
 
-from headrace.kernels.state import DeltaWeights, StateMetadata, triton_mixer
+from headrace.kernels.state import StateMetadata
 from headrace.kernels.state import triton as kernels
 from headrace.kernels.state.metadata import TILE
 from headrace.kernels.state.reference import causal_conv_ref, delta_rule_ref, gated_norm_ref, state_space_ref
@@ -156,32 +156,6 @@ def test_padding_rows_read_nothing(device: torch.device) -> None:
         out = case.run(case.kernel, states, state_step([(2, 1, 7), (4, 1, 0), *[(-1, 1, 0)] * 3], str(device)), at)
         assert out.isfinite().all() and not out[2:].any() and states.isfinite().all()
         assert not states[[0, 1, 3]].any()
-
-
-def test_delta_mixer(device: torch.device) -> None:
-    """In one launch for decode rows, and in several for prompts: the same as one operation after the other."""
-    torch.manual_seed(2)
-    key_heads, heads, dk, dv = 1, 2, 12, 20
-    channels, inner = 2 * key_heads * dk + heads * dv, heads * dv
-    rows = [(3, 1, 9), (-1, 1, 0), (1, 1, 2), (0, 6, 64), (-1, 4, 0), (2, 5, 3)]
-    step = state_step(rows, str(device))
-    x, z, decay, beta = slices(step.num_tokens, channels, inner, heads, heads, dtype=torch.float32, device=device)
-    x[1], z[1] = torch.nan, torch.nan
-    conv, norm = torch.randn(channels, 4, device=device), torch.randn(dv, device=device)
-    weights = DeltaWeights(conv, *torch.randn(2, heads, device=device), norm, 1e-6, "silu", 2)
-    caches = [blocks_of(5, 3, channels, device=str(device)) for _ in range(2)]
-    states = [blocks_of(5, heads, dv, dk, device=str(device)) for _ in range(2)]
-    for first, second in (caches, states):
-        second.copy_(first.normal_())
-    got = triton_mixer.delta_mixer(x, z, decay, beta, weights, caches[0], states[0], step)
-    mixed = causal_conv_ref(x, conv, None, "silu", caches[1], step)
-    mixed = delta_rule_ref(mixed, decay, beta, weights.a_log, weights.dt_bias, states[1], step, 2)
-    live = [token for token in range(step.num_tokens) if token not in (1, *range(9, 13))]
-    expected = gated_norm_ref(mixed, z, norm, 1e-6, dv)
-    torch.testing.assert_close(got[live], expected[live], atol=3e-5, rtol=1e-4)
-    assert not got[1].any() and not got[9:13].any()
-    assert torch.equal(*caches)
-    torch.testing.assert_close(*states, atol=3e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("gate_first", [False, True])

@@ -34,7 +34,7 @@ _SPACE_STAGES = 1
 
 
 def _precision(dtype: torch.dtype) -> str:
-    """Of products of float32 numbers: of a model in 16 bits, or in float32."""
+    """The precision in which float32 numbers are multiplied, in a model of this dtype."""
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 

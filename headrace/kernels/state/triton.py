@@ -40,8 +40,6 @@ def convolved(
     x,
     x_row,
     weight,
-    weight_channel,
-    weight_tap,
     bias,
     ring,
     first,
@@ -65,8 +63,7 @@ def convolved(
     total = tl.zeros(inside.shape, tl.float32)
     for tap in tl.static_range(TAPS):
         back = TAPS - 1 - tap
-        taps = weight + channel * weight_channel + tap * weight_tap
-        factor = tl.load(taps, mask=channel < channels, other=0.0).to(tl.float32)
+        factor = tl.load(weight + channel.to(tl.int64) * TAPS + tap, mask=channel < channels, other=0.0).to(tl.float32)
         now = x + (first + offset - back) * x_row + channel
         fresh = tl.load(now, mask=inside & (offset >= back), other=0.0).to(tl.float32)
         if RING and back > 0:
@@ -109,7 +106,7 @@ def _conv_rows(
     token = tl.load(query_start + row).to(tl.int64)
     mask = channel < channels
     inside = mask & (block >= 0)
-    total = convolved(x, x_row, weight, TAPS, 1, bias, ring, token, start, 0, channel, inside, channels, True, TAPS, BIAS, SILU)
+    total = convolved(x, x_row, weight, bias, ring, token, start, 0, channel, inside, channels, True, TAPS, BIAS, SILU)
     now = tl.load(x + token * x_row + channel, mask=inside, other=0.0)
     tl.store(out + token * channels + channel, tl.where(inside, total, 0.0).to(out.dtype.element_ty), mask=mask)
     # All threads have read the ring.
@@ -154,7 +151,7 @@ def _conv_tiles(
         mask = (channel < channels) & (offset < tl.load(query_start + row + 1) - first)
         inside = mask & (block >= 0)
         start = tl.load(starts + row)
-        at = x, x_row, weight, 1, channels, bias, ring, first, start, offset, channel, inside, channels
+        at = x, x_row, weight, bias, ring, first, start, offset, channel, inside, channels
         if begins == 0:
             total = convolved(*at, True, TAPS, BIAS, SILU)
         else:
@@ -413,8 +410,7 @@ def convolve_prompts(
     out: torch.Tensor,
 ) -> None:
     """The convolution of the rows behind the decode rows; writes their tokens in ``out``."""
-    # With the taps of neighbouring channels side by side, a tile reads them in few loads.
-    taps, channels = (weight := weight.t().contiguous()).shape
+    channels, taps = weight.shape
     rows, tiles = (step.query_start, step.blocks, step.starts), step.tiles
     _conv_tiles[(cdiv(channels, _TILE_CHANNELS), len(tiles.rows))](
         x,

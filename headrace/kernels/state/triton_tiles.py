@@ -29,8 +29,6 @@ from headrace.kernels.triton_pdl import begin, options
 
 _VALUES = 32
 """Value channels of a head's state of one program."""
-_SPACE_STAGES = 1
-"""Mamba-2's tiles that are loaded at a time."""
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -241,21 +239,22 @@ def _space_tiles(
         own = xbc + token[:, None] * xbc_row
         group = own + heads * WIDTH + head // SHARE * SIZE + channel[None, :]
         in_group = inside[:, None] & in_size[None, :]
-        b = tl.load(group, mask=in_group, other=0.0)
-        c = tl.load(group + heads // SHARE * SIZE, mask=in_group, other=0.0)
-        x = tl.load(own + head * WIDTH + value[None, :], mask=inside[:, None] & in_value[None, :], other=0.0)
+        # Products of bfloat16 read beyond shared memory here, as Triton 3.6 compiles them for Hopper GPUs.
+        b = tl.load(group, mask=in_group, other=0.0).to(tl.float32)
+        c = tl.load(group + heads // SHARE * SIZE, mask=in_group, other=0.0).to(tl.float32)
+        x = tl.load(own + head * WIDTH + value[None, :], mask=inside[:, None] & in_value[None, :], other=0.0).to(tl.float32)
         delta = softplus(tl.load(dt + token * dt_row + head, mask=inside, other=0.0).to(tl.float32) + added)
         delta = tl.where(inside, tl.minimum(tl.maximum(delta, least), most), 0.0)
         fades = rate * delta
         total, last = tl.cumsum(fades, 0), tl.sum(fades, 0)
         between = tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0))
         seen = tl.dot(c, tl.trans(b), input_precision=EXACT) * between * delta[None, :]
-        result = tl.exp(total)[:, None] * tl.dot(c, held.to(c.dtype), input_precision=EXACT) + factor * x.to(tl.float32)
-        result += tl.dot(tl.where(until, seen, 0.0).to(x.dtype), x, input_precision=EXACT)
+        result = tl.exp(total)[:, None] * tl.dot(c, held, input_precision=EXACT) + factor * x
+        result += tl.dot(tl.where(until, seen, 0.0), x, input_precision=EXACT)
         result = tl.where(live, result, 0.0).to(out.dtype.element_ty)
         places = out + ((token * heads + head) * WIDTH)[:, None] + value[None, :]
         tl.store(places, result, mask=inside[:, None] & in_value[None, :])
-        faded = ((tl.exp(last - total) * delta)[:, None] * x.to(tl.float32)).to(x.dtype)
+        faded = (tl.exp(last - total) * delta)[:, None] * x
         held = tl.exp(last) * held + tl.dot(tl.trans(b), faded, input_precision=EXACT)
     tl.store(held_at, held.to(state.dtype.element_ty), mask=whole)
 
@@ -373,6 +372,6 @@ def space_prompts(
         TOKENS=TILE,
         EXACT=_precision(xbc.dtype),
         num_warps=4,
-        num_stages=_SPACE_STAGES,
+        num_stages=1,
         **options(xbc.device),
     )

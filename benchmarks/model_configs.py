@@ -272,6 +272,40 @@ def _byte_letters() -> list[str]:
     return [*map(chr, printable), *(chr(0x100 + index) for index in range(len(others)))]
 
 
+def qwen35_9b(tiny: bool) -> Json:
+    """Qwen3.5's text part in the size of 9B: three gated delta rules to each attention."""
+    layers = 4 if tiny else 32
+    return {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "dtype": "bfloat16",
+        "vocab_size": 1024 if tiny else 248320,
+        "hidden_size": 64 if tiny else 4096,
+        "intermediate_size": 96 if tiny else 12288,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4 if tiny else 16,
+        "num_key_value_heads": 2 if tiny else 4,
+        "head_dim": 32 if tiny else 256,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 16 if tiny else 128,
+        "linear_value_head_dim": 16 if tiny else 128,
+        "linear_num_key_heads": 2 if tiny else 16,
+        "linear_num_value_heads": 4 if tiny else 32,
+        "layer_types": ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(layers)],
+        "attn_output_gate": True,
+        "full_attention_interval": 4,
+        "mamba_ssm_dtype": "float32",
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25},
+        "max_position_embeddings": 262144,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
 SHAPES = {
     # Half of the layers, 5 that see everything and 19 with a window, and so many experts that 26 GB hold them all and that
     # vLLM has tilings for them that were tuned on an H200.
@@ -279,6 +313,7 @@ SHAPES = {
     "uneven-24l": Shape(uneven, mimo_of_the_peer),
     "gemma-3-12b": Shape(lambda tiny: gemma3(6 if tiny else 48, 3840, 16, 8, 256, 256, tiny)),
     "gemma-3-27b": Shape(lambda tiny: gemma3(8 if tiny else 62, 5376, 32, 16, 128, 168, tiny)),
+    "qwen3.5-9b": Shape(qwen35_9b),
     "qwen2.5-vl-7b": Shape(qwen25_vl_7b, files=qwen25_vl_processor),
     "mimo-v2-flash": Shape(lambda tiny: mimo(8 if tiny else 48, 256, tiny), mimo_of_the_peer, runs=False),
 }

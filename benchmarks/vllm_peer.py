@@ -30,6 +30,7 @@ from headrace.bench.workloads import PICTURE_WORKLOADS, RANDOM_WORKLOADS, Worklo
 # Features in place of pictures are in the layout of headrace's models.
 WORKLOADS = RANDOM_WORKLOADS | {name: make for name, make in PICTURE_WORKLOADS.items() if name != "images64_features"}
 
+QWEN35 = "Qwen3_5ForCausalLM"
 SMALL = 60_000
 """Tokens, in and out: a workload of fewer is run once more. As for headrace."""
 ENVIRONMENT = {
@@ -111,6 +112,23 @@ def model_facts(llm: Any, impl: str) -> dict[str, Any]:
     return facts
 
 
+def register_qwen35() -> None:
+    """Makes vLLM run the text part of Qwen3.5 alone: it has the model, and knows it as a part of the one with pictures.
+
+    vLLM starts its engine in a fork of this process, which knows what is registered here.
+    """
+    from vllm import ModelRegistry
+
+    if QWEN35 in ModelRegistry.get_supported_archs():
+        return
+    from vllm.model_executor.models.interfaces import IsHybrid
+    from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
+
+    names = ("get_mamba_state_dtype_from_config", "get_mamba_state_shape_from_config", "get_mamba_state_copy_func")
+    states = {name: Qwen3_5ForConditionalGeneration.__dict__[name] for name in names}
+    ModelRegistry.register_model(QWEN35, type("Qwen35Text", (Qwen3_5ForCausalLM, IsHybrid), states))
+
+
 def run(options: argparse.Namespace) -> None:
     from vllm import LLM, SamplingParams
 
@@ -122,6 +140,10 @@ def run(options: argparse.Namespace) -> None:
     if options.constrain:
         # Of vLLM's backends, the one that reads the same grammar, with the library that headrace uses.
         more["structured_outputs_config"] = {"backend": "guidance"}
+    if QWEN35 in config["architectures"]:
+        register_qwen35()
+    if "mamba_ssm_dtype" in config:
+        more["mamba_ssm_cache_dtype"] = config["mamba_ssm_dtype"]
     start = time.perf_counter()
     llm = LLM(
         model=str(options.model),

@@ -43,6 +43,13 @@ class ArenaBlocks:
             raise EngineError(f"cache group {group} has no block {block}")
         return self._groups[group][block]
 
+    def clear(self, blocks: Sequence[Sequence[int]]) -> None:
+        """``clear`` with one launch for all layers of a group."""
+        for own, zeroed in zip(self._groups, blocks, strict=False):
+            if zeroed:
+                words = own if own.shape[1] % 8 else own.view(torch.int64)
+                words.index_fill_(0, upload(np.array(zeroed, dtype=np.int64), own.device), 0)
+
     def move(self, moves: Iterable[tuple[int, int, int]]) -> None:
         """Copies blocks (group, from, to) one after the other: what one leaves another may take, of any group.
 

@@ -17,6 +17,7 @@ from headrace.attention.context import ForwardContext
 from headrace.attention.layer import Attention
 from headrace.attention.sparse_rows import SparseRows
 from headrace.errors import ConfigError, EngineError
+from headrace.kernels.activation import sigmoid_gated
 from headrace.kernels.linear.fp8_reference import Activations
 from headrace.layers.embedding import Embedding
 from headrace.layers.linear import FusedLinear, Linear, RowParallelLinear, UnquantizedMethod
@@ -79,7 +80,7 @@ class DecoderAttention(nn.Module):
             qkv, gate = qkv.split((qkv.shape[1] - self.spec.out_size, self.spec.out_size), dim=1)
         out = self.attention.forward_qkv(qkv, ctx, cos_sin, self.q_norm, self.k_norm, self.v_norm, self.v_factor)
         if gate is not None:
-            out = out * torch.sigmoid(gate)
+            out = sigmoid_gated(out, gate)
         return self.o_proj(out)  # type: ignore[no-any-return]
 
     def see_sparse(self, qkv: torch.Tensor, sparse: SparseRows) -> None:

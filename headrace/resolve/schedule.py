@@ -126,12 +126,10 @@ def graph_rows(args: EngineArgs, model: AnySpec, num_seqs: int, device: DeviceFa
     if isinstance(model, ForeignSpec) and model.no_graphs:
         log.note("CUDA graphs", "none", model.no_graphs)
         return ()
-    if model.states:
-        log.note("CUDA graphs", "none", "the model has state layers, whose kernels are not captured yet")
-        return ()
     most = min(num_seqs, MAX_GRAPH_ROWS)
     rows = tuple(sorted({min(graph_size(count), most) for count in range(1, most + 1)}))
-    log.note("CUDA graphs", f"{len(rows)} batch sizes", f"decode steps of up to {most} rows are launched as a whole")
+    states = ", state layers with the others" if model.states else ""
+    log.note("CUDA graphs", f"{len(rows)} batch sizes", f"decode steps of up to {most} rows are launched as a whole{states}")
     return rows
 
 

@@ -63,7 +63,8 @@ def make_parts(
     if config.args.record_steps is not None:
         parts.append(Recorder(config.args.record_steps, config))
     if config.cache.states is not None and blocks is not None:
-        parts.append(StateTables(config.cache, config.cache.states, blocks, config.scheduler.max_num_seqs, device))
+        slots, by_token = config.scheduler.max_num_seqs, config.args.deterministic
+        parts.append(StateTables(config.cache, config.cache.states, blocks, slots, device, by_token=by_token))
     if config.experts is not None and isinstance(model, nn.Module):
         parts.append(ExpertRecorder(model, config.experts, config, buffers))
     if config.sparse is not None:

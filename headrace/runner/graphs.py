@@ -30,9 +30,9 @@ from headrace.kernels import sampling
 from headrace.kernels.lora import Segment
 from headrace.models.capture import eager_reason, no_host_sync
 from headrace.models.interface import Model
-from headrace.runner.inputs import PROMPT_ROWS, Bounds, ForwardPass, StepBuffers
+from headrace.runner.inputs import PROMPT_ROWS, ForwardPass, StepBuffers
 from headrace.runner.part import NO_EXTRAS, StepExtras
-from headrace.runner.slots import RowArrays, SlotTables
+from headrace.runner.slots import Bounds, RowArrays, SlotTables
 from headrace.sampling.masks import HostMasks
 from headrace.sampling.sampler import Sampler
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,41 +16,13 @@ from headrace.errors import EngineError
 from headrace.kernels.inputs import LogitsInputs, RowTensors, StepInputs, logits_inputs, step_inputs
 from headrace.models.interface import Model, ModelInputs
 from headrace.runner.part import NO_EXTRAS, RunnerPart, StepExtras
-from headrace.runner.slots import RowArrays, SlotTables
+from headrace.runner.slots import Bounds, RowArrays, SlotTables
 
 PAD_SLOT = -1
 PROMPT_ROWS = 16
 """Rows of a captured step that prompts may have, where it has any."""
 _ALIGNED = 4
 """Numbers that arrays begin at a multiple of: 16 bytes, so that kernels are compiled once."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Bounds:
-    """Sizes of a step's rows that the host knows: exact, or upper bounds for all steps that replay a captured one."""
-
-    num_decode_rows: int
-    query_start: npt.NDArray[np.int64]
-    """``[R + 1]``: row -> its first token in the packed batch."""
-    seq_lens: npt.NDArray[np.int64]
-    """``[R]``: tokens of the row once the step is done."""
-    captured: bool = False
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.seq_lens)
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.query_start[-1])
-
-    @functools.cached_property
-    def max_queries(self) -> int:
-        return max(int(np.diff(self.query_start).max()), 1)
-
-    @classmethod
-    def of(cls, rows: RowArrays) -> Bounds:
-        return cls(rows.num_decode_rows, np.concatenate(([0], np.cumsum(rows.counts))), rows.ends)
 
 
 class StepBuffers:
@@ -209,7 +180,10 @@ class ForwardPass:
         )
         for backend in self.to_plan:
             backend.plan(step)
-        return given, ForwardContext(step, self._caches, **{"backends": self._backends} | extras.context)
+        context = {"backends": self._backends} | extras.context
+        for part in self._parts:
+            context |= part.context(rows, bounds, tables)
+        return given, ForwardContext(step, self._caches, **context)
 
     def end(self, hidden: torch.Tensor, rows: RowTensors, bounds: Bounds, given: StepInputs, out: LogitsInputs) -> None:
         """Writes the logits inputs of the rows, and advances their slots."""

@@ -16,7 +16,7 @@ from headrace.kernels.lora import Segment
 from headrace.models.interface import ModelInputs
 from headrace.outputs import Failure
 from headrace.runner.clock import Stopwatch
-from headrace.runner.slots import RowArrays
+from headrace.runner.slots import Bounds, RowArrays, SlotTables
 from headrace.sampling.device import to_host
 from headrace.sampling.feature import Indices
 from headrace.sampling.logprobs import Measured
@@ -139,6 +139,10 @@ class RunnerPart:
         Raises:
             EngineError: the plan breaks the contract.
         """
+
+    def context(self, rows: RowTensors, bounds: Bounds, tables: SlotTables) -> dict[str, Any]:
+        """Returns fields of ``ForwardContext``: what tables say of the rows' slots. A CUDA graph may capture this."""
+        return {}
 
     def adapt(self, inputs: ModelInputs, rows: RowTensors, extras: StepExtras) -> ModelInputs:
         """Returns the inputs with what tables of the part say of the rows' slots. A CUDA graph may capture this."""

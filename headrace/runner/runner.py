@@ -29,10 +29,10 @@ from headrace.models.vision.interface import VisionEncoder
 from headrace.outputs import Failure, TokenLogprobs
 from headrace.runner.build import add_pieces, make_backends, make_caches, make_parts
 from headrace.runner.graphs import EagerSteps, GraphCount, StepGraphs
-from headrace.runner.inputs import Bounds, ForwardPass, StepBuffers
+from headrace.runner.inputs import ForwardPass, StepBuffers
 from headrace.runner.part import StepExtras, StepHandle
 from headrace.runner.prompts import POOLED_NOT_FINITE, PromptResults
-from headrace.runner.slots import RowArrays, SlotTables
+from headrace.runner.slots import Bounds, RowArrays, SlotTables
 from headrace.sampling.feature import Indices, LogitsRows
 from headrace.sampling.masks import HostMasks
 from headrace.sampling.sampler import FAULTS, NOT_FINITE, Sampler
@@ -161,7 +161,9 @@ class ModelRunner:
         fresh_blocks = self.slots.begin(plan, rows)
         if rows.num_logits_rows > self._buffers.num_logits_rows:
             raise EngineError(f"step {plan.step} has {rows.num_logits_rows} logits rows; {self._buffers.num_logits_rows} fit")
-        if self._tainted:
+        if self._tainted and self._blocks is not None:
+            self._blocks.clear(fresh_blocks)
+        elif self._tainted:
             clear(self._caches, fresh_blocks)
         self._buffers.next_step()
         batch, own = plan, rows

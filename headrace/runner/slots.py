@@ -7,6 +7,7 @@ them: upper bounds, which a result that brings fewer tokens than its row has log
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -91,6 +92,34 @@ class RowArrays:
     def row_of(self) -> Ints:
         """``[N]``: logits row -> row."""
         return np.repeat(np.arange(len(self)), self.num_logits)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """Sizes of a step's rows that the host knows: exact, or upper bounds for all steps that replay a captured one."""
+
+    num_decode_rows: int
+    query_start: Ints
+    """``[R + 1]``: row -> its first token in the packed batch."""
+    seq_lens: Ints
+    """``[R]``: tokens of the row once the step is done."""
+    captured: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.seq_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.query_start[-1])
+
+    @functools.cached_property
+    def max_queries(self) -> int:
+        return max(int(np.diff(self.query_start).max()), 1)
+
+    @classmethod
+    def of(cls, rows: RowArrays) -> Bounds:
+        return cls(rows.num_decode_rows, np.concatenate(([0], np.cumsum(rows.counts))), rows.ends)
 
 
 class SlotTables:

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -209,6 +208,7 @@ def others() -> None:
             peer_sum.peer_sum_norm(shared, shared, one, buffers, 9)
     activation.silu_mul(x)
     activation.gelu_tanh_mul(x)
+    activation.sigmoid_gated(x, x)
     rotary.rotate_heads(torch.zeros(4, 32, 80, dtype=BF16), torch.zeros(4, 80), torch.zeros(4, 80))
     kv_cache.reshape_and_cache(key, key, rows[..., :128], rows[..., 128:], slots)
     kv_cache.reshape_and_cache(key, key, cache.keys, cache.values, slots, **scales)
@@ -252,8 +252,8 @@ def others() -> None:
 
 def states() -> None:
     ends, one = torch.zeros(2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    for tokens in (1, 100):
-        step = StateMetadata(0, ends, one, one, np.array([0, tokens]), np.zeros(1), np.zeros(1))
+    for tokens, decodes, by_token in ((1, 1, False), (100, 0, False), (100, 0, True)):
+        step = StateMetadata(decodes, ends, one, one, tokens, by_token=by_token)
         qkv, cache = torch.zeros(tokens, 4096 + 4096, dtype=BF16), torch.zeros(1, 3, 8192, dtype=BF16)
         state.causal_conv(qkv, torch.zeros(8192, 4, dtype=BF16), None, "silu", cache, step)
         numbers, held = torch.zeros(32), torch.zeros(1, 32, 128, 128)

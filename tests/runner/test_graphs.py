@@ -57,7 +57,7 @@ def test_launches_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (engine.results[-1].replayed, engine.results[-1].padding_tokens) == (False, 0)
 
 
-@pytest.mark.parametrize(("family", "depth"), [("llama", 1), ("qwen3", 2)])
+@pytest.mark.parametrize(("family", "depth"), [("llama", 1), ("qwen3", 2), ("delta rule", 2)])
 def test_features_arriving(family: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts beside decode rows, in chunks; draws by graph and draws by the sampler."""
     world = World(family, max_num_batched_tokens=24, max_num_seqs=6, depth=depth)

@@ -10,7 +10,7 @@ import torch
 from headrace.kernels.state import StateMetadata
 
 
-def state_step(rows: Sequence[tuple[int, int, int]], device: str = "cpu") -> StateMetadata:
+def state_step(rows: Sequence[tuple[int, int, int]], device: str = "cpu", *, by_token: bool = False) -> StateMetadata:
     """(block, tokens, start) of each row, those of one token that come first as decode rows."""
     counts = np.array([count for _, count, _ in rows], dtype=np.int32)
     query_start = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
@@ -18,7 +18,7 @@ def state_step(rows: Sequence[tuple[int, int, int]], device: str = "cpu") -> Sta
     starts = np.array([start for _, _, start in rows], dtype=np.int32)
     decodes = next((index for index, count in enumerate(counts) if count != 1), len(counts))
     on_device = [torch.from_numpy(each).to(device) for each in (query_start, blocks, starts)]
-    return StateMetadata(decodes, *on_device, query_start, blocks, starts)
+    return StateMetadata(decodes, *on_device, int(query_start[-1]), padded=bool((blocks < 0).any()), by_token=by_token)
 
 
 def blocks_of(count: int, *shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:

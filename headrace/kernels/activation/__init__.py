@@ -19,7 +19,16 @@ if TYPE_CHECKING:
 else:
     kernels = gpu.Late(f"{__name__}.triton")
 
-__all__ = ["ACTIVATIONS", "activate", "clamped_swiglu", "gelu_mul", "gelu_tanh_mul", "silu_mul", "squared_relu"]
+__all__ = [
+    "ACTIVATIONS",
+    "activate",
+    "clamped_swiglu",
+    "gelu_mul",
+    "gelu_tanh_mul",
+    "sigmoid_gated",
+    "silu_mul",
+    "squared_relu",
+]
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -30,6 +39,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return reference.silu_mul_ref(gate_up) if library is None else native.silu_mul(library, gate_up)
 
 
+sigmoid_gated = gpu.dispatch(reference.sigmoid_gated, lambda: kernels.sigmoid_gated)
 gelu_tanh_mul = gpu.dispatch(reference.gelu_tanh_mul, lambda: kernels.gelu_tanh_mul)
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -131,3 +131,29 @@ def _run(rows: torch.Tensor, out: torch.Tensor, scales: torch.Tensor | None, blo
         num_warps=min(max(block // 256, 1), 16),
         **options(rows.device),
     )
+
+
+@launched
+def _opened(x, gate, out, x_row: tl.int64, gate_row: tl.int64, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """A block of one token's channels."""
+    begin(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = channel < WIDTH
+    factor = tl.sigmoid(tl.load(gate + token * gate_row + channel, mask=mask, other=0.0).to(tl.float32))
+    value = tl.load(x + token * x_row + channel, mask=mask, other=0.0)
+    value = value.to(tl.float32) * factor.to(value.dtype).to(tl.float32)
+    tl.store(out + token * WIDTH + channel, value.to(out.dtype.element_ty), mask=mask)
+
+
+def sigmoid_gated(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Kernel version of ``headrace.kernels.activation.sigmoid_gated``."""
+    tokens, width = x.shape
+    out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
+    if tokens:
+        block = min(_BLOCK, power_of_two(width))
+        x, gate = (each if each.stride(1) == 1 else each.contiguous() for each in (x, gate))
+        _opened[(tokens, cdiv(width, block))](
+            x, gate, out, x.stride(0), gate.stride(0), WIDTH=width, BLOCK=block, num_warps=4, **options(x.device)
+        )
+    return out

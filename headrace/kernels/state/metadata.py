@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
 import torch
+
+TILE = 64
+"""Tokens that the kernels of prompts take at once. Chunks of prompts end at multiples of it."""
 
 
 class StateRow(NamedTuple):
@@ -21,6 +23,15 @@ class StateRow(NamedTuple):
     """The number of its tokens."""
     start: int
     """The position of the first."""
+
+
+class Tiles(NamedTuple):
+    """The prompts of a step cut into tiles: each row from its first token, the tiles of one row after those of another."""
+
+    rows: torch.Tensor
+    """``[N]`` int32: tile -> row of the step; -1: there are fewer tiles."""
+    starts: torch.Tensor
+    """``[prompts]`` int32: prompt -> its first tile."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,27 +50,34 @@ class StateMetadata:
     """``[R]`` int32: number of the row's state block; -1: a padding row."""
     starts: torch.Tensor
     """``[R]`` int32: tokens of the sequence that its state has absorbed before this step."""
-    query_start_host: np.ndarray
-    blocks_host: np.ndarray
-    starts_host: np.ndarray
-    """The same on the host, for kernels that run there."""
+    num_tokens: int
+    """Tokens of the step; some of a padded one may belong to no row."""
+    padded: bool = False
+    """The step stands for others: there may be padding rows, and tokens of no row."""
+    by_token: bool = False
+    """Prompts are absorbed token by token, so that results are bitwise the same wherever chunks end; on a GPU."""
 
     @property
     def num_rows(self) -> int:
-        return len(self.blocks_host)
+        return len(self.blocks)
 
     @property
-    def num_tokens(self) -> int:
-        return int(self.query_start_host[-1])
+    def prompt_rows(self) -> int:
+        return self.num_rows - self.decode_rows
 
     @cached_property
-    def longest(self) -> int:
-        """The most tokens of a row."""
-        return int(np.diff(self.query_start_host).max(initial=0))
+    def tiles(self) -> Tiles:
+        """The tiles of the prompts, of which there is at least one."""
+        prompts = self.query_start[self.decode_rows :]
+        ends = torch.div(torch.diff(prompts) + (TILE - 1), TILE, rounding_mode="floor").cumsum(0)
+        most = (self.num_tokens - self.decode_rows) // TILE + self.prompt_rows
+        rows = torch.searchsorted(ends, torch.arange(most, device=ends.device), right=True)
+        rows = torch.where(rows < self.prompt_rows, rows + self.decode_rows, -1)
+        return Tiles(rows.to(torch.int32), torch.nn.functional.pad(ends[:-1], (1, 0)).to(torch.int32))
 
     def live_rows(self) -> Iterator[StateRow]:
-        """Gives the rows that have a state."""
-        ends, counts = self.query_start_host.tolist(), np.diff(self.query_start_host).tolist()
-        for block, first, count, start in zip(self.blocks_host.tolist(), ends, counts, self.starts_host.tolist(), strict=False):
+        """Gives the rows that have a state, whose numbers are on the host."""
+        bounds, starts = self.query_start.tolist(), self.starts.tolist()
+        for row, block in enumerate(self.blocks.tolist()):
             if block >= 0:
-                yield StateRow(block, first, count, start)
+                yield StateRow(block, bounds[row], bounds[row + 1] - bounds[row], starts[row])

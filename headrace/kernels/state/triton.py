@@ -1,7 +1,8 @@
-"""State layers token by token, the states in registers. References: ``headrace.kernels.state.reference``.
+"""State layers. References: ``headrace.kernels.state.reference``.
 
-A program has a part of one row's state and absorbs the row's tokens in order, so that no result depends on how a sequence is
-cut into steps, or on other rows. Launches depend on the numbers of rows and of a row's tokens alone.
+Decode rows, and prompts where a step says so, are absorbed token by token, the states in registers: a program has a part of
+one row's state and absorbs the row's tokens in order, so that no result depends on how a sequence is cut into steps, or on
+other rows. Other prompts are absorbed by ``triton_tiles``.
 """
 
 # A kernel's arguments have no types of Python's.
@@ -15,18 +16,21 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.state.metadata import StateMetadata
+from headrace.kernels.state.metadata import TILE, StateMetadata
 from headrace.kernels.state.reference import Gate
+from headrace.kernels.state.triton_tiles import delta_prompts, softplus, space_prompts
 from headrace.kernels.support import cdiv, power_of_two
 from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import begin, options
 
 _CHANNELS = 128
 """Channels of a convolution of one program."""
-_CHUNK = 32
-"""Tokens of a convolution of one program."""
 _SCANNED = 32
 """Channels of Mamba-1 of one program."""
+_TILE_CHANNELS = 64
+"""Channels of a tile of a prompt's convolution."""
+_NORMED = 1024
+"""Channels that a program norms, where several groups have so many. No group's sum depends on the number of tokens."""
 _VALUES = 8
 """Rows of a head's state of one program, at most."""
 _WARPS = 1
@@ -34,12 +38,49 @@ _WARPS = 1
 
 
 @triton.jit
-def _softplus(x):
-    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+def convolved(
+    x,
+    x_row,
+    weight,
+    bias,
+    ring,
+    first,
+    start,
+    offset,
+    channel,
+    inside,
+    channels,
+    RING: tl.constexpr,
+    TAPS: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+):
+    """The convolution at tokens ``offset`` of a row, in the shape of ``inside``, which says where there is one.
+
+    Args:
+        first: the row's first token in the batch.
+        start: the number of the row's earlier tokens.
+        RING: whether some of the inputs are earlier tokens'.
+    """
+    total = tl.zeros(inside.shape, tl.float32)
+    for tap in tl.static_range(TAPS):
+        back = TAPS - 1 - tap
+        factor = tl.load(weight + channel.to(tl.int64) * TAPS + tap, mask=channel < channels, other=0.0).to(tl.float32)
+        now = x + (first + offset - back) * x_row + channel
+        fresh = tl.load(now, mask=inside & (offset >= back), other=0.0).to(tl.float32)
+        if RING and back > 0:
+            place = (start + offset + TAPS - 1 - back) % (TAPS - 1)
+            fresh += tl.load(ring + place * channels + channel, mask=inside & (offset < back), other=0.0).to(tl.float32)
+        total += fresh * factor
+    if BIAS:
+        total += tl.load(bias + channel, mask=channel < channels, other=0.0).to(tl.float32)
+    if SILU:
+        total = total * tl.sigmoid(total)
+    return total
 
 
 @launched(do_not_specialize=["channels"])
-def _causal_conv(
+def _conv_rows(
     x,
     weight,
     bias,
@@ -52,56 +93,83 @@ def _causal_conv(
     x_row: tl.int64,
     cache_block: tl.int64,
     TAPS: tl.constexpr,
-    CHUNK: tl.constexpr,
     CHANNELS: tl.constexpr,
     BIAS: tl.constexpr,
     SILU: tl.constexpr,
-    KEEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``CHUNK`` tokens of a row. KEEP: rows have no more, and their inputs are kept; else ``_keep_inputs`` keeps them."""
+    """The only token of a row, whose input is kept."""
     begin(PDL)
-    row = tl.program_id(2)
+    row = tl.program_id(1)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    mask = channel < channels
     block = tl.load(blocks + row).to(tl.int64)
-    live = block >= 0
-    ring = cache + tl.maximum(block, 0) * cache_block + channel
+    ring = cache + tl.maximum(block, 0) * cache_block
     start = tl.load(starts + row)
-    first = tl.load(query_start + row).to(tl.int64)
-    count = (tl.load(query_start + row + 1) - first).to(tl.int32)
-    begins = tl.program_id(1) * CHUNK
-    for offset in range(begins, tl.minimum(begins + CHUNK, count)):
-        total = tl.zeros((CHANNELS,), tl.float32)
-        now = x + (first + offset) * x_row + channel
-        for tap in tl.static_range(TAPS):
-            back = TAPS - 1 - tap
-            factor = tl.load(weight + channel.to(tl.int64) * TAPS + tap, mask=mask, other=0.0).to(tl.float32)
-            fresh = tl.load(now - back * x_row, mask=mask & (offset >= back), other=0.0).to(tl.float32)
-            if back == 0:
-                total += fresh * factor
-            else:
-                place = (start + offset - back + TAPS - 1) % (TAPS - 1)
-                old = tl.load(ring + place * channels, mask=mask & live & (offset < back), other=0.0).to(tl.float32)
-                total += (fresh + old) * factor
-        if BIAS:
-            total += tl.load(bias + channel, mask=mask, other=0.0).to(tl.float32)
-        if SILU:
-            total = total * tl.sigmoid(total)
-        value = tl.where(live, total, 0.0).to(out.dtype.element_ty)
+    token = tl.load(query_start + row).to(tl.int64)
+    mask = channel < channels
+    inside = mask & (block >= 0)
+    total = convolved(x, x_row, weight, bias, ring, token, start, 0, channel, inside, channels, True, TAPS, BIAS, SILU)
+    now = tl.load(x + token * x_row + channel, mask=inside, other=0.0)
+    tl.store(out + token * channels + channel, tl.where(inside, total, 0.0).to(out.dtype.element_ty), mask=mask)
+    # All threads have read the ring.
+    tl.debug_barrier()
+    tl.store(ring + start % (TAPS - 1) * channels + channel, now, mask=inside)
+
+
+@launched(do_not_specialize=["channels", "decode_rows"])
+def _conv_tiles(
+    x,
+    weight,
+    bias,
+    cache,
+    out,
+    query_start,  # [R + 1] int32
+    blocks,  # [R] int32
+    starts,  # [R] int32
+    tile_rows,  # [N] int32
+    tile_starts,  # [prompts] int32
+    decode_rows,
+    channels,
+    x_row: tl.int64,
+    cache_block: tl.int64,
+    TAPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A tile of a prompt, whose last inputs ``_keep_inputs`` keeps. Only a row's first tile reads what was kept."""
+    begin(PDL)
+    tile = tl.program_id(1)
+    row = tl.load(tile_rows + tile)
+    if row >= 0:
+        channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+        begins = (tile - tl.load(tile_starts + row - decode_rows)) * TOKENS
+        offset = begins + tl.arange(0, TOKENS)[:, None]
+        block = tl.load(blocks + row).to(tl.int64)
+        ring = cache + tl.maximum(block, 0) * cache_block
+        first = tl.load(query_start + row).to(tl.int64)
+        mask = (channel < channels) & (offset < tl.load(query_start + row + 1) - first)
+        inside = mask & (block >= 0)
+        start = tl.load(starts + row)
+        at = x, x_row, weight, bias, ring, first, start, offset, channel, inside, channels
+        if begins == 0:
+            total = convolved(*at, True, TAPS, BIAS, SILU)
+        else:
+            total = convolved(*at, False, TAPS, BIAS, SILU)
+        value = tl.where(inside, total, 0.0).to(out.dtype.element_ty)
         tl.store(out + (first + offset) * channels + channel, value, mask=mask)
-        if KEEP:
-            place = (start + offset) % (TAPS - 1)
-            tl.store(ring + place * channels, tl.load(now, mask=mask, other=0.0), mask=mask & live)
 
 
-@launched(do_not_specialize=["channels"])
+@launched(do_not_specialize=["channels", "first_row"])
 def _keep_inputs(
     x,
     cache,
     query_start,  # [R + 1] int32
     blocks,  # [R] int32
     starts,  # [R] int32
+    first_row,
     channels,
     x_row: tl.int64,
     cache_block: tl.int64,
@@ -109,9 +177,9 @@ def _keep_inputs(
     CHANNELS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Keeps the last ``TAPS - 1`` inputs of each row."""
+    """Keeps the last ``TAPS - 1`` inputs of each row from ``first_row`` on."""
     begin(PDL)
-    row = tl.program_id(1)
+    row = first_row + tl.program_id(1)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     block = tl.load(blocks + row).to(tl.int64)
     ring = cache + tl.maximum(block, 0) * cache_block + channel
@@ -175,9 +243,9 @@ def _delta_rule(
         k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
         if BY_CHANNEL:
             fade = tl.load(decay + token * decay_row + head * DK + channel, mask=in_key, other=0.0).to(tl.float32)
-            held = held * tl.exp(rate * _softplus(fade + added))[None, :]
+            held = held * tl.exp(rate * softplus(fade + added))[None, :]
         else:
-            held = held * tl.exp(rate * _softplus(tl.load(decay + token * decay_row + head).to(tl.float32) + added))
+            held = held * tl.exp(rate * softplus(tl.load(decay + token * decay_row + head).to(tl.float32) + added))
         strength = beta_factor * tl.sigmoid(tl.load(beta + token * beta_row + head).to(tl.float32))
         update = (v - tl.sum(held * k[None, :], 1)) * strength
         held = held + update[:, None] * k[None, :]
@@ -228,7 +296,7 @@ def _state_space(
         x = tl.load(xbc + token * xbc_row + head * WIDTH + value, mask=in_value, other=0.0).to(tl.float32)
         b = tl.load(xbc + token * xbc_row + own, mask=in_size, other=0.0).to(tl.float32)
         c = tl.load(xbc + token * xbc_row + heads // SHARE * SIZE + own, mask=in_size, other=0.0).to(tl.float32)
-        delta = _softplus(tl.load(dt + token * dt_row + head).to(tl.float32) + added)
+        delta = softplus(tl.load(dt + token * dt_row + head).to(tl.float32) + added)
         delta = tl.minimum(tl.maximum(delta, least), most)
         held = held * tl.exp(rate * delta) + (delta * x)[:, None] * b[None, :]
         result = tl.where(live, tl.sum(held * c[None, :], 1) + factor * x, 0.0)
@@ -277,7 +345,7 @@ def _selective_scan(
     added, factor = tl.load(dt_bias + channel, mask=present, other=0.0), tl.load(d + channel, mask=present, other=0.0)
     for token in range(tl.load(query_start + row).to(tl.int64), tl.load(query_start + row + 1).to(tl.int64)):
         value = tl.load(x + token * x_row + channel, mask=present, other=0.0).to(tl.float32)
-        delta = _softplus(tl.load(dt + token * dt_row + channel, mask=present, other=0.0).to(tl.float32) + added)
+        delta = softplus(tl.load(dt + token * dt_row + channel, mask=present, other=0.0).to(tl.float32) + added)
         write = tl.load(b + token * b_row + number, mask=in_size, other=0.0).to(tl.float32)
         read = tl.load(c + token * c_row + number, mask=in_size, other=0.0).to(tl.float32)
         held = held * tl.exp(rates * delta[:, None]) + (delta * value)[:, None] * write[None, :]
@@ -287,39 +355,46 @@ def _selective_scan(
     tl.store(place, held.to(state.dtype.element_ty), mask=inside & live)
 
 
-@launched(do_not_specialize=["channels"])
+@launched(do_not_specialize=["count", "groups"])
 def _gated_norm(
     x,
     z,
     weight,
     out,
-    channels,
+    count,
+    groups,
     eps,
     z_row: tl.int64,
     WIDTH: tl.constexpr,
     WIDTH_P: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     SHARED: tl.constexpr,
     SIGMOID: tl.constexpr,
     GATE_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``WIDTH`` channels of a token. SHARED: all groups of channels have one weight."""
+    """``AT_ONCE`` of the tokens' groups of ``WIDTH`` channels. SHARED: all groups of a token have one weight."""
     begin(PDL)
-    token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH
-    channel = tl.arange(0, WIDTH_P)
-    mask = channel < WIDTH
-    value = tl.load(x + token * channels + first + channel, mask=mask, other=0.0)
-    gate = tl.load(z + token * z_row + first + channel, mask=mask, other=0.0).to(tl.float32)
-    factor = tl.load(weight + (0 if SHARED else first) + channel, mask=mask, other=0.0).to(tl.float32)
+    place = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
+    token, group = (place // groups).to(tl.int64)[:, None], (place % groups)[:, None]
+    channel = tl.arange(0, WIDTH_P)[None, :]
+    mask = (place < count)[:, None] & (channel < WIDTH)
+    own = place.to(tl.int64)[:, None] * WIDTH + channel
+    value = tl.load(x + own, mask=mask, other=0.0)
+    gate = tl.load(z + token * z_row + group * WIDTH + channel, mask=mask, other=0.0).to(tl.float32)
+    if SHARED:
+        factor = tl.load(weight + channel, mask=channel < WIDTH, other=0.0).to(tl.float32)
+    else:
+        factor = tl.load(weight + group * WIDTH + channel, mask=mask, other=0.0).to(tl.float32)
     opened = tl.sigmoid(gate)
     if not SIGMOID:
         opened = gate * opened
     if GATE_FIRST:
         value = value * opened
-    normed = value * tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps) * factor
+    normed = value * tl.rsqrt(tl.sum(value * value, 1) / WIDTH + eps)[:, None] * factor
     if not GATE_FIRST:
         normed = normed * opened
-    tl.store(out + token * channels + first + channel, normed.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + own, normed.to(out.dtype.element_ty), mask=mask)
 
 
 def causal_conv(
@@ -332,45 +407,96 @@ def causal_conv(
 ) -> torch.Tensor:
     """Kernel version of ``headrace.kernels.state.causal_conv``."""
     x, weight = _rows(x), weight.contiguous()
+    out = outputs(step, len(x), len(weight), x.dtype, x.device)
+    if step.decode_rows and len(x):
+        _convolve_rows(x, weight, bias, activation, cache, step, out)
+    if step.prompt_rows and len(x):
+        convolve_prompts(x, weight, bias, activation, cache, step, out)
+    return out
+
+
+def outputs(step: StateMetadata, tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A place for the results of a step's rows. Those of tokens of no row are zeros."""
+    empty = torch.zeros if step.padded and step.prompt_rows else torch.empty
+    return empty(tokens, width, dtype=dtype, device=device)
+
+
+def _convolve_rows(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: Literal["silu"] | None,
+    cache: torch.Tensor,
+    step: StateMetadata,
+    out: torch.Tensor,
+) -> None:
     channels, taps = weight.shape
-    out = torch.empty(len(x), channels, dtype=x.dtype, device=x.device)
-    if not len(x):
-        return out
-    rows = step.query_start, step.blocks, step.starts
-    tiles, chunks = cdiv(channels, _CHANNELS), cdiv(step.longest, _CHUNK)
-    _causal_conv[(tiles, chunks, step.num_rows)](
+    _conv_rows[(cdiv(channels, _CHANNELS), step.decode_rows)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        cache,
+        out,
+        step.query_start,
+        step.blocks,
+        step.starts,
+        channels,
+        x.stride(0),
+        cache.stride(0),
+        TAPS=taps,
+        CHANNELS=_CHANNELS,
+        BIAS=bias is not None,
+        SILU=activation == "silu",
+        num_warps=4,
+        **options(x.device),
+    )
+
+
+def convolve_prompts(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: Literal["silu"] | None,
+    cache: torch.Tensor,
+    step: StateMetadata,
+    out: torch.Tensor,
+) -> None:
+    """The convolution of the rows behind the decode rows; writes their tokens in ``out``."""
+    channels, taps = weight.shape
+    rows, tiles = (step.query_start, step.blocks, step.starts), step.tiles
+    _conv_tiles[(cdiv(channels, _TILE_CHANNELS), len(tiles.rows))](
         x,
         weight,
         weight if bias is None else bias,
         cache,
         out,
         *rows,
+        *tiles,
+        step.decode_rows,
         channels,
         x.stride(0),
         cache.stride(0),
         TAPS=taps,
-        CHUNK=_CHUNK,
-        CHANNELS=_CHANNELS,
+        TOKENS=TILE,
+        CHANNELS=_TILE_CHANNELS,
         BIAS=bias is not None,
         SILU=activation == "silu",
-        KEEP=chunks == 1,
         num_warps=4,
         **options(x.device),
     )
-    if chunks > 1:
-        _keep_inputs[(tiles, step.num_rows)](
-            x,
-            cache,
-            *rows,
-            channels,
-            x.stride(0),
-            cache.stride(0),
-            TAPS=taps,
-            CHANNELS=_CHANNELS,
-            num_warps=4,
-            **options(x.device),
-        )
-    return out
+    _keep_inputs[(cdiv(channels, _CHANNELS), step.prompt_rows)](
+        x,
+        cache,
+        *rows,
+        step.decode_rows,
+        channels,
+        x.stride(0),
+        cache.stride(0),
+        TAPS=taps,
+        CHANNELS=_CHANNELS,
+        num_warps=4,
+        **options(x.device),
+    )
 
 
 def delta_rule(
@@ -385,12 +511,18 @@ def delta_rule(
 ) -> torch.Tensor:
     """Kernel version of ``headrace.kernels.state.delta_rule``."""
     heads, value_dim, key_dim = state.shape[1:]
+    by_token = step.by_token or decay.shape[1] > heads
     qkv, decay, beta = _rows(qkv), _rows(decay), _rows(beta)
-    out = torch.empty(len(qkv), heads * value_dim, dtype=torch.float32, device=qkv.device)
+    out = outputs(step, len(qkv), heads * value_dim, torch.float32, qkv.device)
     if not len(qkv):
         return out
+    if step.prompt_rows and not by_token:
+        delta_prompts(qkv, decay, beta, a_log, dt_bias, state, step, beta_factor, out)
+    rows = step.num_rows if by_token else step.decode_rows
+    if not rows:
+        return out
     values = min(_VALUES, power_of_two(value_dim))
-    _delta_rule[(cdiv(value_dim, values), heads, step.num_rows)](
+    _delta_rule[(cdiv(value_dim, values), heads, rows)](
         qkv,
         decay,
         beta,
@@ -432,11 +564,16 @@ def state_space(
     """Kernel version of ``headrace.kernels.state.state_space``."""
     heads, width, size = state.shape[1:]
     xbc, dt = _rows(xbc), _rows(dt)
-    out = torch.empty(len(xbc), heads * width, dtype=torch.float32, device=xbc.device)
+    out = outputs(step, len(xbc), heads * width, torch.float32, xbc.device)
     if not len(xbc):
         return out
+    if step.prompt_rows and not step.by_token:
+        space_prompts(xbc, dt, a_log, d, dt_bias, state, step, dt_limit, out)
+    rows = step.num_rows if step.by_token else step.decode_rows
+    if not rows:
+        return out
     values = min(_VALUES, power_of_two(width))
-    _state_space[(cdiv(width, values), heads, step.num_rows)](
+    _state_space[(cdiv(width, values), heads, rows)](
         xbc,
         dt,
         a_log,
@@ -515,21 +652,24 @@ def gated_norm(
     out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     if not len(z):
         return out
-    channels, width_p = z.shape[1], power_of_two(width)
-    _gated_norm[(len(z), channels // width)](
+    groups, width_p = z.shape[1] // width, power_of_two(width)
+    count, at_once = len(z) * groups, max(_NORMED // width_p, 1)
+    _gated_norm[(cdiv(count, at_once),)](
         x,
         z,
         weight,
         out,
-        channels,
+        count,
+        groups,
         eps,
         z.stride(0),
         WIDTH=width,
         WIDTH_P=width_p,
+        AT_ONCE=at_once,
         SHARED=weight.numel() == width,
         SIGMOID=gate == "sigmoid",
         GATE_FIRST=gate_first,
-        num_warps=min(max(width_p // 256, 1), 16),
+        num_warps=min(max(width_p // 256, 4), 16),
         **options(z.device),
     )
     return out

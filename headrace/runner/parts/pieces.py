@@ -14,10 +14,10 @@ from headrace.errors import EngineError
 from headrace.kernels.inputs import LogitsInputs, RowTensors
 from headrace.kernels.transfer import upload
 from headrace.models.interface import HiddenStates, LayeredModel, Model, ModelInputs
-from headrace.runner.inputs import Bounds, ForwardPass, StepBuffers
+from headrace.runner.inputs import ForwardPass, StepBuffers
 from headrace.runner.part import RunnerPart, StepExtras, StepHandle
 from headrace.runner.parts.sparse import SparseTables
-from headrace.runner.slots import RowArrays
+from headrace.runner.slots import Bounds, RowArrays
 
 
 @dataclasses.dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,73 +15,83 @@ from headrace.cache.states import state_views
 from headrace.config import CacheConfig
 from headrace.core.plan import StepPlan
 from headrace.errors import EngineError
+from headrace.kernels.inputs import RowTensors
 from headrace.kernels.state import StateMetadata
 from headrace.kernels.transfer import upload
 from headrace.kv import StateOp
 from headrace.model_spec import StateGroup
-from headrace.runner.part import RunnerPart, StepExtras, StepHandle
-from headrace.runner.slots import RowArrays
+from headrace.runner.part import RunnerPart, StepHandle
+from headrace.runner.slots import Bounds, RowArrays, SlotTables
+
+NO_STATE = -1
 
 
 def padding_states(cache: CacheConfig, caches: Sequence[LayerCache], step: StepMetadata) -> StepStates | None:
     """States of a step whose rows are all padding, for measuring it; None: the model has no state layers."""
     if cache.states is None:
         return None
-    starts = step.query_start_host.astype(np.int32)
-    nowhere, zeros = np.full(len(starts) - 1, -1, dtype=np.int32), np.zeros(len(starts) - 1, dtype=np.int32)
-    device = step.query_start.device
-    rows = StateMetadata(
-        decode_rows=0,
-        query_start=step.query_start,
-        blocks=upload(nowhere, device),
-        starts=upload(zeros, device),
-        query_start_host=starts,
-        blocks_host=nowhere,
-        starts_host=zeros,
-    )
+    nowhere = torch.full((len(step.query_start) - 1,), -1, dtype=torch.int32, device=step.query_start.device)
+    rows = StateMetadata(0, step.query_start, nowhere, torch.zeros_like(nowhere), int(step.query_start_host[-1]), padded=True)
     return StepStates(rows, state_views(ArenaBlocks(cache, caches).arena, cache.states))
 
 
 class StateTables(RunnerPart):
     """Index space: slot, ``[S]``."""
 
-    def __init__(self, cache: CacheConfig, states: StateGroup, blocks: ArenaBlocks, slots: int, device: torch.device) -> None:
-        self._group = len(cache.groups)
+    def __init__(
+        self,
+        cache: CacheConfig,
+        states: StateGroup,
+        blocks: ArenaBlocks,
+        slots: int,
+        device: torch.device,
+        *,
+        by_token: bool = False,
+    ) -> None:
+        """``by_token``: see ``StateMetadata``."""
+        self._group, self._by_token = len(cache.groups), by_token
         self._blocks, self._device = blocks, device
         self.layers = state_views(blocks.arena, states)
-        self.of_slot = np.zeros(slots, dtype=np.int32)
-        """``[S]``: slot -> its state block; 0: none."""
+        # The last entry is that of padding rows, whose slot is -1.
+        self.of_slot = np.full(slots + 1, NO_STATE, dtype=np.int32)
+        """``[S + 1]``: slot -> its state block."""
+        self._table = torch.full((slots + 1,), NO_STATE, dtype=torch.int32, device=device)
+        """``of_slot``, on the device at a place that captured steps know."""
         self._after: tuple[StateOp, ...] = ()
 
+    @property
+    def nbytes(self) -> int:
+        return self._table.nbytes
+
     def release(self, slots: Sequence[int]) -> None:
-        self.of_slot[list(slots)] = 0
+        self.of_slot[list(slots)] = NO_STATE
 
     def begin(self, plan: StepPlan) -> None:
         """Renames blocks that have moved, takes those of new sequences, and launches the operations before the rows."""
-        for group, source, target in plan.moves:
-            if group == self._group:
-                self.of_slot[self.of_slot == source] = target
+        moves = [(source, target) for group, source, target in plan.moves if group == self._group]
+        for source, target in moves:
+            self.of_slot[self.of_slot == source] = target
         for seq in plan.new:
             if not seq.state:
                 raise EngineError(f"sequence {seq.seq_id} has no state block")
             self.of_slot[seq.slot] = seq.state
+        if moves or plan.new:
+            self._table.copy_(upload(self.of_slot.copy(), self._device))
         self._apply(plan.state_before)
         self._after = plan.state_after
 
-    def take(self, rows: RowArrays, extras: StepExtras) -> None:
-        query_start = np.zeros(len(rows) + 1, dtype=np.int32)
-        np.cumsum(rows.counts, out=query_start[1:])
-        blocks, starts = self.of_slot[rows.slots], rows.starts.astype(np.int32)
+    def context(self, rows: RowTensors, bounds: Bounds, tables: SlotTables) -> dict[str, Any]:
+        slots = rows.slots.long()
         step = StateMetadata(
-            decode_rows=rows.num_decode_rows,
-            query_start=upload(query_start, self._device),
-            blocks=upload(blocks, self._device),
-            starts=upload(starts, self._device),
-            query_start_host=query_start,
-            blocks_host=blocks,
-            starts_host=starts,
+            decode_rows=bounds.num_decode_rows,
+            query_start=rows.query_start,
+            blocks=self._table[slots],
+            starts=tables.num_computed[slots].to(torch.int32),
+            num_tokens=bounds.num_tokens,
+            padded=bounds.captured,
+            by_token=self._by_token,
         )
-        extras.context["states"] = StepStates(step, self.layers)
+        return {"states": StepStates(step, self.layers)}
 
     def end(self, rows: RowArrays, step: StepHandle) -> None:
         self._apply(self._after)

@@ -56,6 +56,13 @@ def test_more_axes(pair: tuple[Function, Function], device: torch.device) -> Non
     torch.testing.assert_close(pair[0](gate_up.to(device)).cpu(), pair[1](gate_up))
 
 
+@pytest.mark.parametrize("dtype", STEP, ids=str)
+def test_sigmoid_gated(dtype: torch.dtype, device: torch.device) -> None:
+    x, gate = (4 * torch.randn(3, 2600)).to(dtype).split((1300, 1300), dim=1)
+    got = activation.sigmoid_gated(x.to(device), gate.to(device))
+    close(got, ref.sigmoid_gated(x, gate), steps=2)
+
+
 def test_odd_width(device: torch.device) -> None:
     with pytest.raises(ValueError, match="2n"):
         activation.silu_mul(torch.zeros(2, 5, device=device))

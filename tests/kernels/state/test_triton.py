@@ -10,6 +10,7 @@ from support.state_steps import blocks_of, in_chunks, state_step
 
 from headrace.kernels.state import StateMetadata
 from headrace.kernels.state import triton as kernels
+from headrace.kernels.state.metadata import TILE
 from headrace.kernels.state.reference import (
     causal_conv_ref,
     delta_rule_ref,
@@ -23,8 +24,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 @pytest.fixture(autouse=True)
 def sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of a few tokens are too long for one program of a convolution; a state has no more than two programs."""
-    monkeypatch.setattr(kernels, "_CHUNK", 4)
+    """A state has no more than two programs."""
     monkeypatch.setattr(kernels, "_VALUES", 32)
 
 
@@ -44,8 +44,8 @@ class Case:
         """Arguments between the inputs and the states."""
         self.last: list = []
         """Arguments behind the step."""
-        self.long = 7
-        """Tokens of the longest row."""
+        self.long = 7 if name == "delta-channels" else LONG
+        """Tokens of the longest row: no prompt with a decay for each channel is absorbed in tiles."""
         tokens = self.long + 11
         if name.startswith("conv"):
             channels, taps = (150, 4) if name == "conv" else (16, 3)
@@ -84,7 +84,20 @@ class Case:
         return operation(*inputs, *self.weights, states, step, *self.last)
 
 
+def double(case: Case, step: StateMetadata, states: torch.Tensor) -> torch.Tensor:
+    """The reference in float64, which replaces the states."""
+    wide = states.double()
+    inputs, weights = (
+        [each.double() if torch.is_tensor(each) else each for each in group] for group in (case.inputs, case.weights)
+    )
+    out = case.reference(*inputs, *weights, wide, step, *case.last)
+    states.copy_(wide)
+    return out
+
+
 NAMES = ["conv", "conv-short", "delta", "delta-channels", "space", "scan"]
+LONG = TILE + 6
+"""Tokens of a prompt of two tiles."""
 SIMILAR = ("conv-short", "delta-channels")
 """They run the code of others."""
 
@@ -96,20 +109,35 @@ SIMILAR = ("conv-short", "delta-channels")
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_equal_to_the_reference(name: str, dtype: torch.dtype, state_dtype: torch.dtype, device: torch.device) -> None:
+    """Prompts of a part of a tile and of more than one, with padding rows between."""
     case = Case(name, dtype, state_dtype, device)
     step = state_step([(3, 1, 9), (-1, 1, 0), (0, case.long, 0), (-1, 4, 0), (2, 5, 64)], str(device))
     states = [case.states() for _ in range(2)]
     states[0].normal_()
     states[1].copy_(states[0])
     before = states[0].clone()
-    got, expected = case.run(case.kernel, states[0], step), case.run(case.reference, states[1], step)
-    coarse = torch.bfloat16 in (got.dtype, case.state_dtype)
+    got, expected = case.run(case.kernel, states[0], step), double(case, step, states[1])
+    coarse = torch.bfloat16 in (dtype, case.state_dtype)
     # The interpreter cuts bfloat16 off.
     close = {"atol": 6e-2, "rtol": 5e-2} if coarse else {"atol": 3e-5, "rtol": 1e-4}
-    torch.testing.assert_close(got, expected, **close)
+    torch.testing.assert_close(got.double(), expected, **close)
     torch.testing.assert_close(*states, **close)
     assert not got[1].any() and not got[case.long + 2 : case.long + 6].any()
     assert torch.equal(states[0][[1, 4]], before[[1, 4]])
+
+
+@pytest.mark.parametrize("name", ["conv", "delta", "space"])
+def test_bitwise_where_chunks_end_at_tiles(name: str, device: torch.device) -> None:
+    """The same prompt in one chunk, and cut behind its first tile in company."""
+    case = Case(name, torch.float32, torch.float32, device)
+    whole, cut = case.states(), case.states()
+    expected = case.run(case.kernel, whole, state_step([(1, LONG, 0)], str(device)), torch.arange(LONG))
+    first = case.run(case.kernel, cut, state_step([(4, 1, 3), (2, TILE, 0)], str(device)), torch.arange(-1, TILE))
+    rest = [(4, 1, 4), (-1, 3, 0), (2, LONG - TILE, TILE)]
+    at = torch.cat([torch.arange(4), torch.arange(TILE, LONG)])
+    second = case.run(case.kernel, cut, state_step(rest, str(device)), at)
+    assert torch.equal(torch.cat([first[1:], second[4:]]), expected)
+    assert torch.equal(cut[2], whole[1])
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in SIMILAR else name for name in NAMES])
@@ -121,11 +149,11 @@ def test_bitwise_however_it_is_cut(name: str, device: torch.device) -> None:
         return lambda at, step: case.run(case.kernel, states, on(step), at)
 
     def on(step: StateMetadata) -> StateMetadata:
-        return state_step([(row.block, row.tokens, row.start) for row in step.live_rows()], str(device))
+        return state_step([(row.block, row.tokens, row.start) for row in step.live_rows()], str(device), by_token=True)
 
-    tokens = case.long + 2
+    tokens = 9
     expected = in_chunks(run(whole), tokens, (), 1)
-    for block, chunks in enumerate([(1,) * 5, (case.long - 1, 2)]):
+    for block, chunks in enumerate([(1,) * 5, (6, 2)]):
         assert torch.equal(in_chunks(run(cut), tokens, chunks, block), expected)
         assert torch.equal(cut[block], whole[1])
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import AttentionInterface
@@ -334,9 +333,8 @@ def _states_are_states(model: TransformersModel) -> None:
     device = next(model.foreign.parameters()).device
     group = StateGroup(tuple(spec.planes(str(model.dtype).removeprefix("torch."), "float32") for spec in model.spec.states))
     views = state_views(torch.zeros(group.block_bytes, dtype=torch.uint8, device=device), group)
-    start, none = np.array([0, TOKENS], dtype=np.int32), np.zeros(1, dtype=np.int32)
-    ends, zero = (torch.from_numpy(each).to(device) for each in (start, none))
-    rows = StateMetadata(0, ends, zero, zero, start, none, none)
+    ends, zero = (torch.tensor(each, dtype=torch.int32, device=device) for each in ([0, TOKENS], [0]))
+    rows = StateMetadata(0, ends, zero, zero, TOKENS)
 
     def look(layer: int, call: Recurrence) -> None:
         state = views[layer].conv if isinstance(call, Convolution) else views[layer].state

@@ -70,6 +70,11 @@ def parameter_cuts(whole: Decoder, shard: Shard, mlps: Sequence[DenseSpec | MoeS
             elif name in ("q_proj", "q_b_proj", "kv_b_proj"):
                 matrix = matrices["kv_b" if name == "kv_b_proj" else "q"]
                 cuts |= _outputs(f"{here}.self_attn.{name}", module, [matrix])
+            elif name == "q_gate_proj":
+                cuts |= _outputs(f"{here}.self_attn.{name}", module, [matrices["q"], matrices["gate"]])
+        if "index" in matrices:
+            queries = attention.get_submodule("indexer.q_proj")
+            cuts |= _outputs(f"{here}.self_attn.indexer.q_proj", queries, [matrices["index"]])
         if spec.sinks:
             cuts[f"{here}.self_attn.attention.sinks"] = _ranges(0, [matrices["sinks"]])
         for path, module in layer.named_modules():

@@ -40,6 +40,8 @@ class ForwardContext:
     """Kinds of the tokens, for models with ``VisionSpec.own_experts``; None: all tokens are text."""
     states: StepStates | None = None
     """None: the model has no state layers."""
+    chosen: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """Layer -> what its indexer chose in this pass, as ``kernels.indexer.choose`` returns it, for layers behind it too."""
 
     def state_of(self, index: int) -> tuple[StateMetadata, LayerState]:
         """Returns the step's rows and the states of state layer ``index``.

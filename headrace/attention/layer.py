@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import nn
 
 from headrace.attention.backend import AttentionInputs
 from headrace.attention.context import ForwardContext
+from headrace.attention.indexed import WithIndexer
 from headrace.cache.planes import write
 from headrace.kernels import gpu
 from headrace.kernels.qkv import norm_rotate_and_cache
@@ -178,6 +179,8 @@ class Attention(nn.Module):
 
     def _attend(self, q: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         layer = self.spec.layer
+        if self.spec.indexer is not None:
+            return cast("WithIndexer", ctx.backends[layer]).attend(q, ctx, self.spec)
         return ctx.backends[layer].run(AttentionInputs(q, ctx.caches[layer], self.sinks, ctx.step.visible_ends))
 
 

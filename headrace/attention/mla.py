@@ -18,6 +18,7 @@ from torch import nn
 from headrace.attention.backend import AttentionBackend, AttentionInputs, LayerCache, StepMetadata
 from headrace.attention.compose import Composition, StepPart, part_of
 from headrace.attention.context import ForwardContext
+from headrace.attention.indexed import IndexedRows, chosen_for
 from headrace.attention.layer import HeadNorm, required_angles
 from headrace.cache.planes import write_mla
 from headrace.kernels import gpu
@@ -67,7 +68,7 @@ class MLAAttention(nn.Module):
             q, row = rotate(q, row, angles, self.spec.rotary_dim)
         cache = ctx.caches[self.spec.layer]
         write_mla(cache, row, ctx.step.slot_mapping[cache.group])
-        return self._backend(ctx).attend(q, cache, up)
+        return self._backend(ctx).attend(q, cache, up, chosen=self._chosen(ctx))
 
     def forward_qkv(
         self,
@@ -92,9 +93,13 @@ class MLAAttention(nn.Module):
             slots, q = ctx.step.slot_mapping[cache.group], q.contiguous()
             wide = backend.absorbed_queries(q)
             norm_rotate_and_cache_mla(q, compressed, norm.weight, norm.eps, angles, cache.rows, slots, wide)
-            return backend.attend(q, cache, up, wide)
+            return backend.attend(q, cache, up, wide, self._chosen(ctx))
         normed = torch.cat((compressed[:, :rotated], norm(compressed[:, rotated:])), dim=1)
         return self.forward(q, normed, up, ctx, cos_sin)
+
+    def _chosen(self, ctx: ForwardContext) -> torch.Tensor | None:
+        indexed = self._backend(ctx).indexed
+        return None if indexed is None or indexed.part is None else chosen_for(self.spec, ctx)
 
     def _backend(self, ctx: ForwardContext) -> MLABackend:
         return cast("MLABackend", ctx.backends[self.spec.layer])
@@ -112,6 +117,8 @@ class _Prompts(NamedTuple):
 
 class MLABackend(Composition):
     """Runs MLA layers with two ordinary backends. One instance serves layers of one geometry.
+
+    Rows for which the layers' indexer chooses are absorbed, and attend to what was chosen.
 
     Args:
         absorbed: supports the layers' spec.
@@ -137,16 +144,25 @@ class MLABackend(Composition):
         self._prompts: list[_Prompts] = []
         """Groups of rows that are uncompressed together."""
         self._workspace = torch.empty(0)
+        self.indexed: IndexedRows | None = None
+        """None: the layers have no indexer."""
+        if spec.indexer is not None:
+            # A captured step has no rows of other backends.
+            self._captured, self.plans_replays = (), False
 
     def plan(self, step: StepMetadata) -> None:
         """Absorbs decode rows, and prompt rows for which that is less work or whose exact lengths are unknown."""
         super().plan(step)
         self._prompts, self._few = [], None
+        rows = np.arange(step.num_rows)
+        if self._spec.indexer is not None:
+            self.indexed = IndexedRows(step, self._spec.indexer, invariant=self._invariant)
+            rows = self.indexed.others
         if self._create_uncompressed is None or step.bounded:
             self._many = np.empty(0, dtype=np.int64)
         else:
-            self._many = self._worth_uncompressing(step)
-        few = np.setdiff1d(np.arange(step.num_rows), self._many, assume_unique=True)
+            self._many = np.intersect1d(self._worth_uncompressing(step), rows, assume_unique=True)
+        few = np.setdiff1d(rows, self._many, assume_unique=True)
         if len(few):
             self._few = part_of(step, few)
             self._absorbed.plan(self._few.step)
@@ -165,20 +181,36 @@ class MLABackend(Composition):
 
     def absorbed_queries(self, q: torch.Tensor) -> torch.Tensor | None:
         """Uninitialised ``[T, num_heads, head_dim]`` for the queries of a step whose rows are all absorbed; else None."""
-        if self._few is None or len(self._many):
+        if self._few is None or len(self._many) or self._indexes:
             return None
         return q.new_empty(len(q), self._spec.num_heads, self._spec.head_dim)
 
-    def attend(self, q: torch.Tensor, cache: LayerCache, up: torch.Tensor, wide: torch.Tensor | None = None) -> torch.Tensor:
+    @property
+    def _indexes(self) -> bool:
+        """Whether the planned step has rows for which an indexer chooses."""
+        return self.indexed is not None and self.indexed.part is not None
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        cache: LayerCache,
+        up: torch.Tensor,
+        wide: torch.Tensor | None = None,
+        chosen: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Attends like ``MLAAttention.forward``, with the step's KV in the cache and q rotated.
 
         Args:
             wide: from ``absorbed_queries``, holding the rotated channels of q; those of ``q`` itself are then ignored.
+            chosen: of the rows for which an indexer chooses.
         """
         step, spec = self.step, self._spec
-        if self._few is not None and not len(self._many):
+        if self._few is not None and not len(self._many) and chosen is None:
             return self._attend_absorbed(q, cache, up, wide)
         out = q.new_zeros(len(q), spec.out_size)
+        if self.indexed is not None and chosen is not None:
+            rows, tokens = self.indexed, self.indexed.tokens
+            out[tokens] = self._absorbed_by(lambda absorbed: rows.attend(absorbed, cache, chosen), q[tokens], up)
         if self._few is not None:
             out[self._few.tokens] = self._attend_absorbed(q[self._few.tokens], cache, up)
         for prompts in self._planned_prompts(step, cache.block_size, q.itemsize):
@@ -202,13 +234,24 @@ class MLABackend(Composition):
         self, q: torch.Tensor, cache: LayerCache, up: torch.Tensor, wide: torch.Tensor | None = None
     ) -> torch.Tensor:
         """``[T, num_heads, mla.head_dim] -> [T, out_size]``"""
+        return self._absorbed_by(lambda absorbed: self._absorbed.run(AttentionInputs(absorbed, cache)), q, up, wide)
+
+    def _absorbed_by(
+        self,
+        attend: Callable[[torch.Tensor], torch.Tensor],
+        q: torch.Tensor,
+        up: torch.Tensor,
+        wide: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``[T, num_heads, mla.head_dim] -> [T, out_size]``, where ``attend`` is the attention of absorbed queries to the
+        latent."""
         spec, rotated = self._spec, self._spec.rotary_dim
         to_keys, to_values = self._projections(up)
         if wide is None:
             wide = q.new_empty(len(q), spec.num_heads, spec.head_dim)
             wide[..., :rotated] = q[..., :rotated]
         linear_by_head(q[..., rotated:], to_keys.transpose(1, 2), wide[..., rotated:], batch_invariant=self._invariant)
-        mixed = self._absorbed.run(AttentionInputs(wide, cache)).view(len(q), spec.num_heads, spec.v_head_dim)
+        mixed = attend(wide).view(len(q), spec.num_heads, spec.v_head_dim)
         out = q.new_empty(len(q), spec.num_heads, self._mla.v_head_dim)
         linear_by_head(mixed, to_values, out, batch_invariant=self._invariant)
         return out.flatten(1)

@@ -18,6 +18,7 @@ from headrace.attention.flashinfer.attention import (
     FlashInferPrefill,
 )
 from headrace.attention.flashinfer.kernels import Compiling, Kernel, compile_ahead
+from headrace.attention.indexed import WithIndexer, rule_of
 from headrace.attention.mla import MLABackend
 from headrace.attention.native import NativeAttention
 from headrace.attention.reference import ReferenceAttention
@@ -26,6 +27,7 @@ from headrace.attention.torch_cpu import TorchAttention
 from headrace.attention.triton import InvariantAttention, TritonAttention
 from headrace.config import SparseConfig
 from headrace.errors import ConfigError
+from headrace.kernels.indexer import ChoiceRule
 from headrace.model_spec import AttentionSpec, ModelFacts
 
 
@@ -189,6 +191,9 @@ def _choice(name: str, why: str, spec: AttentionSpec, device: str, dtype: str) -
         prompts = for_prompts(spec, name, device, dtype)
         when = f"uncompressed, for {prompts}, where that is less work" if prompts else "absorbed as decode rows are"
         does, prefill = "; ".join(filter(None, (does, f"prompts are {when}"))), prompts or prefill
+    if spec.indexer is not None:
+        chosen = f"rows of more than {spec.indexer.reach:,} tokens attend to {spec.indexer.words}"
+        does = "; ".join(filter(None, (does, chosen)))
     return BackendChoice(name, why, does, entry.decode.name, prefill)
 
 
@@ -247,16 +252,23 @@ def create_for(
         wraps = prompts is not None and sparse is not None and sparse.heads[spec.layer] > 0
         # An instance plans one set of rows a step: layers that attend sparsely have their own.
         other = for_modes(spec, name, device, dtype, kv_dtype, modes)
-        key: object = (name, other, wraps)
+        key: object = (name, other, wraps, _rule(spec))
         if spec.mla is not None:
-            key = (name, spec.mla, spec.num_heads, spec.v_head_dim, spec.rotary_dim)
+            key = (name, spec.mla, spec.num_heads, spec.v_head_dim, spec.rotary_dim, _rule(spec))
         if key not in by_key:
             usual = create(name) if spec.mla is None else _mla(spec, name, device, dtype)
             if other is not None:
                 usual = WithVisibleEnds(usual, create(other))
+            if spec.indexer is not None and spec.mla is None:
+                usual = WithIndexer(usual, spec, invariant=name == InvariantAttention.name)
             by_key[key] = WithSparsePrompts(usual, prompts) if wraps and prompts is not None else usual
         backends.append(by_key[key])
     return backends
+
+
+def _rule(spec: AttentionSpec) -> ChoiceRule | None:
+    """Returns the rule of the layer's indexer: layers with one rule share the rows for which indexers choose."""
+    return None if spec.indexer is None else rule_of(spec.indexer)
 
 
 def _mla(spec: AttentionSpec, name: str, device: str, dtype: str) -> AttentionBackend:

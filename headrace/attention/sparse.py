@@ -71,6 +71,7 @@ class SparsePrefillAttention(AttentionBackend):
     def refusals(cls, spec: AttentionSpec, device: str, dtype: str, kv_dtype: str | None) -> list[str]:
         refused = {
             "it keeps compressed KV": spec.mla is not None,
+            "its indexer chooses its keys": spec.indexer is not None,
             "it has a sliding window": spec.window is not None,
             "it has sinks": spec.sinks,
             "it has a soft cap": spec.soft_cap is not None,

@@ -22,6 +22,9 @@ class LayerCache:
     """Index of the layer's cache group."""
     rows: torch.Tensor
     """``[num_blocks, block_size, num_kv_heads, row_width]``"""
+    index_keys: torch.Tensor | None = None
+    """``[num_blocks, block_size, width]``, for a layer whose indexer keeps keys of its own. Places that hold no token of a row
+    may hold any bytes."""
 
     @cached_property
     def keys(self) -> torch.Tensor:

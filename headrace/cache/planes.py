@@ -34,35 +34,44 @@ def allocate(config: CacheConfig, model: ModelFacts, device: str | torch.device,
     if name != config.dtype or name not in DTYPE_BYTES:
         raise ConfigError(f"the KV cache was sized for {config.dtype}, not for {name}", "dtype")
     group_of = {layer: group.index for group in config.groups for layer in group.layers}
-    rows = _views(config, model, device)
+    rows, index_keys = _views(config, model, device)
     caches: list[LayerCache] = []
     for spec in model.layers:
         kept = spec.layer if spec.kv_source is None else spec.kv_source
         if name == FP8_KV:
             caches.append(Fp8LayerCache(spec, group_of[kept], rows[kept], tokens=config.block_size, dirty=config.shared))
         else:
-            caches.append(LayerCache(spec, group_of[kept], rows[kept]))
+            caches.append(LayerCache(spec, group_of[kept], rows[kept], index_keys.get(spec.layer)))
     return caches
 
 
-def _views(config: CacheConfig, model: ModelFacts, device: str | torch.device) -> dict[int, torch.Tensor]:
-    """``rows`` by layer, of those that keep KV."""
+def _views(
+    config: CacheConfig, model: ModelFacts, device: str | torch.device
+) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+    """``rows`` by layer, of those that keep KV, and ``index_keys``, of those that keep any."""
     dtype = torch.uint8 if config.dtype == FP8_KV else getattr(torch, config.dtype)
     arena = None
     if config.shared:
         arena = _zeros((config.nbytes,), torch.uint8, device)
         arena = arena[: config.nbytes - config.nbytes % dtype.itemsize].view(dtype)
-    views = {}
+    rows, index_keys = {}, {}
     for group in config.groups:
         block_bytes, num_blocks = config.arena.block_bytes[group.index], config.num_blocks[group.index]
-        for layer, offset in zip(group.layers, group.layer_offsets(config.block_size), strict=True):
-            shape = _block_shape(model.layers[layer], config)
+
+        def view(shape: tuple[int, ...], offset: int, block: int = block_bytes, count: int = num_blocks) -> torch.Tensor:
+            """The ``shape`` of a layer in all blocks, ``offset`` numbers behind the beginning of each."""
             if arena is None:
-                views[layer] = _zeros((num_blocks, *shape), dtype, device)
-                continue
-            strides = (block_bytes // dtype.itemsize, *(math.prod(shape[axis + 1 :]) for axis in range(len(shape))))
-            views[layer] = arena.as_strided((num_blocks, *shape), strides, offset // dtype.itemsize)
-    return views
+                return _zeros((count, *shape), dtype, device)
+            strides = (block // dtype.itemsize, *(math.prod(shape[axis + 1 :]) for axis in range(len(shape))))
+            return arena.as_strided((count, *shape), strides, offset)
+
+        for layer, offset in zip(group.layers, group.layer_offsets(config.block_size), strict=True):
+            spec = model.layers[layer]
+            shape, start = _block_shape(spec, config), offset // dtype.itemsize
+            rows[layer] = view(shape, start)
+            if spec.indexer is not None and spec.indexer.width:
+                index_keys[layer] = view((config.block_size, spec.indexer.width), start + math.prod(shape))
+    return rows, index_keys
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device) -> torch.Tensor:
@@ -108,3 +117,21 @@ def write_mla(cache: LayerCache, row: torch.Tensor, slot_mapping: torch.Tensor) 
     kept = slot_mapping >= 0
     slots, size = slot_mapping[kept], cache.block_size
     cache.rows[slots // size, slots % size] = row[kept]
+
+
+def write_index_keys(cache: LayerCache, keys: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Writes each token's index key, ``keys [T, width]``, to its slot; slot -1 writes nothing.
+
+    Raises:
+        ValueError: the layer keeps no index keys.
+    """
+    if cache.index_keys is None:
+        raise ValueError(f"layer {cache.spec.layer} keeps no index keys")
+    rows, half = cache.index_keys.unsqueeze(2), keys.shape[1] // 2
+    if gpu.takes(keys):
+        first, second = keys[:, None, :half], keys[:, None, half:]
+        reshape_and_cache(first, second, rows[..., :half], rows[..., half:], slot_mapping)
+        return
+    kept = slot_mapping >= 0
+    slots, size = slot_mapping[kept], cache.block_size
+    cache.index_keys[slots // size, slots % size] = keys[kept]

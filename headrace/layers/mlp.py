@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
-from headrace.kernels.activation import ACTIVATIONS, activate, squared_relu
+from headrace.kernels.activation import ACTIVATIONS, activate, clamped_swiglu, squared_relu
 from headrace.kernels.linear.fp8_reference import Activations
 from headrace.layers.linear import FusedLinear, Linear, RowParallelLinear
-from headrace.model_spec import DenseSpec
+from headrace.model_spec import CLAMPED_SWIGLU, DenseSpec
 
 
 class GatedMLP(nn.Module):
@@ -20,7 +22,8 @@ class GatedMLP(nn.Module):
         parts = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
         self.gate_up_proj = FusedLinear(hidden_size, parts, bias=spec.bias, dtype=dtype, device=device)
         self.down_proj = RowParallelLinear(spec.intermediate_size, hidden_size, bias=spec.bias, dtype=dtype, device=device)
-        self.act_mul = ACTIVATIONS[spec.act]
+        clamped = partial(clamped_swiglu, alpha=spec.alpha, limit=spec.limit)
+        self.act_mul = clamped if spec.act == CLAMPED_SWIGLU else ACTIVATIONS[spec.act]
 
     def forward(self, x: Activations) -> torch.Tensor:
         """``[T, hidden] -> [T, hidden]``"""

@@ -3,6 +3,7 @@
 from headrace.model_spec.arena import Arena
 from headrace.model_spec.attention import AttentionSpec, MLASpec, Mode
 from headrace.model_spec.elastic import BLOCK_SPARSE, DENSE, ELASTIC_MODES, HEAD_TYPES, POOLED, STREAMING, ElasticSpec, HeadMode
+from headrace.model_spec.indexer import IndexerSpec
 from headrace.model_spec.kv import CacheGroup, LayerKV, Plane, block_sizes, cache_groups, layer_kv
 from headrace.model_spec.mlp import CLAMPED_SWIGLU, DenseSpec, MlpSpec, MoeSpec
 from headrace.model_spec.model import AnySpec, BlockSpec, ForeignSpec, ModelFacts, ModelSpec, Shard
@@ -25,6 +26,7 @@ __all__ = [
     "ForeignSpec",
     "HEAD_TYPES",
     "HeadMode",
+    "IndexerSpec",
     "MLASpec",
     "LayerKV",
     "MlpSpec",

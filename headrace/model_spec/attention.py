@@ -6,6 +6,7 @@ import dataclasses
 from typing import Literal
 
 from headrace.errors import ContradictionError
+from headrace.model_spec.indexer import IndexerSpec
 from headrace.model_spec.integers import is_integer
 from headrace.model_spec.rope import RopeSpec
 
@@ -67,6 +68,8 @@ class AttentionSpec:
     the ``v_head_dim`` channels that keys and values are made of: the values are those channels of the key, no copy.
     ``num_kv_heads``, ``head_dim`` and ``v_head_dim`` are those of the absorbed products, ``uncompressed`` has the others.
     """
+    indexer: IndexerSpec | None = None
+    """Chooses the keys that a token attends to; None: it attends to all that it sees."""
 
     def __post_init__(self) -> None:
         where = f"layer {self.layer}"
@@ -84,6 +87,16 @@ class AttentionSpec:
             raise ContradictionError(
                 f"{where}: window must be a whole number of at least 1, not {self.window!r}", "sliding_window"
             )
+        beyond = (self.window, self.soft_cap, self.kv_source, self.sinks or None)
+        if self.indexer is not None and any(value is not None for value in beyond):
+            raise ContradictionError(
+                f"{where}: an indexer goes with no window, soft cap or sinks, nor with another layer's KV", "indexer"
+            )
+        if self.indexer is not None and self.num_kv_heads % self.indexer.lists:
+            raise ContradictionError(
+                f"{where}: {self.num_kv_heads} KV heads cannot be shared evenly by {self.indexer.lists} index heads",
+                "index_n_heads",
+            )
 
     @property
     def uncompressed(self) -> AttentionSpec:
@@ -100,6 +113,7 @@ class AttentionSpec:
             head_dim=self.mla.head_dim,
             v_head_dim=self.mla.v_head_dim,
             mla=None,
+            indexer=None,
         )
 
     @property
@@ -109,16 +123,20 @@ class AttentionSpec:
 
     def matrices(self, hidden_size: int) -> list[tuple[int, int]]:
         """(outputs, inputs) of every matrix around the attention."""
-        output = (hidden_size, self.out_size)
+        output = [(hidden_size, self.out_size)]
+        if self.indexer is not None:
+            output += self.indexer.matrices(hidden_size, None if self.mla is None else self.mla.q_rank)
         if self.mla is None:
             values = 0 if self.v_from_k else self.v_size
             kept = self.k_size + values if self.kv_source is None else 0
             gate = self.out_size if self.output_gate else 0
-            return [(self.q_size + kept + gate, hidden_size), output]
+            return [(self.q_size + kept + gate, hidden_size), *output]
         rank = self.mla.q_rank
         query = [(self.q_size, hidden_size)] if rank is None else [(rank, hidden_size), (self.q_size, rank)]
+        if self.output_gate and rank is not None:
+            query = [(rank, hidden_size), (self.q_size + self.out_size, 2 * rank)]
         up = self.num_heads * (self.mla.head_dim - self.rotary_dim + self.mla.v_head_dim)
-        return [*query, (self.head_dim, hidden_size), (up, self.v_head_dim), output]
+        return [*query, (self.head_dim, hidden_size), (up, self.v_head_dim), *output]
 
     @property
     def group_size(self) -> int:

@@ -32,7 +32,8 @@ class Plane:
 
 @dataclasses.dataclass(frozen=True)
 class LayerKV:
-    """The planes of one layer. K and V of one token and head lie side by side: two planes of one tensor.
+    """The planes of one layer. K and V of one token and head lie side by side: two planes of one tensor. The index keys of a
+    block's tokens lie behind all of them.
 
     In FP8 a block's tokens lie side by side plane after plane, the scales behind: see ``headrace.cache.fp8``.
     """
@@ -100,16 +101,21 @@ def layer_kv(spec: AttentionSpec, dtype: str) -> LayerKV:
     """The planes that a layer keeps: K and V, or one for compressed KV, or none if it reads another layer's.
 
     Raises:
-        ConfigError: compressed KV, of which FP8 would round every head's keys and values at once.
+        ConfigError: compressed KV, of which FP8 would round every head's keys and values at once; or index keys, of which the
+            order of near scores depends on every digit.
     """
     if spec.kv_source is not None:
         return LayerKV(spec.layer, ())
     if spec.mla is not None and dtype == FP8_KV:
         raise ConfigError(f"layer {spec.layer}: compressed KV cannot be kept in FP8", "kv_cache_dtype")
+    width = 0 if spec.indexer is None else spec.indexer.width
+    if width and dtype == FP8_KV:
+        raise ConfigError(f"layer {spec.layer}: the keys of its indexer cannot be kept in FP8", "kv_cache_dtype")
+    index = [Plane("index", 1, width, dtype)] if width else []
     if spec.mla is not None:
-        return LayerKV(spec.layer, (Plane("mla", 1, spec.row_width, dtype),))
+        return LayerKV(spec.layer, (Plane("mla", 1, spec.row_width, dtype), *index))
     heads = spec.num_kv_heads
-    planes = [Plane("k", heads, spec.head_dim, dtype), Plane("v", heads, spec.v_head_dim, dtype)]
+    planes = [Plane("k", heads, spec.head_dim, dtype), Plane("v", heads, spec.v_head_dim, dtype), *index]
     if dtype == FP8_KV:
         planes += [Plane("k_scale", heads, 1, "float32"), Plane("v_scale", heads, 1, "float32")]
     return LayerKV(spec.layer, tuple(planes))

@@ -18,11 +18,14 @@ class DenseSpec:
     intermediate_size: int
     """0: the layer ends with its mixer."""
     act: str = "silu"
-    """Name of the activation at Hugging Face."""
+    """Name of the activation at Hugging Face, or CLAMPED_SWIGLU."""
     bias: bool = False
     """All three matrices have one."""
     gated: bool = True
     """False: the MLP is ``down(act(up(x)))``."""
+    alpha: float = 1.702
+    limit: float = 7.0
+    """alpha and limit are CLAMPED_SWIGLU's."""
 
     def matrices(self, hidden_size: int) -> list[tuple[int, int]]:
         """(outputs, inputs) of every matrix."""

@@ -86,6 +86,10 @@ def _attention(path: str, attention: nn.Module, spec: AttentionSpec, shard: Shar
         elif name in ("q_proj", "q_b_proj", "kv_b_proj"):
             matrix = matrices["kv_b" if name == "kv_b_proj" else "q"]
             cuts |= _outputs(f"{path}.{name}", module, [matrix])
+        elif name == "q_gate_proj":
+            cuts |= _outputs(f"{path}.{name}", module, [matrices["q"], matrices["gate"]])
+    if "index" in matrices:
+        cuts |= _outputs(f"{path}.indexer.q_proj", attention.get_submodule("indexer.q_proj"), [matrices["index"]])
     if spec.sinks:
         cuts[f"{path}.attention.sinks"] = _ranges(0, [matrices["sinks"]])
     return cuts

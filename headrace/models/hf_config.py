@@ -15,6 +15,8 @@ from headrace.model_spec.integers import MAX_INTEGER, is_integer, is_number
 from headrace.options import shown
 from headrace.sources.plain_config import PlainConfig
 
+INDEXED_TYPES = ("indexed_attention", "deepseek_sparse_attention", "minimax_m3_sparse")
+"""Layer types whose tokens attend to the keys that an indexer chooses; the second is a former name of the first."""
 HFConfig = Any
 """A Hugging Face configuration: transformers' class for it, or a ``PlainConfig``."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -305,6 +307,8 @@ def _check_windows(config: HFConfig, layers: Sequence[AttentionSpec], mixers: Se
         here, kind, window = f"layer {index}", types[index], windows[index]
         if kind == "hybrid" and mixers and mixers[index].state is not None:
             kind = "full_attention"
+        if kind in INDEXED_TYPES and layer.indexer is not None:
+            kind = None
         if kind not in (None, "full_attention", "sliding_attention"):
             raise ConfigError(f"{here}: layer_types {kind!r} is not supported", "layer_types")
         if kind is not None and (kind == "sliding_attention") != (layer.window is not None):

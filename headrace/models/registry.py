@@ -12,8 +12,10 @@ from headrace.model_spec import ModelSpec
 from headrace.models.cuts import shard_table
 from headrace.models.decoder import Decoder
 from headrace.models.families import (
+    axk2,
     deepseek_v2,
     deepseek_v3,
+    deepseek_v32,
     ernie4_5,
     ernie4_5_moe,
     ernie4_5_vl,
@@ -23,6 +25,7 @@ from headrace.models.families import (
     lfm2,
     llama,
     mimo_v2_flash,
+    minimax_m3,
     mistral,
     olmo2,
     paw,
@@ -49,6 +52,7 @@ _FAMILIES: tuple[Family, ...] = (
     gemma4.FAMILY,
     gpt_oss.FAMILY,
     mimo_v2_flash.FAMILY,
+    minimax_m3.FAMILY,
     qwen3_moe.FAMILY,
     qwen_vl.QWEN2_VL,
     qwen_vl.QWEN3_VL,
@@ -58,6 +62,9 @@ _FAMILIES: tuple[Family, ...] = (
     ernie4_5_vl.FAMILY,
     deepseek_v2.FAMILY,
     deepseek_v3.FAMILY,
+    deepseek_v32.FAMILY,
+    deepseek_v32.GLM_FAMILY,
+    axk2.FAMILY,
     olmo2.FAMILY,
     lfm2.FAMILY,
     lfm2.MOE_FAMILY,

@@ -59,23 +59,30 @@ def shard_attention(spec: AttentionSpec, size: int) -> AttentionSpec:
     if spec.num_heads % size:
         raise ConfigError(f"{where}: {spec.num_heads} query heads cannot be dealt to {size} ranks", "tensor_parallel_size")
     if spec.mla is not None:
-        # All heads share the latent, which every rank keeps.
+        # All heads share the latent, which every rank keeps, and the indexer's choice, which every rank makes.
         return dataclasses.replace(spec, num_heads=spec.num_heads // size)
     if spec.num_kv_heads % size and size % spec.num_kv_heads:
         raise ConfigError(f"{where}: {spec.num_kv_heads} KV heads cannot be dealt to {size} ranks", "tensor_parallel_size")
-    return dataclasses.replace(spec, num_heads=spec.num_heads // size, num_kv_heads=max(1, spec.num_kv_heads // size))
+    indexer = spec.indexer
+    if indexer is not None:
+        indexer = dataclasses.replace(indexer, num_heads=max(1, indexer.num_heads // size))
+    kv_heads = max(1, spec.num_kv_heads // size)
+    return dataclasses.replace(spec, num_heads=spec.num_heads // size, num_kv_heads=kv_heads, indexer=indexer)
 
 
 def attention_cuts(spec: AttentionSpec, rank: int, size: int) -> dict[str, Cut]:
-    """Returns the cuts of a rank in a layer, by matrix (q, gate, k, v, o) and ``sinks``, each by its heads and width.
+    """Returns the cuts of a rank in a layer, by matrix (q, gate, k, v, o) and ``sinks``, each by its heads and width; and
+    ``index``, the queries of an indexer whose heads choose for KV heads of their own.
 
-    A layer with a latent KV has q, o and ``kv_b``, the projection from the latent. Norms of q and k, and the bias of o_proj,
-    which is added once, are not cut.
+    A layer with a latent KV has q, gate, o and ``kv_b``, the projection from the latent. Norms of q and k, and the bias of
+    o_proj, which is added once, are not cut.
     """
     local = shard_attention(spec, size)
     first = rank * local.num_heads
     if (mla := spec.mla) is not None:
         widths = {"q": mla.head_dim, "kv_b": mla.head_dim - spec.rotary_dim + mla.v_head_dim, "o": mla.v_head_dim}
+        if spec.output_gate:
+            widths["gate"] = mla.v_head_dim
         whole = {name: Matrix(name, spec.num_heads, width) for name, width in widths.items()}
         return {name: _heads(matrix, first, local.num_heads) for name, matrix in whole.items()}
     kv_first = rank * spec.num_kv_heads // size
@@ -83,6 +90,9 @@ def attention_cuts(spec: AttentionSpec, rank: int, size: int) -> dict[str, Cut]:
     for matrix, mine in zip(input_matrices(spec), input_matrices(local), strict=True):
         cuts[matrix.name] = _heads(matrix, kv_first if matrix.name in ("k", "v") else first, mine.heads)
     cuts["o"] = _heads(output_matrix(spec), first, local.num_heads)
+    if spec.indexer is not None and local.indexer is not None:
+        heads = Matrix("index", spec.indexer.num_heads, spec.indexer.head_dim)
+        cuts["index"] = _heads(heads, rank * spec.indexer.num_heads // size, local.indexer.num_heads)
     if spec.sinks:
         cuts["sinks"] = Cut("outputs", first, first + local.num_heads, spec.num_heads)
     return cuts

@@ -323,7 +323,8 @@ class ModelRunner:
 
     def memory(self) -> list[tuple[str, int]]:
         """(what, bytes) of everything that the runner itself holds on the device now."""
-        storages = [cache.rows.untyped_storage() for cache in self._caches]
+        planes = [plane for cache in self._caches for plane in (cache.rows, cache.index_keys) if plane is not None]
+        storages = [plane.untyped_storage() for plane in planes]
         held = {
             "KV cache": sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()),
             "attention workspaces": workspace_bytes(self._forward.to_plan),

@@ -74,7 +74,6 @@ def _layer_lines(config: EngineConfig) -> list[LayerLine]:
             choice = choice._replace(why=DETERMINISTIC)
         geometry = {name: getattr(spec, name) for name in _GEOMETRY}
         kv_bytes = layer_kv(spec, config.cache.dtype).bytes_per_token
-        lines.append(
-            LayerLine(**geometry, kv_bytes_per_token=kv_bytes, backend=backend, reason=choice.reason, mla=spec.mla is not None)
-        )
+        geometry |= {"mla": spec.mla is not None, "indexer": "" if spec.indexer is None else spec.indexer.words}
+        lines.append(LayerLine(**geometry, kv_bytes_per_token=kv_bytes, backend=backend, reason=choice.reason))
     return lines

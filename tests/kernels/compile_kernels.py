@@ -29,6 +29,9 @@ from headrace.kernels.attention import tiling
 from headrace.kernels.attention import triton as paged_attention
 from headrace.kernels.head_routing import RouterWeights
 from headrace.kernels.head_routing import triton as head_routing
+from headrace.kernels.indexer import ChoiceRule, TokenPlaces
+from headrace.kernels.indexer import triton_attention as chosen_attention
+from headrace.kernels.indexer import triton_choice as choice
 from headrace.kernels.inputs import LogitsInputs, RowTensors
 from headrace.kernels.inputs import triton as inputs
 from headrace.kernels.kv_cache import triton as kv_cache
@@ -272,6 +275,24 @@ def compressed() -> None:
     mla.norm_rotate_and_cache_mla(q, projected, rows[0, 0, 0, 64:], 1e-6, torch.zeros(4, 64), rows, slots)
 
 
+def chosen_keys() -> None:
+    """DeepSeek V3.2's indexer, and that of MiniMax M3."""
+    table, place = torch.zeros(4, 64, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    places, index_keys = TokenPlaces(place, place, 1024), torch.zeros(64, 16, 128, dtype=BF16)
+    for dtype in (BF16, torch.float32):
+        latent, keys = torch.zeros(64, 16, 1, 576, dtype=dtype), torch.zeros(64, 16, 4, 256, dtype=dtype)
+        index_keys = index_keys.to(dtype)
+        chosen = choice.choose(
+            torch.zeros(4, 64, 128, dtype=dtype), torch.zeros(4, 64), index_keys, table, places, ChoiceRule(256)
+        )
+        q = torch.zeros(4, 128, 576, dtype=dtype)
+        chosen_attention.attend_chosen(q, latent, latent[..., 64:], table, places, chosen, ChoiceRule(256), scale=0.1)
+        rule = ChoiceRule(4, 128, 1)
+        blocks = choice.choose(torch.zeros(4, 4, 128, dtype=dtype), None, index_keys, table, places, rule)
+        q, options = torch.zeros(4, 64, 128, dtype=dtype), {"scale": 0.1, "batch_invariant": True}
+        chosen_attention.attend_chosen(q, keys[..., :128], keys[..., 128:], table, places, blocks, rule, **options)
+
+
 def mixtures() -> None:
     spec = MoeSpec(
         num_experts=160, top_k=6, intermediate_size=512, num_groups=8, top_groups=3, group_score="top2", correction_bias=True
@@ -421,6 +442,7 @@ if __name__ == "__main__":
         others()
         mixtures()
         compressed()
+        chosen_keys()
         states()
         products()
         fp8_products()

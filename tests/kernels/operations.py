@@ -12,6 +12,9 @@ from torch.nn.functional import embedding
 from headrace.kernels.activation import triton as activation
 from headrace.kernels.attention import triton as paged_attention
 from headrace.kernels.attention.tiling import Geometry, batch_invariant_tiling
+from headrace.kernels.indexer import ChoiceRule, TokenPlaces
+from headrace.kernels.indexer import triton_attention as chosen_attention
+from headrace.kernels.indexer import triton_choice as choice
 from headrace.kernels.linear import triton_matmul as matmul
 from headrace.kernels.mla import triton as mla
 from headrace.kernels.moe import triton as moe
@@ -222,6 +225,24 @@ class Maker:
 
     # ---------------------------------------------------------------------------------------------------- sampling
 
+    def indexer(self, rule: ChoiceRule, heads: int, kv_heads: int) -> Operation:
+        """The choice of keys and attention to them, of decode rows of one cache. Tokens see more or less of it."""
+        lists, blocks = heads // 2, 12
+        index_keys, keys = self.random(blocks, 16, 24), self.random(blocks, 16, kv_heads, 40)
+        weighted, table = rule.block == 1, torch.arange(blocks, dtype=torch.int32).to(self.device)
+
+        def run(q: torch.Tensor, weights: torch.Tensor, wide: torch.Tensor, positions: torch.Tensor) -> Tensors:
+            places = TokenPlaces(torch.arange(len(q), device=self.device).int(), positions, 16 * blocks)
+            tables = table.expand(len(q), -1).contiguous()
+            chosen = choice.choose(q, weights if weighted else None, index_keys, tables, places, rule)
+            out = chosen_attention.attend_chosen(
+                wide, keys, keys[..., 8:], tables, places, chosen, rule, scale=0.2, batch_invariant=True
+            )
+            return chosen, out
+
+        rows = self.random(POOL, lists, 24), self.random(POOL, lists, dtype=torch.float32), self.random(POOL, heads, 40)
+        return Operation((*rows, self.whole(0, 16 * blocks, POOL, dtype=torch.int32)), run)
+
     def log_sums(self) -> Operation:
         return Operation((self.random(POOL, 5003, dtype=torch.float32),), lambda logits: (sample.sample(logits).log_sums,))
 
@@ -273,6 +294,8 @@ def operations(make: Maker) -> Iterator[tuple[str, Callable[[], Operation]]]:
     }.items():  # fmt: skip
         yield f"attention, decode{name}", lambda geometry=geometry: make.decode(*geometry)
         yield f"attention, prompt{name}", lambda geometry=geometry: make.chunk(*geometry)
+    yield "chosen keys, tokens", lambda: make.indexer(ChoiceRule(20), 6, 1)
+    yield "chosen keys, blocks", lambda: make.indexer(ChoiceRule(3, 8, 1), 4, 2)
     extras = {"window": 30, "soft_cap": 4.0, "sinks": True}
     yield "attention, decode, window", lambda: make.decode(2, 2, 64, 64, **extras)
     yield "attention, prompt, window", lambda: make.chunk(2, 2, 64, 64, **extras)

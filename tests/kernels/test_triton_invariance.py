@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:i
 DTYPES = ["float32", "bfloat16"]
 SIZES = (1, 2, 3, 5, 17, 33, 64)
 NAMES = [name for name, _ in operations(Maker(torch.float32, torch.device("cpu")))]
-SLOW = ("full width", "2048", "biases", "experts, ", "draws", "attention, decode", "attention, prompt", "3 of 80")
+SLOW = ("full width", "2048", "biases", "experts, ", "draws", "attention, decode", "attention, prompt", "3 of 80", "chosen")
 """Cases that are slow in the interpreter; they are cut up as others are."""
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.models import hybrids, mixtures
+from support.models import hybrids, indexed, mixtures
 from support.models.cases import CASES, GEMMA3, GEMMA4, SMALL
 from transformers import (
     BertConfig,
@@ -50,7 +50,7 @@ def test_every_architecture_is_in_the_table_of_models() -> None:
 def test_every_family_is_tested_against_transformers() -> None:
     """Elastic attention, which transformers does not have, is tested in tests/runner/parts/test_sparse.py."""
     elastic = {"PawQwen3ForCausalLM", "PawLlamaForCausalLM"}
-    tested = {model_class.__name__ for model_class, _, _ in CASES.values()} | hybrids.architectures()
+    tested = {model_class.__name__ for model_class, _, _ in CASES.values()} | hybrids.architectures() | indexed.architectures()
     assert tested == set(registry.supported()) - elastic
 
 

@@ -31,9 +31,15 @@ def parts(whole: ModelSpec, size: int, **sizes: bool) -> list[ModelSpec]:
     return [shard_model(whole, rank, ParallelSizes(size, **sizes)) for rank in range(size)]
 
 
-def same_on_ranks(whole: Decoder, state: dict[str, torch.Tensor], specs: list[ModelSpec], steps: int = STEPS) -> None:
+def same_on_ranks(
+    whole: Decoder,
+    state: dict[str, torch.Tensor],
+    specs: list[ModelSpec],
+    steps: int = STEPS,
+    lengths: tuple[int, int] = (1, 13),
+) -> None:
     """Tokens and logprobs of every rank are those of the whole model; ranks have the same bits."""
-    prompts = [prompt(length) for length in (1, 13)]
+    prompts = [prompt(length) for length in lengths]
     prompts = [[token % whole.spec.vocab_size for token in one] for one in prompts]
     expected, expected_logits = Bench(whole).generate(prompts, steps)
 

@@ -89,17 +89,25 @@ class MLASelfAttention(nn.Module):
         """``[T, hidden] -> [T, hidden]``"""
         spec, projected = self.spec, self.a_proj(x)
         latent = projected[:, projected.shape[1] - spec.row_width :]
-        q = self._queries(x, projected).view(len(projected), spec.num_heads, self.head_dim)
+        q = self._queries(x, projected, cos_sin, ctx).view(len(projected), spec.num_heads, self.head_dim)
         out: torch.Tensor = self.o_proj(
             self.attention.forward_qkv(q, latent, self.kv_a_layernorm, self.kv_b_proj.weight, ctx, cos_sin)
         )
         return out
 
-    def _queries(self, x: Activations, projected: torch.Tensor) -> torch.Tensor:
+    def _queries(
+        self, x: Activations, projected: torch.Tensor, cos_sin: torch.Tensor | None, ctx: ForwardContext
+    ) -> torch.Tensor:
         if self.q_a_layernorm is None:
             return self.q_proj(x)  # type: ignore[no-any-return]
         rank = projected.shape[1] - self.spec.row_width
-        return self.q_b_proj(self.q_a_layernorm(projected[:, :rank]))  # type: ignore[no-any-return]
+        compressed = self.q_a_layernorm(projected[:, :rank])
+        self._index(x, compressed, cos_sin, ctx)
+        return self.q_b_proj(compressed)  # type: ignore[no-any-return]
+
+    def _index(self, x: Activations, compressed: Activations, cos_sin: torch.Tensor | None, ctx: ForwardContext) -> None:
+        """Sees the input and the compressed queries, normed: an indexer of the layer chooses here."""
+        return None
 
 
 def _rotated_last(width: int, rotated: tuple[int, ...]) -> tuple[int, ...]:

@@ -154,6 +154,8 @@ class Bench:
         for cache in self.caches:
             if cache.group == group:
                 cache.rows[block] = torch.nan
+                if cache.index_keys is not None:
+                    cache.index_keys[block] = torch.nan
         self.free[group].insert(0, block)
 
     def step(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
@@ -205,10 +206,10 @@ CASES: dict[str, tuple[str, dict]] = {
 }
 
 
-def architectures() -> set[str]:
+def architectures(cases: Mapping[str, tuple[str, dict]] = CASES) -> set[str]:
     """The architectures of all cases."""
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    return {names[kind] for kind, _ in CASES.values()}
+    return {names[kind] for kind, _ in cases.values()}
 
 
 def redraw(model: PreTrainedModel) -> None:

@@ -68,11 +68,17 @@ class AdapterTables(RunnerPart):
         """Reads an adapter into the host's memory. Raises ConfigError where it does not fit the model."""
         if files.digest in self._loaded or files.digest in self._images:
             return
-        adapter = self._targets.read(files, self._dtype)
-        if self._copies is None:
-            self._loaded[files.digest] = adapter
-        else:
-            self._images[files.digest] = self._targets.image(adapter, pinned=True)
+        threads = torch.get_num_threads()
+        # Hundreds of small operations: threads would wait for each other after every one, and long where cores are busy.
+        torch.set_num_threads(1)
+        try:
+            adapter = self._targets.read(files, self._dtype)
+            if self._copies is None:
+                self._loaded[files.digest] = adapter
+            else:
+                self._images[files.digest] = self._targets.image(adapter, pinned=True)
+        finally:
+            torch.set_num_threads(threads)
 
     def drop(self, digest: str) -> None:
         """Forgets an adapter that no sequence has. Its place on the device keeps it until another needs the place."""

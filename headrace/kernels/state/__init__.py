@@ -19,8 +19,10 @@ from headrace.kernels.state.reference import Gate
 
 if TYPE_CHECKING:
     from headrace.kernels.state import triton as kernels
+    from headrace.kernels.state import triton_scan as scans
 else:
     kernels = gpu.Late(f"{__name__}.triton")
+    scans = gpu.Late(f"{__name__}.triton_scan")
 
 __all__ = [
     "Gate",
@@ -159,7 +161,7 @@ def selective_scan(
         ``[T, channels]`` float32.
     """
     if gpu.takes(x):
-        return kernels.selective_scan(x, dt, b, c, rate, d, dt_bias, state, step)
+        return scans.selective_scan(x, dt, b, c, rate, d, dt_bias, state, step)
     library = kernels_for(x)
     if library is not None and state.dtype in DTYPES and x.dtype == dt.dtype == b.dtype == c.dtype:
         return native.selective_scan(library, x, dt, b, c, rate, d, dt_bias, state, step)

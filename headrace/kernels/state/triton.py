@@ -25,8 +25,6 @@ from headrace.kernels.triton_pdl import begin, options
 
 _CHANNELS = 128
 """Channels of a convolution of one program."""
-_SCANNED = 32
-"""Channels of Mamba-1 of one program."""
 _TILE_CHANNELS = 64
 """Channels of a tile of a prompt's convolution."""
 _NORMED = 1024
@@ -305,56 +303,6 @@ def _state_space(
     tl.store(place, held.to(state.dtype.element_ty), mask=inside)
 
 
-@launched(do_not_specialize=["channels"])
-def _selective_scan(
-    x,
-    dt,
-    b,
-    c,
-    rate,
-    d,
-    dt_bias,
-    state,
-    out,
-    query_start,
-    blocks,
-    channels,
-    x_row: tl.int64,
-    dt_row: tl.int64,
-    b_row: tl.int64,
-    c_row: tl.int64,
-    state_block: tl.int64,
-    SIZE: tl.constexpr,
-    SIZE_P: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """``CHANNELS`` channels of a row."""
-    begin(PDL)
-    row = tl.program_id(1)
-    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    number = tl.arange(0, SIZE_P)
-    present, in_size = channel < channels, number < SIZE
-    inside = present[:, None] & in_size[None, :]
-    block = tl.load(blocks + row).to(tl.int64)
-    live = block >= 0
-    at = channel[:, None] * SIZE + number[None, :]
-    place = state + tl.maximum(block, 0) * state_block + at
-    held = tl.load(place, mask=inside & live, other=0.0).to(tl.float32)
-    rates = tl.load(rate + at, mask=inside, other=0.0)
-    added, factor = tl.load(dt_bias + channel, mask=present, other=0.0), tl.load(d + channel, mask=present, other=0.0)
-    for token in range(tl.load(query_start + row).to(tl.int64), tl.load(query_start + row + 1).to(tl.int64)):
-        value = tl.load(x + token * x_row + channel, mask=present, other=0.0).to(tl.float32)
-        delta = softplus(tl.load(dt + token * dt_row + channel, mask=present, other=0.0).to(tl.float32) + added)
-        write = tl.load(b + token * b_row + number, mask=in_size, other=0.0).to(tl.float32)
-        read = tl.load(c + token * c_row + number, mask=in_size, other=0.0).to(tl.float32)
-        held = held * tl.exp(rates * delta[:, None]) + (delta * value)[:, None] * write[None, :]
-        result = tl.where(live, tl.sum(held * read[None, :], 1) + factor * value, 0.0)
-        tl.store(out + token * channels + channel, result, mask=present)
-        held = held.to(state.dtype.element_ty).to(tl.float32)
-    tl.store(place, held.to(state.dtype.element_ty), mask=inside & live)
-
-
 @launched(do_not_specialize=["count", "groups"])
 def _gated_norm(
     x,
@@ -406,7 +354,7 @@ def causal_conv(
     step: StateMetadata,
 ) -> torch.Tensor:
     """Kernel version of ``headrace.kernels.state.causal_conv``."""
-    x, weight = _rows(x), weight.contiguous()
+    x, weight = token_rows(x), weight.contiguous()
     out = outputs(step, len(x), len(weight), x.dtype, x.device)
     if step.decode_rows and len(x):
         _convolve_rows(x, weight, bias, activation, cache, step, out)
@@ -512,7 +460,7 @@ def delta_rule(
     """Kernel version of ``headrace.kernels.state.delta_rule``."""
     heads, value_dim, key_dim = state.shape[1:]
     by_token = step.by_token or decay.shape[1] > heads
-    qkv, decay, beta = _rows(qkv), _rows(decay), _rows(beta)
+    qkv, decay, beta = token_rows(qkv), token_rows(decay), token_rows(beta)
     out = outputs(step, len(qkv), heads * value_dim, torch.float32, qkv.device)
     if not len(qkv):
         return out
@@ -563,7 +511,7 @@ def state_space(
 ) -> torch.Tensor:
     """Kernel version of ``headrace.kernels.state.state_space``."""
     heads, width, size = state.shape[1:]
-    xbc, dt = _rows(xbc), _rows(dt)
+    xbc, dt = token_rows(xbc), token_rows(dt)
     out = outputs(step, len(xbc), heads * width, torch.float32, xbc.device)
     if not len(xbc):
         return out
@@ -599,56 +547,11 @@ def state_space(
     return out
 
 
-def selective_scan(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    rate: torch.Tensor,
-    d: torch.Tensor,
-    dt_bias: torch.Tensor,
-    state: torch.Tensor,
-    step: StateMetadata,
-) -> torch.Tensor:
-    """Kernel version of ``headrace.kernels.state.selective_scan``."""
-    x, dt, b, c = _rows(x), _rows(dt), _rows(b), _rows(c)
-    channels, size = rate.shape
-    out = torch.empty(len(x), channels, dtype=torch.float32, device=x.device)
-    if not len(x):
-        return out
-    tile = min(_SCANNED, power_of_two(channels))
-    _selective_scan[(cdiv(channels, tile), step.num_rows)](
-        x,
-        dt,
-        b,
-        c,
-        rate.contiguous(),
-        d,
-        dt_bias,
-        state,
-        out,
-        step.query_start,
-        step.blocks,
-        channels,
-        x.stride(0),
-        dt.stride(0),
-        b.stride(0),
-        c.stride(0),
-        state.stride(0),
-        SIZE=size,
-        SIZE_P=power_of_two(size),
-        CHANNELS=tile,
-        num_warps=_WARPS,
-        **options(x.device),
-    )
-    return out
-
-
 def gated_norm(
     x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, width: int, gate: Gate, gate_first: bool
 ) -> torch.Tensor:
     """Kernel version of ``headrace.kernels.state.gated_norm``."""
-    x, z = x.contiguous(), _rows(z)
+    x, z = x.contiguous(), token_rows(z)
     out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     if not len(z):
         return out
@@ -675,6 +578,6 @@ def gated_norm(
     return out
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def token_rows(x: torch.Tensor) -> torch.Tensor:
     """x with the channels of a token side by side: it may be a slice of wider rows."""
     return x if x.stride(1) == 1 else x.contiguous()

@@ -18,6 +18,7 @@ from headrace.kernels.state.reference import (
     selective_scan_ref,
     state_space_ref,
 )
+from headrace.kernels.state.triton_scan import selective_scan
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -62,7 +63,7 @@ class Case:
             self.shape = (heads, width, size)
         elif name == "scan":
             channels, size = 40, 12
-            self.kernel, self.reference = kernels.selective_scan, selective_scan_ref
+            self.kernel, self.reference = selective_scan, selective_scan_ref
             self.inputs = slices(tokens, channels, channels, size, size, dtype=dtype, device=device)
             self.weights = [-torch.rand(channels, size).to(device), *torch.randn(2, channels).to(device)]
             self.shape = (channels, 1, size)

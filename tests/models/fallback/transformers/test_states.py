@@ -56,7 +56,6 @@ def scan(**changes: Any) -> SelectiveScan:
         (scan, {"delta_softplus": False}, "do not go through softplus"),
         (scan, {"return_last_state": True}, "its state takes return_last_state"),
     ],
-    ids=str,
 )
 def test_calls_that_kernels_do_not_support_are_refused(call: Any, changes: dict[str, Any], why: str) -> None:
     call()

@@ -18,6 +18,7 @@ import json
 import os
 import site
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -113,10 +114,7 @@ def model_facts(llm: Any, impl: str) -> dict[str, Any]:
 
 
 def register_qwen35() -> None:
-    """Makes vLLM run the text part of Qwen3.5 alone: it has the model, and knows it as a part of the one with pictures.
-
-    vLLM starts its engine in a fork of this process, which knows what is registered here.
-    """
+    """Makes vLLM run the text part of Qwen3.5 alone: it has the model, and knows it as a part of the one with pictures."""
     from vllm import ModelRegistry
 
     if QWEN35 in ModelRegistry.get_supported_archs():
@@ -127,6 +125,17 @@ def register_qwen35() -> None:
     names = ("get_mamba_state_dtype_from_config", "get_mamba_state_shape_from_config", "get_mamba_state_copy_func")
     states = {name: Qwen3_5ForConditionalGeneration.__dict__[name] for name in names}
     ModelRegistry.register_model(QWEN35, type("Qwen35Text", (Qwen3_5ForCausalLM, IsHybrid), states))
+
+
+def add_plugin(folder: Path) -> None:
+    """Has every process of vLLM call ``register_qwen35``: its engine is another one than this."""
+    about = folder / "headrace_qwen35-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: headrace-qwen35\nVersion: 1\n", encoding="utf-8")
+    entry = "[vllm.general_plugins]\nqwen35 = vllm_peer:register_qwen35\n"
+    (about / "entry_points.txt").write_text(entry, encoding="utf-8")
+    # Processes that are spawned get this path too.
+    sys.path.insert(0, str(folder))
 
 
 def run(options: argparse.Namespace) -> None:
@@ -141,7 +150,8 @@ def run(options: argparse.Namespace) -> None:
         # Of vLLM's backends, the one that reads the same grammar, with the library that headrace uses.
         more["structured_outputs_config"] = {"backend": "guidance"}
     if QWEN35 in config["architectures"]:
-        register_qwen35()
+        plugins = tempfile.TemporaryDirectory()
+        add_plugin(Path(plugins.name))
     if "mamba_ssm_dtype" in config:
         more["mamba_ssm_cache_dtype"] = config["mamba_ssm_dtype"]
     start = time.perf_counter()

@@ -211,6 +211,7 @@ def page(verdicts: Sequence[Verdict], version: str = transformers.__version__, n
     """
     runs = [verdict for verdict in verdicts if verdict.runs and not verdict.fault]
     foreign = {verdict.architecture for verdict in runs if not verdict.native}
+    alone = sum(verdict.native for verdict in verdicts) - sum(verdict.native for verdict in runs)
     lines = [
         "# Architectures",
         "",
@@ -222,7 +223,7 @@ def page(verdicts: Sequence[Verdict], version: str = transformers.__version__, n
         "",
         "Made by `PYTHONPATH=tests python -m support.models.architectures --write docs` with transformers "
         f"{version}: {len(runs)} of {len(verdicts)} model types run, {len(foreign)} of their "
-        "architectures without a native implementation."
+        f"architectures without a native implementation; {alone} more run natively alone."
         + (f" Rows of transformers {transformers.__version__}: {', '.join(sorted(newer))}." if newer else ""),
         "",
         "| model_type | architecture | native | through transformers | largest difference of a logprob |",

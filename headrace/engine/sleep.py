@@ -146,7 +146,8 @@ class SleepingMemory:
         tensors, encoder = model_tensors(self._model), self._runner.encoder
         self._weights = ReleasableMemory(tensors.weights)
         self._kept = ReleasableMemory([*tensors.kept, *(() if encoder is None else encoder.weights())])
-        self._kv = ReleasableMemory(cache.rows for cache in self._runner.caches)
+        planes = (plane for cache in self._runner.caches for plane in (cache.rows, cache.index_keys))
+        self._kv = ReleasableMemory(plane for plane in planes if plane is not None)
         self._made = True
 
     @torch.inference_mode()

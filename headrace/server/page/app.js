@@ -170,7 +170,7 @@ function view(id, answered, picked) {
     regenerate: () => generate(node.parent),
     toggle: () => { node.showTokens = !node.showTokens; draw(); },
     result: (callId, content) => answer(store.add(talk, id, { role: "tool", callId, content })),
-    explain: () => explainView(node.answerId),
+    explain: () => explainView(node.answerId, node.model),
     attention: () => attentionView({ model: node.model, messages: messages(id) }),
     ...(picked === undefined ? {} : { picked: picked === id, pick: () => { talk.chosen[node.parent] = id; keep(); draw(); } }),
   };

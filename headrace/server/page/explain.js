@@ -4,10 +4,10 @@ import { h } from "./dom.js";
 
 const PHASES = [["waited", "queue_ms"], ["prompt", "prompt_ms"], ["answer", "generation_ms"]];
 
-/** @param id of the answer. */
-export function explainView(id) {
+/** @param id of the answer. @param model that gave it: a server may have several. */
+export function explainView(id, model) {
   const place = h("section", { "aria-label": "explanation" }, h("p", { class: "dim", role: "status" }, "asking the server\u2026"));
-  call(`v1/explain/${encodeURIComponent(id)}`).then((answer) => answer.json()).then((found) => place.replaceChildren(...shown(found)))
+  call(`v1/explain/${encodeURIComponent(id)}?model=${encodeURIComponent(model)}`).then((answer) => answer.json()).then((found) => place.replaceChildren(...shown(found)))
     .catch((error) => place.replaceChildren(h("p", { class: "error", role: "alert" }, error.message)));
   return place;
 }

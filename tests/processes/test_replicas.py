@@ -318,7 +318,7 @@ def test_what_is_sent_to_a_replica_that_stands_still_is_lost_with_it(stubs: Any)
 
 
 def test_capacity_counts_what_a_token_needs_of_each_group() -> None:
-    assert capacity_of(INFO) == (2, 64, 1600)
+    assert capacity_of(INFO) == (2, 64, 1600, 0)
 
 
 # Real processes

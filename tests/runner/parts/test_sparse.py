@@ -22,6 +22,7 @@ from headrace.core.sparse import SparsePrompt
 from headrace.errors import ConfigError, EngineError
 from headrace.model_spec import ELASTIC_MODES
 from headrace.model_spec.kv import FP8_KV
+from headrace.runner.parts.attention import AttentionWatch
 from headrace.runner.replay import replay
 
 
@@ -418,7 +419,7 @@ def test_models_without_sparse_prompts_are_as_ever() -> None:
     engine = Engine(SparseWorld())  # type: ignore[arg-type]
     engine.add(request("r", prompt(52, 300), max_tokens=2))
     engine.run()
-    assert engine.runner.parts == []
+    assert [type(part) for part in engine.runner.parts] == [AttentionWatch]
     assert not any(isinstance(backend, WithSparsePrompts) for backend in engine.runner.backends)
     assert not any(result.sparse for result in engine.results)
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, did_you_mean, listed
 from headrace.layers.linear import connect
 from headrace.model_spec import ModelSpec
 from headrace.models.cuts import shard_table
@@ -105,16 +105,16 @@ def model_spec(hf_config: HFConfig) -> ModelSpec:
     """Reads the spec of a model from its Hugging Face configuration.
 
     Raises:
-        ConfigError: the architecture is unsupported (the message lists the supported ones), or a field of the configuration
+        ConfigError: the architecture is unsupported (the message names some that are), or a field of the configuration
             is; the message names the field, and the layer if it is per layer.
     """
     family = find(hf_config)
     if family is None:
         own = _own_text(hf_config)
         named = getattr(own, "architectures", None) or [own.model_type]
-        raise ConfigError(
-            f"architecture {' / '.join(map(str, named))} is not supported; supported are: {', '.join(supported())}", "model"
-        )
+        name, names = " / ".join(map(str, named)), supported()
+        known = f"supported are: {listed(names, 12)}{did_you_mean(name, names)}"
+        raise ConfigError(f"architecture {name} is not supported; {known}", "model")
     find_scheme(hf_config)
     return dataclasses.replace(family.model_spec(_own_text(hf_config)), vision=vision.vision_spec(hf_config))
 

@@ -67,6 +67,7 @@ from headrace.kernels.sparse import triton_means as sparse_means
 from headrace.kernels.sparse import triton_select as sparse_select
 from headrace.kernels.state import StateMetadata
 from headrace.kernels.state import triton as state
+from headrace.kernels.state import triton_scan as scan
 from headrace.kernels.support import NATIVE_FP8_SM, Resources
 from headrace.model_spec import AttentionSpec, MoeSpec, layer_kv
 from headrace.model_spec.kv import FP8_KV
@@ -265,7 +266,7 @@ def states() -> None:
         state.state_space(qkv, qkv[:, :32], numbers, numbers, numbers, held, step, (0.0, float("inf")))
         rates, channels = torch.zeros(4096, 16), torch.zeros(4096)
         scanned = qkv[:, :4096], qkv[:, :4096], qkv[:, :16], qkv[:, 16:32]
-        state.selective_scan(*scanned, rates, channels, channels, torch.zeros(8, 4096, 1, 16), step)
+        scan.selective_scan(*scanned, rates, channels, channels, torch.zeros(8, 4096, 1, 16), step)
     state.gated_norm(torch.zeros(1, 4096), qkv[:1, :4096], torch.zeros(128, dtype=BF16), 1e-6, 128, "silu", False)
 
 

@@ -55,7 +55,8 @@ def test_compiles(part: str, tmp_path: Path) -> None:
         assert set(line["ahead"]) <= allowed, line
     # See ``tiling.cut``.
     attention = [(line["widths"], line["asynchronous"]) for line in lines if "widths" in line]
-    assert ([128, 128], True) in attention and ([32, 20], True) not in attention
+    if part != "experts":
+        assert ([128, 128], True) in attention and ([32, 20], True) not in attention
     if part == "rest":
         assert ([32, 20], False) in attention
         # Sums of eight warps, 16 rows and 8 outputs: the factors of a product of few rows do not go by way of shared memory.

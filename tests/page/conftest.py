@@ -14,13 +14,13 @@ from support.server.scripted import ScriptedLLM, tokenizer
 
 from headrace.server.settings import ServerSettings
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="the browser tests need the extra page-tests")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Open no longer than the module's tests: Playwright runs an event loop in this thread, beside which no other can run."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="the browser tests need the extra page-tests")
     if CHROMIUM is None:
         pytest.skip("no Chromium on this machine")
     arguments = ["--no-sandbox"] if os.geteuid() == 0 else []

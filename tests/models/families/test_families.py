@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.models.cases import CASES, SMALL, VOCAB, greedy, pair, prompt
-from support.models.harness import Bench, Seq, in_company, random_model
+from support.models.cases import CASES, SMALL, VOCAB, pair, prompt
+from support.models.harness import Bench, Seq, random_model
 
 from headrace.attention import select
 from headrace.models import registry
+
+from .equality import check_company, check_greedy, close
 
 STEPS = 26
 LENGTHS = (1, 13, 30)
 
 
-def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    torch.testing.assert_close(ours.log_softmax(-1), theirs.log_softmax(-1), atol=1e-4, rtol=0)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_greedy_equals_transformers(name: str) -> None:
     theirs, ours = pair(name)
-    prompts = [prompt(length) for length in LENGTHS]
-    tokens, logits = Bench(ours).generate(prompts, STEPS)
-    for index, one in enumerate(prompts):
-        expected, expected_logits = greedy(theirs, one, STEPS)
-        assert tokens[index] == expected
-        close(logits[index], expected_logits)
+    check_greedy(theirs, Bench(ours), LENGTHS, STEPS)
 
 
 PLAINER = ("gemma4-shared", "llama-tied", "mistral-window", "qwen2-mixed", "gemma3", "deepseek-v2")
@@ -55,13 +48,7 @@ AS_OTHERS = ("llama-tied", "llama-biases", "llama-gelu", "llama-linear", "llama-
 def test_chunks_hits_preemption_and_company_change_nothing(name: str) -> None:
     """Four sequences in one cache: in chunks beside others, from another's blocks, and taken away and resumed."""
     _, ours = pair(name)
-    tokens = [prompt(33), prompt(21)]
-    steps = 7
-    (one, two), (one_logits, two_logits) = Bench(ours, seed=5).generate(tokens, steps)
-    got = in_company(ours, tokens, steps)
-    for logits, wanted, wanted_logits in zip(got, (one, two, one), (one_logits, two_logits, one_logits), strict=True):
-        assert logits.argmax(-1).tolist() == wanted
-        close(logits, wanted_logits)
+    check_company(ours)
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 5, 16, 31])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from support.models.cases import greedy, prompt
-from support.models.harness import Bench, in_company
+from support.models.harness import Bench
 from support.models.hybrids import CASES, pair
 
 from headrace.models import registry
+
+from .equality import check_company, check_greedy
 
 STEPS = 12
 LENGTHS = (1, 30, 70)
@@ -22,19 +22,14 @@ MIXED = ("qwen3.5-moe", "lfm2-moe", "falcon-h1", "nemotron-h-latent")
 NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in COMMON else name for name in CASES]
 
 
-def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    torch.testing.assert_close(ours.log_softmax(-1), theirs.log_softmax(-1), atol=2e-4, rtol=0)
+NEAR = 2e-4
+"""Bound of the difference of a logprob in float32."""
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_equals_transformers(name: str) -> None:
     theirs, ours = pair(name)
-    prompts = [prompt(length) for length in LENGTHS]
-    tokens, logits = Bench(ours, num_blocks=160).generate(prompts, STEPS)
-    for index, one in enumerate(prompts):
-        expected, expected_logits = greedy(theirs, one, STEPS)
-        assert tokens[index] == expected
-        close(logits[index], expected_logits)
+    tokens = check_greedy(theirs, Bench(ours, num_blocks=160), LENGTHS, STEPS, NEAR)
     assert len({token for sequence in tokens for token in sequence}) > STEPS
 
 
@@ -42,13 +37,7 @@ def test_greedy_equals_transformers(name: str) -> None:
 def test_chunks_copies_preemption_and_company_change_nothing(name: str) -> None:
     """Four sequences in one cache: in chunks beside others, from another's state, and taken away and resumed."""
     _, ours = pair(name)
-    tokens = [prompt(33), prompt(21)]
-    steps = 7
-    (one, two), (one_logits, two_logits) = Bench(ours, seed=5).generate(tokens, steps)
-    got = in_company(ours, tokens, steps, padding=True)
-    for logits, wanted, wanted_logits in zip(got, (one, two, one), (one_logits, two_logits, one_logits), strict=True):
-        assert logits.argmax(-1).tolist() == wanted
-        close(logits, wanted_logits)
+    check_company(ours, padding=True, near=NEAR)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.models.cases import greedy, prompt
-from support.models.harness import Bench, copy_weights, in_company
+from support.models.harness import Bench, copy_weights
 from support.models.indexed import CASES, LIGHTNING, M3, pair
 from transformers import CONFIG_MAPPING
 
@@ -19,6 +19,8 @@ from headrace.model_spec import IndexerSpec, ModelSpec, layer_kv
 from headrace.models import registry
 from headrace.parallel.shards import shard_attention
 
+from .equality import check_company, check_greedy, close
+
 STEPS = 10
 LENGTHS = (1, 30, 70)
 KINDS = ("glm-dsa", "minimax-m3")
@@ -27,19 +29,10 @@ ALIKE = ("minimax-m3-local", "minimax-m3-pictures")
 """Cases like others here, but for a number or the parts beside the text."""
 
 
-def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    torch.testing.assert_close(ours.log_softmax(-1), theirs.log_softmax(-1), atol=1e-4, rtol=0)
-
-
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in ALIKE else name for name in CASES])
 def test_greedy_equals_transformers(name: str) -> None:
     theirs, ours = pair(name)
-    prompts = [prompt(length) for length in LENGTHS]
-    tokens, logits = Bench(ours, num_blocks=160).generate(prompts, STEPS)
-    for index, one in enumerate(prompts):
-        expected, expected_logits = greedy(theirs, one, STEPS)
-        assert tokens[index] == expected
-        close(logits[index], expected_logits)
+    tokens = check_greedy(theirs, Bench(ours, num_blocks=160), LENGTHS, STEPS)
     assert len({token for sequence in tokens for token in sequence}) >= STEPS
 
 
@@ -47,13 +40,7 @@ def test_greedy_equals_transformers(name: str) -> None:
 def test_chunks_copies_preemption_and_company_change_nothing(name: str) -> None:
     """Four sequences in one cache: in chunks beside others, from another's blocks, and taken away and resumed."""
     _, ours = pair(name)
-    tokens = [prompt(33), prompt(21)]
-    steps = 7
-    (one, two), (one_logits, two_logits) = Bench(ours, seed=5).generate(tokens, steps)
-    got = in_company(ours, tokens, steps, padding=True)
-    for logits, wanted, wanted_logits in zip(got, (one, two, one), (one_logits, two_logits, one_logits), strict=True):
-        assert logits.argmax(-1).tolist() == wanted
-        close(logits, wanted_logits)
+    check_company(ours, padding=True)
 
 
 def within_reach(spec: ModelSpec, top_k: int) -> ModelSpec:

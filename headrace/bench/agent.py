@@ -174,7 +174,7 @@ def run(llm: LLM, options: AgentOptions, *, tell: Callable[[str], None]) -> dict
     agents = Agents(options, info.vocab_size, info.max_model_len, _turn_mark(llm))
     cache, reuse, exchanges = EndlessCache(info.state_grid or info.block_size), Reuse(), []
     sampling = SamplingParams(temperature=0.0, max_tokens=agents.answer_len, ignore_eos=True, detokenize=False)
-    told, most_snapshots, start, rounds = hashlib.blake2b(digest_size=16), 0, time.perf_counter(), 0
+    digest, most_snapshots, start, rounds = hashlib.blake2b(digest_size=16), 0, time.perf_counter(), 0
     while agents.open:
         rounds += 1
         tell(f"round {rounds}: {len(agents.open)} conversations")
@@ -185,7 +185,7 @@ def run(llm: LLM, options: AgentOptions, *, tell: Callable[[str], None]) -> dict
             answer = output.outputs[0].token_ids
             reuse.add(found, output)
             exchanges.append(_exchange(output))
-            told.update(array("q", answer).tobytes())
+            digest.update(array("q", answer).tobytes())
             # The KV of the last token is not computed.
             cache.add([*prompt, *answer[:-1]])
         most_snapshots = max(most_snapshots, llm.stats.state_snapshots)
@@ -202,7 +202,7 @@ def run(llm: LLM, options: AgentOptions, *, tell: Callable[[str], None]) -> dict
                 "saved": stats.state_snapshots_saved,
                 "skipped": dict(stats.state_snapshots_skipped),
             },
-            "answers": told.hexdigest(),
+            "answers": digest.hexdigest(),
         }
         | facts(load_before)
     )

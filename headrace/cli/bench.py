@@ -292,7 +292,7 @@ def agent(args: EngineArgs, options: AgentOptions, to: ReportOptions) -> None:
         args = dataclasses.replace(args, skip_tokenizer_init=True)
     with (
         _status("starting the engine") as tell,
-        LLM(**{field.name: getattr(args, field.name) for field in dataclasses.fields(args)}) as llm,
+        LLM(**vars(args)) as llm,
     ):
         report = bench.run(llm, options, tell=tell)
     found = report["prefix_cache"]

@@ -152,12 +152,13 @@ class ExpertsMethod:
         whole.narrow(-2, start, rows.shape[-2]).copy_(rows)
 
     def rounds(self, matrix: str) -> bool:
-        """Returns whether ``load_floats`` can round new values to the format of a matrix."""
-        return True
+        """Returns whether ``load_floats`` can round new values to the format of a matrix. Floats are parameters, which updates
+        write themselves."""
+        return False
 
     def load_floats(self, layer: Experts, matrix: str, floats: torch.Tensor, expert: int | None, start: int) -> None:
         """Rounds new values into the memory of the present ones, which captured graphs refer to. Arguments as of ``load``."""
-        self.load(layer, matrix, StoredMatrix("floats", lambda: floats), expert, start)
+        raise TypeError(f"new values are not rounded to {self.format}")
 
     def apply(
         self, layer: Experts, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, plus: torch.Tensor | None

@@ -152,6 +152,7 @@ def run(options: argparse.Namespace) -> None:
     if QWEN35 in config["architectures"]:
         plugins = tempfile.TemporaryDirectory()
         add_plugin(Path(plugins.name))
+    more |= dict(options.option)
     if "mamba_ssm_dtype" in config:
         more["mamba_ssm_cache_dtype"] = config["mamba_ssm_dtype"]
     start = time.perf_counter()
@@ -236,6 +237,14 @@ def share(text: str) -> float:
     return value
 
 
+def option(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=JSON") from None
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder with a config.json")
@@ -250,6 +259,14 @@ def arguments() -> argparse.Namespace:
         "--constrain",
         choices=["json-schema"],
         help="hold outputs to the same grammars as headrace bench throughput --constrain",
+    )
+    parser.add_argument(
+        "--option",
+        type=option,
+        action="append",
+        default=[],
+        metavar="NAME=JSON",
+        help="another argument of vllm.LLM, as 'quantization=\"fp8\"' or 'gdn_prefill_backend=\"triton\"'",
     )
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs that compute each step together")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs, no torch.compile")

@@ -45,8 +45,8 @@ class Case:
         """Arguments between the inputs and the states."""
         self.last: list = []
         """Arguments behind the step."""
-        self.long = 7 if name == "delta-channels" else LONG
-        """Tokens of the longest row: no prompt with a decay for each channel is absorbed in tiles."""
+        self.long = 7 if name in ("delta-channels", "scan") else LONG
+        """Tokens of the longest row: these two absorb no prompt in tiles."""
         tokens = self.long + 11
         if name.startswith("conv"):
             channels, taps = (150, 4) if name == "conv" else (16, 3)

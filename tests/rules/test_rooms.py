@@ -16,7 +16,6 @@ FILES = 25
 IMPORTS = 18
 
 BUSY = {
-    "headrace.models.registry": "lists every family",
     "headrace.frontend.async_llm": "the whole asynchronous API",
     "headrace.frontend.llm": "the whole offline API",
 }

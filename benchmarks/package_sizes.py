@@ -1,10 +1,10 @@
-"""Counts the package by room at two revisions: lines, files, imports, and how far optional subsystems reach.
+"""Counts the code by package at two revisions: lines, files, imports, and how far optional subsystems reach.
 
-    python benchmarks/rooms.py 49275927 HEAD
+    python benchmarks/package_sizes.py 49275927 HEAD
 
-A room is a folder or a module that stands directly in headrace/. Lines of code have no blank lines, comments or docstrings.
-Imports of a module are the modules of ours that it imports at its top, under TYPE_CHECKING too; a room imports a subsystem
-if one of its modules imports one, anywhere, in whose name a word of the subsystem stands.
+A package is a folder or a module that stands directly in headrace/. Lines of code have no blank lines, comments or docstrings.
+Imports of a module are the modules of ours that it imports at its top, under TYPE_CHECKING too. A package imports a subsystem
+if one of its modules imports, anywhere, a module in whose name a word of the subsystem stands.
 """
 
 from __future__ import annotations
@@ -16,21 +16,15 @@ import subprocess
 import tarfile
 import tokenize
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parents[1]
 SUBSYSTEMS = {"sparse heads": ("sparse",), "media": ("media", "vision", "multimodal")}
 BUSIEST = 10
 _NOT_CODE = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENCODING,
-    tokenize.ENDMARKER,
-}
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER,
+}  # fmt: skip
 
 
 class Tree:
@@ -40,9 +34,9 @@ class Tree:
         archive = subprocess.run(["git", "archive", revision, "headrace"], cwd=ROOT, check=True, capture_output=True).stdout
         with tarfile.open(fileobj=io.BytesIO(archive)) as files:
             members = [member for member in files.getmembers() if member.isfile() and member.name.endswith(".py")]
-            self.sources = {_name(member.name): files.extractfile(member).read().decode() for member in members}  # type: ignore[union-attr]
-        self.packages = {_name(member.name) for member in members if member.name.endswith("/__init__.py")}
-        self.trees = {name: ast.parse(source) for name, source in self.sources.items()}
+            sources = {_name(member.name): files.extractfile(member).read().decode() for member in members}  # type: ignore[union-attr]
+        self.trees = {name: ast.parse(source) for name, source in sources.items()}
+        self.lines = {name: code_lines(source, self.trees[name]) for name, source in sources.items()}
 
     def imports(self, name: str, nodes: Iterable[ast.AST]) -> set[str]:
         """Modules of the package that the nodes of a module import."""
@@ -51,25 +45,25 @@ class Tree:
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
-                named = {f"{node.module}.{alias.name}" for alias in node.names} & self.sources.keys()
+                named = {f"{node.module}.{alias.name}" for alias in node.names} & self.trees.keys()
                 found |= named or {node.module}
-        return (found & self.sources.keys()) - {name, "headrace"}
+        return (found & self.trees.keys()) - {name, "headrace"}
 
     def busiest(self) -> list[tuple[str, int]]:
         counts = Counter({name: len(self.imports(name, _at_top(tree.body))) for name, tree in self.trees.items()})
         return counts.most_common(BUSIEST)
 
     def reached(self, words: tuple[str, ...]) -> list[str]:
-        """Rooms that import modules of a subsystem."""
-        own = {name for name in self.sources if any(word in part for part in name.split(".")[1:] for word in words)}
-        return sorted({_room(name) for name, tree in self.trees.items() if self.imports(name, ast.walk(tree)) & own})
+        """Packages that import modules of a subsystem."""
+        own = {name for name in self.trees if any(word in part for part in name.split(".")[1:] for word in words)}
+        return sorted({_package(name) for name, tree in self.trees.items() if self.imports(name, ast.walk(tree)) & own})
 
 
 def _name(path: str) -> str:
     return ".".join(part for part in PurePosixPath(path).with_suffix("").parts if part != "__init__")
 
 
-def _room(name: str) -> str:
+def _package(name: str) -> str:
     parts = name.split(".")
     return parts[1] if len(parts) > 1 else "__init__"
 
@@ -90,10 +84,10 @@ def code_lines(source: str, tree: ast.Module) -> int:
     return len(lines)
 
 
-def by_room(tree: Tree, count: Callable[[str], int]) -> Mapping[str, int]:
+def by_package(counts: Mapping[str, int]) -> Mapping[str, int]:
     total: Counter[str] = Counter()
-    for name in tree.sources:
-        total[_room(name)] += count(name)
+    for name, count in counts.items():
+        total[_package(name)] += count
     return total
 
 
@@ -101,22 +95,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("revisions", nargs=2, metavar="REVISION")
     trees = [Tree(revision) for revision in parser.parse_args().revisions]
-    lines = [by_room(tree, lambda name, tree=tree: code_lines(tree.sources[name], tree.trees[name])) for tree in trees]  # type: ignore[misc]
-    files = [by_room(tree, lambda name: 1) for tree in trees]
-    print("| room | lines before | after | files before | after |\n| --- | ---: | ---: | ---: | ---: |")
-    for room in sorted(lines[0].keys() | lines[1].keys(), key=lambda room: (-lines[1][room], room)):
-        print(f"| {room} | " + " | ".join(f"{counts[room]:,}" for counts in (*lines, *files)) + " |")
+    lines = [by_package(tree.lines) for tree in trees]
+    files = [by_package(dict.fromkeys(tree.trees, 1)) for tree in trees]
+    print("| package | lines before | after | files before | after |\n| --- | ---: | ---: | ---: | ---: |")
+    for name in sorted(lines[0].keys() | lines[1].keys(), key=lambda name: (-lines[1][name], name)):
+        print(f"| {name} | " + " | ".join(f"{counts[name]:,}" for counts in (*lines, *files)) + " |")
     print("| all | " + " | ".join(f"{sum(counts.values()):,}" for counts in (*lines, *files)) + " |")
     print("\n| imports before | | after | |\n| --- | ---: | --- | ---: |")
     for (old, before), (new, after) in zip(*(tree.busiest() for tree in trees), strict=True):
         print(f"| {old} | {before} | {new} | {after} |")
-    print("\n| rooms that import | before | | after | |\n| --- | ---: | --- | ---: | --- |")
+    print("\n| packages that import | before | | after | |\n| --- | ---: | --- | ---: | --- |")
     for subsystem, words in SUBSYSTEMS.items():
-        print(
-            f"| {subsystem} | "
-            + " | ".join(f"{len(rooms)} | {', '.join(rooms)}" for rooms in (tree.reached(words) for tree in trees))
-            + " |"
-        )
+        reached = [tree.reached(words) for tree in trees]
+        print(f"| {subsystem} | " + " | ".join(f"{len(names)} | {', '.join(names)}" for names in reached) + " |")
 
 
 if __name__ == "__main__":

@@ -156,6 +156,8 @@ class AttentionBackend(abc.ABC):
     name: str
     modes: Modes = NO_MODES
     """Supported modes beyond dense causal attention."""
+    kinds: frozenset[str] = frozenset()
+    """Supported ``AttentionSpec.kinds``."""
     dtypes: tuple[str, ...] = ()
     """Supported dtypes of q and of the output; empty: any."""
     only_on_cpu: bool = False
@@ -182,6 +184,7 @@ class AttentionBackend(abc.ABC):
             modes: modes the layer needs.
         """
         reasons = [f"it has no mode {mode}" for mode in sorted(modes - cls.modes)]
+        reasons += [f"it does not support a layer's {kind}" for kind in sorted(spec.kinds - cls.kinds)]
         if not cls.has_scales:
             reasons += scales_missing(kv_dtype)
         if cls.only_on_cpu and not device.startswith("cpu"):

@@ -126,6 +126,8 @@ class MLABackend(Composition):
             batch-invariant if ``absorbed`` is.
     """
 
+    kinds = frozenset({"window", "soft_cap", "sinks"})  # Those of its parts, which are asked too.
+
     def __init__(
         self, spec: AttentionSpec, absorbed: AttentionBackend, uncompressed: Callable[[], AttentionBackend] | None
     ) -> None:

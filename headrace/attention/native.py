@@ -18,6 +18,7 @@ class NativeAttention(AttentionBackend):
     """
 
     name = "native"
+    kinds = frozenset({"window", "soft_cap", "sinks"})
     dtypes = tuple(str(kind).removeprefix("torch.") for kind in DTYPES)
     only_on_cpu = True
     has_scales = False

@@ -13,6 +13,7 @@ class ReferenceAttention(AttentionBackend):
     """Slow and simple; any geometry, any device. The other backends are tested against it."""
 
     name = "reference"
+    kinds = frozenset({"window", "soft_cap", "sinks"})
     modes = frozenset({VISIBLE_ENDS})
 
     def run(self, inputs: AttentionInputs) -> torch.Tensor:

@@ -47,6 +47,7 @@ class SparsePrefillAttention(AttentionBackend):
     """
 
     name = "sparse"
+    kinds = frozenset({"window", "soft_cap", "sinks"})  # Refused below, in the layer's words.
 
     def __init__(self, config: SparseConfig, scratch: Scratch | None = None) -> None:
         super().__init__(scratch)

@@ -106,6 +106,7 @@ class TorchAttention(AttentionBackend):
     """
 
     name = "torch"
+    kinds = frozenset({"window", "soft_cap", "sinks"})
     modes = frozenset({VISIBLE_ENDS})
     dtypes = ("float32", "bfloat16", "float16", "float64")
     only_on_cpu = True

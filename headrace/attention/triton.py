@@ -32,6 +32,7 @@ class TritonAttention(AttentionBackend):
     """
 
     name = "triton"
+    kinds = frozenset({"window", "soft_cap", "sinks"})
     modes = frozenset({VISIBLE_ENDS})
     dtypes = ("bfloat16", "float16", "float32")
     capturable = True

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, get_args
 
 import msgspec
 
@@ -22,7 +22,8 @@ from headrace.sampling_params import SamplingParams, StructuredOutputsParams
 if TYPE_CHECKING:
     from rich.table import Table
 
-_SELECTOR: dict[str, SparsePrefill] = {"dense": "off", "elastic": "auto", "xattn": "xattn", "mean": "mean"}
+_SELECTOR: dict[str, SparsePrefill] = {"dense": "off", "elastic": "auto"}
+_SELECTOR |= {name: name for name in get_args(get_args(SparsePrefill)[0]) if name not in _SELECTOR.values()}
 """Mode -> what ``sparse_prefill`` is for it."""
 _WARM_UP = 256
 

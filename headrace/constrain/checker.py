@@ -19,12 +19,11 @@ import numpy as np
 
 from headrace.constrain.compiler import compiled
 from headrace.constrain.compose import AnswerPlan, compose
-from headrace.constrain.lark import Hold, serialised, with_schemas
+from headrace.constrain.lark import QUIET, Hold, serialised, with_schemas
 from headrace.constrain.lookaheads import lark_terminal
 from headrace.constrain.matcher import words
 from headrace.constrain.paths import check_rules
 from headrace.constrain.references import subschemas
-from headrace.constrain.repetitions import too_many_in_grammar, too_many_repetitions
 from headrace.constrain.schema import Schema, SchemaError, SchemaOptions, names_open_keys, narrow, refusal
 from headrace.constrain.structural import structural_grammar
 from headrace.constrain.vocabulary import GrammarVocabulary, VocabularyTable
@@ -37,6 +36,40 @@ from headrace.sampling_params import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
+
+_PIECE = re.compile(r"\\[xuUpP]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|([()])|\{(\d{1,10})(?:,\d*)?\}", re.DOTALL)
+"""Escapes and classes, in which nothing counts; brackets; and the least count of a repetition. The library refuses counts of
+more digits."""
+
+
+def too_many_repetitions(pattern: str, most: int) -> str | None:
+    """Returns why a pattern is refused that asks for more than ``most`` repetitions, those of nested groups multiplied.
+
+    The library would repeat the part one by one until it passes another of its limits, which takes a second of processor
+    time.
+    """
+    groups, last, end = [1], 1, -1
+    for found in _PIECE.finditer(pattern):
+        bracket, count = found.groups()
+        inner = last if found.start() == end else 1
+        last, end = 1, -1
+        if bracket == "(":
+            groups.append(1)
+        elif bracket and len(groups) > 1:
+            last, end = groups.pop(), found.end()
+        elif count:
+            last, end = inner * max(int(count), 1), found.end()
+            if last > most:
+                return f"{TOO_COMPLEX}: it repeats a part {last} times, more than the limit of {most} (max_grammar_size)"
+        groups[-1] = max(groups[-1], last)
+    return None
+
+
+def too_many_in_grammar(grammar: str, most: int) -> str | None:
+    """``too_many_repetitions`` of the regular expressions in a Lark grammar."""
+    patterns = (found[0][1:-1] for found in QUIET.finditer(grammar) if found[0].startswith("/") and found[0][1] != "/")
+    return next(filter(None, (too_many_repetitions(pattern, most) for pattern in patterns)), None)
+
 
 _GUARDED = frozenset(("json", "json_object", "regex", "grammar"))
 """Kinds of constraints whose outputs end when they repeat themselves."""

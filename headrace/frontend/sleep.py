@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Literal
 
 from headrace.core.weights import MEMORY_TAGS, Begin, Fail, FilesSource, Finish, Load, Sleep, SleepTag, Wake
 from headrace.errors import WeightsError
-from headrace.frontend.local import LocalEngine
-from headrace.frontend.replicated import ReplicatedEngine
+from headrace.frontend.blocking import BlockingClient
 
 
-class SleepCalls:
+class SleepCalls(BlockingClient):
     """The calls by which an engine gives memory back.
 
     Each raises:
         WeightsError: the state of the weights does not allow it, or there is no memory for it.
     """
-
-    def _exclusive(self) -> AbstractContextManager[LocalEngine | ReplicatedEngine]:
-        raise NotImplementedError
 
     def sleep(self, level: Literal[0, 1, 2] = 1, tags: Sequence[SleepTag] = MEMORY_TAGS) -> None:
         """Gives memory back until ``wake_up``. Nothing is generated meanwhile: calls raise UnavailableError.

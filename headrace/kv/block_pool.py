@@ -23,7 +23,7 @@ class BlockPool:
     * empty: free, without useful content.
 
     Pending and held blocks may have a key too. Allocation takes empty blocks first. Every operation on a block is O(1)
-    except ``shrink``, which is rare. A held block may also be pinned: then it keeps its number.
+    except ``shrink``, which is rare.
 
     Args:
         blocks: the initial block numbers.
@@ -42,8 +42,6 @@ class BlockPool:
         self._lru: OrderedDict[int, int] = OrderedDict()
         """The inverse of ``_cached``, oldest first."""
         self._ticks = itertools.count() if ticks is None else ticks
-        self._pins: dict[int, int] = {}
-        """block -> how many transfers read or write it."""
         self._pending: dict[int, int] = {}
         self._fences: deque[tuple[int, int]] = deque()
 
@@ -78,11 +76,6 @@ class BlockPool:
     @property
     def newest(self) -> int | None:
         return next(reversed(self._lru), None)
-
-    @property
-    def pinned(self) -> range | None:
-        """The range from the first to the last pinned block; None if none is pinned."""
-        return range(min(self._pins), max(self._pins) + 1) if self._pins else None
 
     def owners(self, block: int) -> frozenset[int]:
         return frozenset(self._owners.get(block, ()))
@@ -145,20 +138,6 @@ class BlockPool:
                 self._pending[block] = fence
                 self._fences.append((fence, block))
 
-    def pin(self, blocks: Iterable[int], owner: int) -> None:
-        """Adds ``owner``, a transfer, to the owners of ``blocks``, which neither move nor become free before ``unpin``."""
-        for block in blocks:
-            self.share(block, owner)
-            self._pins[block] = self._pins.get(block, 0) + 1
-
-    def unpin(self, blocks: Iterable[int], owner: int, fence: int | None) -> None:
-        """Undoes ``pin``. Args as for ``release``."""
-        for block in blocks:
-            self.release([block], owner, fence)
-            self._pins[block] -= 1
-            if not self._pins[block]:
-                del self._pins[block]
-
     def collected(self, step: int) -> None:
         """Frees the blocks fenced by steps up to and including ``step``, which have been collected."""
         while self._fences and self._fences[0][0] <= step:
@@ -208,15 +187,13 @@ class BlockPool:
             (source, target) of each move.
 
         Raises:
-            EngineError: too few other blocks are empty, or a block to remove is pinned.
+            EngineError: too few other blocks are empty.
         """
         start, stop = self.blocks.start, self.blocks.stop
         blocks = range(stop - count, stop) if side > 0 else range(start, start + count)
         kept = range(start, blocks.start) if side > 0 else range(blocks.stop, stop)
         if not isinstance(self._empty, FreeBlocks):
             raise EngineError("a pool without free_blocks cannot shrink")
-        if any(block in blocks for block in self._pins):
-            raise EngineError(f"KV blocks {blocks} cannot move: some of them are pinned: {sorted(self._pins)}")
         in_use = [block for block in blocks if not self._empty.discard(block)]
         if len(in_use) > len(self._empty):
             raise EngineError(f"{len(in_use)} KV blocks cannot move to {len(self._empty)} empty ones")
@@ -253,8 +230,6 @@ class BlockPool:
             raise EngineError("the order in which cached KV blocks are evicted is not that in which they became free")
         if unowned := [block for block, owners in self._owners.items() if not owners]:
             raise EngineError(f"KV blocks held by an empty set of owners: {unowned}")
-        if unheld := [block for block in self._pins if block not in self._owners]:
-            raise EngineError(f"pinned KV blocks that nothing holds: {sorted(unheld)}")
         if stray := [block for block in self._empty if self.index.key_of(block) is not None]:
             raise EngineError(f"empty KV blocks that can still be found by key: {stray}")
         if keyless := [block for block in self._cached if self.index.key_of(block) is None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 from headrace.errors import EngineError
@@ -26,8 +25,7 @@ class BlockRegions:
     sizes share one arena without fragmentation: as long as the bytes of all owned blocks are within ``arena.capacity``, a
     block can be allocated, whichever blocks were freed.
 
-    Cached blocks count as free; eviction is least recently used over all groups. Pinned blocks do not move, and their region
-    covers them: while there are any, ``available`` can be false although enough bytes are free.
+    Cached blocks count as free; eviction is least recently used over all groups.
 
     Args:
         moved: called with (group, source, target) for each block that moves.
@@ -40,9 +38,7 @@ class BlockRegions:
         self._order = arena.order
         self._place = {group: place for place, group in enumerate(arena.order)}
         self._moved = moved
-        num_kv = len(self._sizes) if num_kv is None else num_kv
         self._kv_sizes = self._sizes[:num_kv]
-        self._others = [0] * (len(self._sizes) - num_kv)
         self.shared = len(self._sizes) > 1
         ticks = itertools.count()
         if self.shared:
@@ -87,37 +83,12 @@ class BlockRegions:
     def available(self, counts: Sequence[int], *, pending: bool = False) -> bool:
         """Whether ``counts[g]`` blocks of each group can be allocated now (``pending``: once launched steps are collected)."""
         free = self.free_bytes + (self.pending_bytes if pending else 0)
-        if self.bytes_of(counts) > free:
-            return False
-        if not self.shared or all(pool.pinned is None for pool in self.pools):
-            return True
-        used = (pool.num_used - (pool.num_pending if pending else 0) for pool in self.pools)
-        return self._packs([used + count for used, count in zip(used, counts, strict=True)])
+        return self.bytes_of(counts) <= free
 
     def most_of_each(self, spare: int = 0, *, pending: bool = False) -> int:
         """The largest n such that n blocks of every group of KV are ``available``, once ``spare`` bytes are freed."""
         free = self.free_bytes + spare + (self.pending_bytes if pending else 0)
-        most = free // sum(self._kv_sizes)
-        if all(pool.pinned is None for pool in self.pools):
-            return most
-        groups, others = len(self._kv_sizes), self._others
-        return bisect_left(range(1, most + 1), True, key=lambda n: not self.available([n] * groups + others, pending=pending))
-
-    def _packs(self, counts: Sequence[int]) -> bool:
-        """Whether regions of ``counts[g]`` blocks, each covering its pinned blocks, fit side by side."""
-        end = self.arena.reserved
-        for group in self._order:
-            size, pinned = self._sizes[group], self.pools[group].pinned
-            start = -(-end // size)
-            stop = start + counts[group]
-            if pinned is not None:
-                if pinned.start < start:
-                    return False
-                stop = max(stop, pinned.stop)
-            if stop > self.arena.num_blocks[group]:
-                return False
-            end = stop * size
-        return True
+        return free // sum(self._kv_sizes)
 
     # ------------------------------------------------------------------ growth
 
@@ -129,33 +100,20 @@ class BlockRegions:
             return False
         if all(count <= pool.num_empty for count, pool in zip(counts, self.pools, strict=True)):
             return True
-        self._evict(counts)
+        if self._excess(counts) > 0:
+            self._evict(counts)
         for group, pool in enumerate(self.pools):
             if counts[group] > pool.num_empty:
                 self._grow(group, counts)
         return True
-
-    def _evict(self, counts: Sequence[int]) -> None:
-        """Evicts cached blocks until ``counts`` more blocks fit within the capacity."""
-        if self._excess(counts) > 0:
-            self._evict_bytes(counts)
-        if any(pool.pinned is not None for pool in self.pools):
-            self._evict_around_pins(counts)
-
-    def _evict_around_pins(self, counts: Sequence[int]) -> None:
-        while True:
-            kept = (pool.num_used + pool.num_cached + count for pool, count in zip(self.pools, counts, strict=True))
-            cached = [(pool.oldest, pool) for pool in self.pools if pool.oldest is not None]
-            if not cached or self._packs(list(kept)):
-                return
-            min(cached, key=lambda entry: entry[0])[1].evict()
 
     def _excess(self, counts: Sequence[int]) -> int:
         """Bytes by which the blocks in use, the cached ones and ``counts`` more exceed the capacity."""
         kept = [pool.num_used + pool.num_cached + count for pool, count in zip(self.pools, counts, strict=True)]
         return self.bytes_of(kept) - self.arena.capacity
 
-    def _evict_bytes(self, counts: Sequence[int]) -> None:
+    def _evict(self, counts: Sequence[int]) -> None:
+        """Evicts cached blocks until ``counts`` more blocks fit within the capacity."""
         # group -> tick of its next block to evict, for groups with cached blocks.
         heads = self._heads()
         newest = max(pool.newest or 0 for pool in self.pools)
@@ -223,8 +181,6 @@ class BlockRegions:
         lacking = count - max(0, pool.num_empty - counts[group])
         if lacking > 0:
             count -= lacking - self._advance(place, -side, lacking, counts)
-        if pool.pinned is not None:
-            count = min(count, pool.blocks.stop - pool.pinned.stop if side > 0 else pool.pinned.start - pool.blocks.start)
         if count <= 0:
             return
         for source, target in pool.shrink(side, count):

@@ -13,6 +13,12 @@ from headrace.model_spec.rope import RopeSpec
 Mode = Literal["dense", "elastic", "sparse"]
 """Attention of a row in a step. Not geometry: any layer may run in any mode that its backend supports."""
 
+_LAYOUT = {
+    "layer", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "scale", "rotary_dim", "rope",
+    "v_from_k", "output_gate", "kv_source", "mla", "indexer",
+}  # fmt: skip
+"""Fields of an AttentionSpec that say what a layer projects and keeps, or which keys it is given."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MLASpec:
@@ -97,6 +103,12 @@ class AttentionSpec:
                 f"{where}: {self.num_kv_heads} KV heads cannot be shared evenly by {self.indexer.lists} index heads",
                 "index_n_heads",
             )
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Names of the fields that change how heads attend to the keys they are given: a backend lists those it computes."""
+        given = (field for field in dataclasses.fields(self) if field.name not in _LAYOUT)
+        return frozenset(field.name for field in given if getattr(self, field.name) != field.default)
 
     @property
     def uncompressed(self) -> AttentionSpec:

@@ -16,12 +16,8 @@ from headrace.weights.names import NameTable
 class Family:
     """A model family, as its difference from the common decoder: the defaults are the decoder's."""
 
-    architectures: tuple[str, ...]
-    """Names in ``architectures`` of a config."""
-    model_types: tuple[str, ...]
-    """Types of configs that name no architecture, since they were never saved with a model: the first architecture is meant."""
     model_spec: Callable[[HFConfig], ModelSpec]
-    """Reads a configuration. The spec's ``architecture`` is one of the family's.
+    """Reads a configuration. The registry knows the family by the spec's ``architecture``.
 
     Raises ConfigError for what the family does not support; names the field and the layer."""
     decoder: type[Decoder] = Decoder

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
 
 import torch
 
@@ -11,30 +13,6 @@ from headrace.layers.linear import connect
 from headrace.model_spec import ModelSpec
 from headrace.models.cuts import shard_table
 from headrace.models.decoder import Decoder
-from headrace.models.families import (
-    axk2,
-    deepseek_v2,
-    deepseek_v3,
-    deepseek_v32,
-    ernie4_5,
-    ernie4_5_moe,
-    ernie4_5_vl,
-    gemma3,
-    gemma4,
-    gpt_oss,
-    lfm2,
-    llama,
-    mimo_v2_flash,
-    minimax_m3,
-    mistral,
-    olmo2,
-    paw,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-    qwen_vl,
-)
-from headrace.models.families.hybrid import bamba, falcon_h1, granite_hybrid, nemotron_h, olmo_hybrid, qwen3_next
 from headrace.models.family import Family
 from headrace.models.hf_config import HFConfig, text_part
 from headrace.models.vision import interface as vision
@@ -43,43 +21,66 @@ from headrace.quant.formats.find import find_scheme
 from headrace.sources.heads import causal_name
 from headrace.weights.names import NameTable
 
-_FAMILIES: tuple[Family, ...] = (
-    llama.FAMILY,
-    mistral.FAMILY,
-    qwen2.FAMILY,
-    qwen3.FAMILY,
-    gemma3.FAMILY,
-    gemma4.FAMILY,
-    gpt_oss.FAMILY,
-    mimo_v2_flash.FAMILY,
-    minimax_m3.FAMILY,
-    qwen3_moe.FAMILY,
-    qwen_vl.QWEN2_VL,
-    qwen_vl.QWEN3_VL,
-    qwen_vl.QWEN3_VL_MOE,
-    ernie4_5.FAMILY,
-    ernie4_5_moe.FAMILY,
-    ernie4_5_vl.FAMILY,
-    deepseek_v2.FAMILY,
-    deepseek_v3.FAMILY,
-    deepseek_v32.FAMILY,
-    deepseek_v32.GLM_FAMILY,
-    axk2.FAMILY,
-    olmo2.FAMILY,
-    lfm2.FAMILY,
-    lfm2.MOE_FAMILY,
-    qwen3_next.QWEN3_NEXT,
-    qwen3_next.QWEN3_5,
-    qwen3_next.QWEN3_5_MOE,
-    bamba.FAMILY,
-    granite_hybrid.FAMILY,
-    falcon_h1.FAMILY,
-    nemotron_h.FAMILY,
-    olmo_hybrid.FAMILY,
-    *paw.FAMILIES,
+_FAMILIES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("llama.FAMILY", ("LlamaForCausalLM",), ("llama",)),
+    ("mistral.FAMILY", ("MistralForCausalLM",), ("mistral",)),
+    ("qwen2.FAMILY", ("Qwen2ForCausalLM",), ("qwen2",)),
+    ("qwen3.FAMILY", ("Qwen3ForCausalLM",), ("qwen3",)),
+    ("gemma3.FAMILY", ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), ("gemma3_text", "gemma3")),
+    ("gemma4.FAMILY", ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), ("gemma4_text", "gemma4")),
+    ("gpt_oss.FAMILY", ("GptOssForCausalLM",), ("gpt_oss",)),
+    ("mimo_v2_flash.FAMILY", ("MiMoV2FlashForCausalLM",), ("mimo_v2_flash",)),
+    (
+        "minimax_m3.FAMILY",
+        ("MiniMaxM3VLForCausalLM", "MiniMaxM3SparseForConditionalGeneration"),
+        ("minimax_m3_vl_text", "minimax_m3_vl"),
+    ),
+    ("qwen3_moe.FAMILY", ("Qwen3MoeForCausalLM",), ("qwen3_moe",)),
+    (
+        "qwen_vl.QWEN2_VL",
+        ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
+        ("qwen2_vl", "qwen2_5_vl", "qwen2_vl_text", "qwen2_5_vl_text"),
+    ),
+    ("qwen_vl.QWEN3_VL", ("Qwen3VLForConditionalGeneration",), ("qwen3_vl", "qwen3_vl_text")),
+    ("qwen_vl.QWEN3_VL_MOE", ("Qwen3VLMoeForConditionalGeneration",), ("qwen3_vl_moe", "qwen3_vl_moe_text")),
+    ("ernie4_5.FAMILY", ("Ernie4_5ForCausalLM",), ("ernie4_5",)),
+    ("ernie4_5_moe.FAMILY", ("Ernie4_5_MoeForCausalLM",), ("ernie4_5_moe",)),
+    ("ernie4_5_vl.FAMILY", ("Ernie4_5_VLMoeForConditionalGeneration",), ("ernie4_5_vl_moe", "ernie4_5_vl_moe_text")),
+    ("deepseek_v2.FAMILY", ("DeepseekV2ForCausalLM",), ("deepseek_v2",)),
+    ("deepseek_v3.FAMILY", ("DeepseekV3ForCausalLM",), ("deepseek_v3",)),
+    ("deepseek_v32.FAMILY", ("DeepseekV32ForCausalLM",), ("deepseek_v32",)),
+    ("deepseek_v32.GLM_FAMILY", ("GlmMoeDsaForCausalLM",), ("glm_moe_dsa",)),
+    ("axk2.FAMILY", ("AXK2ForCausalLM",), ("axk2",)),
+    ("olmo2.FAMILY", ("Olmo2ForCausalLM",), ("olmo2",)),
+    ("lfm2.FAMILY", ("Lfm2ForCausalLM",), ("lfm2",)),
+    ("lfm2.MOE_FAMILY", ("Lfm2MoeForCausalLM",), ("lfm2_moe",)),
+    ("hybrid.qwen3_next.QWEN3_NEXT", ("Qwen3NextForCausalLM",), ("qwen3_next",)),
+    ("hybrid.qwen3_next.QWEN3_5", ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), ("qwen3_5_text", "qwen3_5")),
+    (
+        "hybrid.qwen3_next.QWEN3_5_MOE",
+        ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+        ("qwen3_5_moe_text", "qwen3_5_moe"),
+    ),
+    ("hybrid.bamba.FAMILY", ("BambaForCausalLM",), ("bamba",)),
+    ("hybrid.granite_hybrid.FAMILY", ("GraniteMoeHybridForCausalLM",), ("granitemoehybrid",)),
+    ("hybrid.falcon_h1.FAMILY", ("FalconH1ForCausalLM",), ("falcon_h1",)),
+    ("hybrid.nemotron_h.FAMILY", ("NemotronHForCausalLM",), ("nemotron_h",)),
+    ("hybrid.olmo_hybrid.FAMILY", ("OlmoHybridForCausalLM",), ("olmo_hybrid",)),
+    ("paw.QWEN3_FAMILY", ("PawQwen3ForCausalLM",), ()),
+    ("paw.LLAMA_FAMILY", ("PawLlamaForCausalLM",), ()),
 )
-_BY_ARCHITECTURE = {architecture: family for family in _FAMILIES for architecture in family.architectures}
-_BY_TYPE = {kind: family for family in _FAMILIES for kind in family.model_types}
+"""A family's module and name in ``headrace.models.families``, names in ``architectures`` of its configurations, and types of
+those that name no architecture, since they were never saved with a model. Only families that are asked for are imported."""
+
+_BY_ARCHITECTURE = {name: place for place, architectures, _ in _FAMILIES for name in architectures}
+_BY_TYPE = {kind: place for place, _, kinds in _FAMILIES for kind in kinds}
+
+
+@functools.cache
+def _load(place: str) -> Family:
+    module, _, name = place.rpartition(".")
+    family: Family = getattr(importlib.import_module(f"headrace.models.families.{module}"), name)
+    return family
 
 
 def supported() -> list[str]:
@@ -96,9 +97,11 @@ def find(hf_config: HFConfig) -> Family | None:
     """Returns the native family of a configuration, None if there is none."""
     hf_config = _own_text(hf_config)
     architectures = getattr(hf_config, "architectures", None)
-    if not architectures:
-        return _BY_TYPE.get(hf_config.model_type)
-    return next((_BY_ARCHITECTURE[name] for name in map(causal_name, architectures) if name in _BY_ARCHITECTURE), None)
+    if architectures:
+        place = next((_BY_ARCHITECTURE[name] for name in map(causal_name, architectures) if name in _BY_ARCHITECTURE), None)
+    else:
+        place = _BY_TYPE.get(hf_config.model_type)
+    return None if place is None else _load(place)
 
 
 def model_spec(hf_config: HFConfig) -> ModelSpec:
@@ -136,7 +139,7 @@ def build(spec: ModelSpec, dtype: str, device: str | torch.device, group: Group 
         group: the ranks that have the other parts.
         to_load: leave the parameters on the meta device: ``load_weights`` allocates those that stay.
     """
-    decoder = _BY_ARCHITECTURE[spec.architecture].decoder
+    decoder = _load(_BY_ARCHITECTURE[spec.architecture]).decoder
     model = decoder(spec, getattr(torch, dtype), "meta" if to_load else device).eval()
     if to_load:
         model.place(device)
@@ -147,7 +150,7 @@ def build(spec: ModelSpec, dtype: str, device: str | torch.device, group: Group 
 def name_table(spec: ModelSpec) -> NameTable:
     """Maps checkpoint names, as Hugging Face saves a causal language model, to parameters, or to what a rank holds of them."""
     whole = build(spec.whole, "float32", "meta")
-    table = _BY_ARCHITECTURE[spec.architecture].names(whole)
+    table = _load(_BY_ARCHITECTURE[spec.architecture]).names(whole)
     if spec.vision is not None:
         table = vision.with_media_names(table, spec.vision)
     return table if spec.shard is None else shard_table(table, whole, build(spec, "float32", "meta"), spec.shard)

@@ -6,10 +6,11 @@ import dataclasses
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from headrace.choices import MEDIA_NAMES, Modality
 from headrace.core.media import ItemInputs, RopePositions
@@ -18,9 +19,52 @@ from headrace.errors import ConfigError, RequestError
 from headrace.host.bounded_cache import BoundedCache
 from headrace.kv import Item
 from headrace.multimodal.items import Features, MultiModalData, Picture, Video, is_finite, misfit, refused, rounded, wrong
-from headrace.multimodal.positions import Run, rope_positions
 from headrace.multimodal.rules import Expansion, MediaRules, Processed
 from headrace.text.tokenizer import Tokenizer
+
+
+class Run(NamedTuple):
+    """Feature tokens of one picture, or of a video or a part of it, that follow each other."""
+
+    start: int
+    length: int
+    block: tuple[int, int, int]
+    """Tokens in time, height and width."""
+    interval: float
+    """Positions between two of them in time."""
+
+
+def rope_positions(num_prompt: int, runs: Sequence[Run]) -> RopePositions:
+    """Positions of a prompt's tokens.
+
+    Text counts on in all three. A run's tokens have their place in its block, from where the text before it ended, and text
+    goes on after the highest position of the run, as the authors of Qwen2-VL have it.
+    """
+    positions = np.empty((3, num_prompt), dtype=np.int32)
+    token, position = 0, 0
+    for run in runs:
+        position = _text(positions, token, run.start, position)
+        token = run.start + run.length
+        block = _block(run)
+        positions[:, run.start : token] = position + block
+        position += int(block.max()) + 1
+    end = _text(positions, token, num_prompt, position)
+    return RopePositions(positions.astype("<i4").tobytes(), end - num_prompt)
+
+
+def _text(positions: npt.NDArray[np.int32], start: int, end: int, position: int) -> int:
+    """Fills in text. Returns the position that follows."""
+    positions[:, start:end] = np.arange(position, position + end - start)
+    return position + end - start
+
+
+def _block(run: Run) -> npt.NDArray[np.int64]:
+    """``[3, length]``, from 0."""
+    time, height, width = (np.arange(size) for size in run.block)
+    # transformers multiplies in float32.
+    time = (time.astype(np.float32) * np.float32(run.interval)).astype(np.int64)
+    return np.stack(np.meshgrid(time, height, width, indexing="ij")).reshape(3, -1)
+
 
 _BREAK = "\u200b"
 """Zero-width space: breaks up a placeholder in a user's text."""
@@ -104,10 +148,6 @@ class MultiModalProcessor:
         """Breaks up placeholders spelt in a user's text, which would be counted as media. Call it on every text of a
         conversation before the chat template renders it."""
         return self._spelt.sub(lambda match: match[0][0] + _BREAK + match[0][1:], text)
-
-    def image_tokens(self, width: int, height: int) -> int:
-        """Tokens of the language model that a picture of this size takes."""
-        return self._rules.image_rows(width, height)
 
     def check_features(self, features: Features, modality: Modality, where: str) -> None:
         """Raises RequestError where features do not fit the model: names the part of ``where``, expected and actual."""

@@ -14,7 +14,7 @@ from headrace.kernels import native
 def test_the_example_equals_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "_ENTRIES", dict(select._ENTRIES))
     run_blocks(ROOT / "docs" / "attention-backends.md", {})
-    assert select.refusals(layer_spec(window=3), "cpu", "float32")["row-by-row"] == ["it has no windows, soft caps and sinks"]
+    assert select.refusals(layer_spec(window=3), "cpu", "float32")["row-by-row"] == ["it does not support a layer's window"]
     choice = select.choose(layer_spec(), "cpu", "float32", requested="native+row-by-row") if native.load() else None
     assert choice is None or (choice.decode, choice.prefill) == ("native", "row-by-row")
     for name in ("row-by-row", "native+row-by-row") if native.load() else ("row-by-row",):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from support.attention_cases import layer_spec
 
@@ -12,6 +14,7 @@ from headrace.attention.native import NativeAttention
 from headrace.attention.reference import ReferenceAttention
 from headrace.attention.triton import TritonAttention
 from headrace.errors import ConfigError
+from headrace.model_spec import AttentionSpec
 
 
 def test_the_fast_one_is_chosen_on_the_cpu() -> None:
@@ -83,7 +86,7 @@ def test_a_backend_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
 
         @classmethod
         def supports(cls, spec, device, dtype, kv_dtype=None, modes=frozenset()):
-            return [] if spec.window is None else ["it has no windows"]
+            return [] if spec.head_dim < 99 else ["its heads are narrow"]
 
     monkeypatch.setattr(select, "_ENTRIES", dict(select._ENTRIES))
     select.register(Faster, before="torch")
@@ -93,7 +96,7 @@ def test_a_backend_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError):
         select.register(type("Other", (Faster,), {"name": "other"}), before="nothing")
     assert isinstance(select.create("faster"), Faster)
-    assert select.refusals(layer_spec(window=3), "cpu", "float32")["faster"] == ["it has no windows"]
+    assert select.refusals(layer_spec(head_dim=100), "cpu", "float32")["faster"] == ["its heads are narrow"]
 
 
 def test_an_fp8_cache_is_for_those_that_know_scales(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,3 +123,14 @@ def test_no_backend_supports_the_layer() -> None:
         patch.setattr(select, "_ENTRIES", only)
         with pytest.raises(ConfigError, match="layer 0: no attention backend can run it: torch"):
             select.choose(layer_spec(), "cuda", "float32")
+
+
+def test_a_kind_of_heads_that_a_backend_does_not_know_is_refused() -> None:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Invented(AttentionSpec):
+        invented: bool = False
+
+    plain = {field.name: getattr(layer_spec(), field.name) for field in dataclasses.fields(AttentionSpec)}
+    assert not Invented(**plain).kinds
+    refused = select.refusals(Invented(**plain, invented=True), "cpu", "float32")
+    assert all("it does not support a layer's invented" in reasons for reasons in refused.values())

@@ -20,7 +20,7 @@ from headrace.frontend.limits import check_limits
 from headrace.layers.moe import ExpertRouter
 from headrace.outputs import ExpertLayers, RoutedExperts
 from headrace.resolve.model import recorded_experts
-from headrace.server.shape.routed import routed_int32, routed_npy, routed_raw
+from headrace.server.shape.generate import routed_int32, routed_npy, routed_raw
 
 MIXTURE = {
     "architectures": ["Qwen3MoeForCausalLM"],

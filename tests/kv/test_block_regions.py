@@ -30,8 +30,6 @@ class RegionMachine(RuleBasedStateMachine):
         self.patterns: dict[tuple[int, int], str] = {}
         """(group, block) -> the pattern it was given when it was taken."""
         self.held: dict[tuple[int, int], set[int]] = {}
-        self.pinned: set[tuple[int, int]] = set()
-        """Held by owner 4, a transfer, which holds nothing else."""
         self.names = self.step = self.done = 0
         self.regions = BlockRegions(self.arena, self.moved)
         self.pools = self.regions.pools
@@ -42,7 +40,6 @@ class RegionMachine(RuleBasedStateMachine):
 
     def moved(self, group: int, source: int, target: int) -> None:
         old, new = self.bytes_of(group, source), self.bytes_of(group, target)
-        assert (group, source) not in self.pinned
         assert new.start >= self.arena.reserved and new.stop <= self.arena.nbytes
         self.memory[new.start : new.stop] = self.memory[old.start : old.stop]
         self.patterns[group, target] = self.patterns.pop((group, source))
@@ -54,7 +51,7 @@ class RegionMachine(RuleBasedStateMachine):
         counts = [data.draw(st.integers(0, 4)) for _ in self.pools]
         needed = sum(count * size for count, size in zip(counts, self.arena.block_bytes, strict=True))
         fits = self.regions.available(counts)
-        assert fits == (needed <= self.regions.free_bytes) or (self.pinned and not fits)
+        assert fits == (needed <= self.regions.free_bytes)
         before = [(set(pool._owners), pool.blocks) for pool in self.pools]
         assert self.regions.reserve(counts) == fits
         if not fits:
@@ -68,28 +65,10 @@ class RegionMachine(RuleBasedStateMachine):
                 for place, byte in enumerate(self.bytes_of(group, block)):
                     self.memory[byte] = name, place
 
-    @precondition(lambda self: self.held.keys() - self.pinned)
-    @rule(data=st.data())
-    def pin(self, data: st.DataObject) -> None:
-        group, block = data.draw(st.sampled_from(sorted(self.held.keys() - self.pinned)))
-        self.pools[group].pin([block], 4)
-        self.pinned.add((group, block))
-        self.held[group, block].add(4)
-
-    @precondition(lambda self: self.pinned)
-    @rule(data=st.data())
-    def unpin(self, data: st.DataObject) -> None:
-        group, block = data.draw(st.sampled_from(sorted(self.pinned)))
-        self.pinned.remove((group, block))
-        self.pools[group].unpin([block], 4, None)
-        self.held[group, block].remove(4)
-        if not self.held[group, block]:
-            del self.held[group, block]
-
-    @precondition(lambda self: self.held.keys() - self.pinned)
+    @precondition(lambda self: self.held)
     @rule(data=st.data(), fenced=st.booleans(), named=st.booleans())
     def let_go(self, data: st.DataObject, fenced: bool, named: bool) -> None:
-        group, block = data.draw(st.sampled_from(sorted(self.held.keys() - self.pinned)))
+        group, block = data.draw(st.sampled_from(sorted(self.held)))
         if named and self.pools[group].index.key_of(block) is None:
             self.pools[group].publish(block, BlockKey(None, self.patterns[group, block].encode()))
         for owner in sorted(self.held.pop((group, block))):
@@ -141,9 +120,6 @@ class RegionMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "regions"):
             return
-        for group, block in sorted(self.pinned):
-            self.pools[group].unpin([block], 4, None)
-            self.held[group, block].remove(4)
         for (group, block), owners in sorted(self.held.items()):
             for owner in sorted(owners):
                 self.pools[group].release([block], owner, None)
@@ -157,7 +133,6 @@ class RegionMachine(RuleBasedStateMachine):
             counts[group] = self.arena.capacity // size
             self.patterns.clear()
             self.held.clear()
-            self.pinned.clear()
             self.regions._moved = lambda *move: None
             for pool in self.pools:
                 pool.forget()
@@ -239,29 +214,6 @@ def test_the_oldest_of_all_groups_is_evicted_first() -> None:
     # The second group needs four: the first one's are older, all of them.
     assert regions.reserve([0, 4])
     assert [pool.num_cached for pool in regions.pools] == [0, 4]
-
-
-def test_pinned_blocks_stay_where_they_are() -> None:
-    moves: list[tuple[int, int, int]] = []
-    regions = BlockRegions(Arena.holding((4, 4), (4, 4)), lambda *move: moves.append(move))
-    second = regions.pools[1]
-    assert regions.reserve([0, 3])
-    blocks = second.allocate(3, 1)
-    second.pin(blocks[:1], 9)
-    assert second.pinned == range(blocks[0], blocks[0] + 1)
-    second.release(blocks, 1, None)
-    assert second.num_used == 1 and regions.free_bytes == 28
-    # The second group's region ends with the arena and reaches over its pinned block; the first has what lies before.
-    before = blocks[0] * 4 - regions.arena.reserved
-    most = before // 4
-    assert regions.available([most, 0]) and not regions.available([most + 1, 0])
-    assert regions.most_of_each() == min(most, regions.free_bytes // 8)
-    assert not regions.reserve([most + 1, 0]) and regions.reserve([most, 0]) and not moves
-    with pytest.raises(EngineError, match="some of them are pinned"):
-        second.shrink(-1, blocks[0] - second.blocks.start + 1)
-    second.unpin(blocks[:1], 9, None)
-    assert second.pinned is None and regions.reserve([regions.arena.capacity // 4, 0])
-    regions.check_integrity()
 
 
 def test_a_run_is_lengthened_and_shortened_at_either_end() -> None:

@@ -27,12 +27,11 @@ import headrace
 from headrace import LLM, SamplingParams
 from headrace.core.request import MediaFacts
 from headrace.errors import ConfigError, RequestError, import_reason
+from headrace.models.vision.encoder import patches_of
 from headrace.models.vision.interface import device_tensor
-from headrace.models.vision.patches import patches_of
 from headrace.multimodal.families import media_rules, why_text_alone
 from headrace.multimodal.items import MultiModalData, array_of, is_finite, tensor_data
-from headrace.multimodal.positions import Run, rope_positions
-from headrace.multimodal.processor import MultiModalProcessor, PreparedPrompt
+from headrace.multimodal.processor import MultiModalProcessor, PreparedPrompt, Run, rope_positions
 from headrace.text.fast_tokenizer import from_directory
 from headrace.text.templates import TemplateRenderer
 from headrace.text.tokenizer import Tokenizer
@@ -447,7 +446,7 @@ def test_expansions_are_those_of_transformers(tmp_path: Path, kind: str, module:
         if kind in crops:
             inputs = image_processor(images=[picture(*size)], return_tensors="np", **crops[kind])
         assert found.token_ids == made._tokenizer.encode(expand(them, inputs, 0), False), size
-        assert made.image_tokens(*size) == found.media[0].num_rows
+        assert made._rules.image_rows(*size) == found.media[0].num_rows
         assert prepare(made, made._tokenizer.encode(MARKS[kind], False), {"image": picture(*size)}) == found
 
 
@@ -553,7 +552,7 @@ def test_a_picture_of_one_token_is_refused(tmp_path: Path) -> None:
         *(["[IMG]"] * 3 + ["[IMG_BREAK]"] + ["[IMG]"] * 3 + ["[IMG_END]"])
     ]
     assert (found.media[0].runs, found.items[0].encoder_tokens) == (((0, 3), (4, 3)), 6)
-    assert made.image_tokens(57, 30) == 6
+    assert made._rules.image_rows(57, 30) == 6
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from headrace.core.media import ItemInputs, TensorData
 from headrace.core.request import Request
-from headrace.models.vision.patches import patches_of
+from headrace.models.vision.encoder import patches_of
 from headrace.multimodal.items import array_of
 from headrace.multimodal.rules import Processed
 from support.models.tiny_vision import IDS

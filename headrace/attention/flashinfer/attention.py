@@ -72,6 +72,7 @@ class FlashInferBackend(AttentionBackend):
     """Base of the FlashInfer backends: the Triton fallback while kernels compile, and the workspaces."""
 
     name = "flashinfer"
+    kinds = frozenset({"window", "soft_cap"})
     captured_bytes = _WORKSPACE
     """Size of the workspace of captured steps."""
 
@@ -147,6 +148,7 @@ Launch = Callable[[torch.Tensor, LayerCache, torch.Tensor], None]
 class FlashInferMLA(FlashInferBackend):
     """Absorbed MLA, for ``MLABackend``. Captured steps have only decode rows."""
 
+    kinds = frozenset()
     has_scales = False
     capturable = True
     plans_replays = True
@@ -162,8 +164,6 @@ class FlashInferMLA(FlashInferBackend):
             # How far a tile of queries sees is rounded down to whole queries (mla_hopper.cuh and mla.cuh of 0.6.14): one whose
             # heads are in two tiles would not see its own key where that is the first of 64.
             reasons.append(f"its MLA kernel supports numbers of heads that divide {kernels.MLA_TILE}, not {spec.num_heads}")
-        if spec.window is not None or spec.soft_cap is not None:
-            reasons.append("its MLA kernel has no windows and no soft caps")
         return reasons
 
     @classmethod
@@ -221,7 +221,7 @@ class FlashInferPrefill(FlashInferBackend):
         reasons += [f"{reason}, and copies of numbers are for fa3 alone" for reason in missing]
         if spec.head_dim not in (*kernels.WIDTHS, 192) or spec.v_head_dim not in kernels.WIDTHS:
             reasons.append(f"it has no kernel for heads {spec.head_dim} and {spec.v_head_dim} wide")
-        return [*reasons, "it has no sinks"] if spec.sinks else reasons
+        return reasons
 
     @classmethod
     def wants(cls, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> list[Kernel]:

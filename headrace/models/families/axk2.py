@@ -142,4 +142,4 @@ def names(model: Decoder) -> NameTable:
     return table
 
 
-FAMILY = Family(architectures=(ARCHITECTURE,), model_types=("axk2",), model_spec=model_spec, decoder=AXK2Decoder, names=names)
+FAMILY = Family(model_spec=model_spec, decoder=AXK2Decoder, names=names)

@@ -193,4 +193,4 @@ def mla_specs(config: HFConfig) -> tuple[AttentionSpec, ...]:
     )
 
 
-FAMILY = Family(architectures=(ARCHITECTURE,), model_types=("deepseek_v2",), model_spec=model_spec, decoder=DeepseekDecoder)
+FAMILY = Family(model_spec=model_spec, decoder=DeepseekDecoder)

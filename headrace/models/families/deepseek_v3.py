@@ -38,8 +38,6 @@ def names(model: Decoder) -> NameTable:
 
 
 FAMILY = Family(
-    architectures=(ARCHITECTURE,),
-    model_types=("deepseek_v3",),
     model_spec=model_spec,
     decoder=DeepseekDecoder,
     names=names,

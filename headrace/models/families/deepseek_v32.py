@@ -175,7 +175,5 @@ def glm_names(model: Decoder) -> NameTable:
     return decoder_names(model, layouts=layouts, ignorable=(rf"model\.layers\.{model.spec.num_layers}\..*",))
 
 
-FAMILY = Family(architectures=(V32,), model_types=("deepseek_v32",), model_spec=v32_spec, decoder=V32Decoder, names=v32_names)
-GLM_FAMILY = Family(
-    architectures=(GLM,), model_types=("glm_moe_dsa",), model_spec=glm_spec, decoder=GlmDecoder, names=glm_names
-)
+FAMILY = Family(model_spec=v32_spec, decoder=V32Decoder, names=v32_names)
+GLM_FAMILY = Family(model_spec=glm_spec, decoder=GlmDecoder, names=glm_names)

@@ -45,4 +45,4 @@ def model_spec(config: HFConfig) -> ModelSpec:
     return decoder_spec(config, ARCHITECTURE, layers, dense_specs(config, bias=bias), attention_bias=bias, output_bias=bias)
 
 
-FAMILY = Family(architectures=(ARCHITECTURE,), model_types=("ernie4_5",), model_spec=model_spec, decoder=ErnieDecoder)
+FAMILY = Family(model_spec=model_spec, decoder=ErnieDecoder)

@@ -56,6 +56,4 @@ def names(model: Decoder) -> NameTable:
     return table
 
 
-FAMILY = Family(
-    architectures=(ARCHITECTURE,), model_types=("ernie4_5_moe",), model_spec=model_spec, decoder=ErnieMoeDecoder, names=names
-)
+FAMILY = Family(model_spec=model_spec, decoder=ErnieMoeDecoder, names=names)

@@ -160,8 +160,6 @@ def _experts(table: NameTable, theirs: str, ours: str, module: Experts) -> None:
 
 
 FAMILY = Family(
-    architectures=(ARCHITECTURE,),
-    model_types=("ernie4_5_vl_moe", "ernie4_5_vl_moe_text"),
     model_spec=model_spec,
     decoder=ErnieVLDecoder,
     names=names,

@@ -77,8 +77,6 @@ def _scale(layer: int, scalar: Any) -> float:
 
 
 FAMILY = Family(
-    architectures=(ARCHITECTURE, "Gemma3ForConditionalGeneration"),
-    model_types=("gemma3_text", "gemma3"),
     model_spec=model_spec,
     decoder=Gemma3Decoder,
     names=names,

@@ -250,8 +250,6 @@ def _mlps(config: HFConfig, layers: Sequence[AttentionSpec]) -> list[MlpSpec]:
 
 
 FAMILY = Family(
-    architectures=(ARCHITECTURE, "Gemma4ForConditionalGeneration"),
-    model_types=("gemma4_text", "gemma4"),
     model_spec=model_spec,
     decoder=Gemma4Decoder,
     names=names,

@@ -60,4 +60,4 @@ def _experts(table: NameTable, theirs: str, ours: str, module: Experts) -> None:
     table.add(f"{theirs}.down_proj_bias", f"{ours}.down_proj_bias")
 
 
-FAMILY = Family(architectures=(ARCHITECTURE,), model_types=("gpt_oss",), model_spec=model_spec, names=names)
+FAMILY = Family(model_spec=model_spec, names=names)

@@ -120,7 +120,5 @@ def names(model: Decoder) -> NameTable:
     return table
 
 
-FAMILY = Family(architectures=(ARCHITECTURE,), model_types=("lfm2",), model_spec=model_spec, decoder=Lfm2Decoder, names=names)
-MOE_FAMILY = Family(
-    architectures=(MOE_ARCHITECTURE,), model_types=("lfm2_moe",), model_spec=moe_model_spec, decoder=Lfm2Decoder, names=names
-)
+FAMILY = Family(model_spec=model_spec, decoder=Lfm2Decoder, names=names)
+MOE_FAMILY = Family(model_spec=moe_model_spec, decoder=Lfm2Decoder, names=names)

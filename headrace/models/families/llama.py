@@ -19,4 +19,4 @@ def model_spec(config: HFConfig) -> ModelSpec:
     )
 
 
-FAMILY = Family(architectures=(ARCHITECTURE,), model_types=("llama",), model_spec=model_spec)
+FAMILY = Family(model_spec=model_spec)

@@ -147,8 +147,6 @@ def names(model: Decoder) -> NameTable:
 
 
 FAMILY = Family(
-    architectures=(ARCHITECTURE,),
-    model_types=("mimo_v2_flash",),
     model_spec=model_spec,
     decoder=MimoDecoder,
     names=names,

@@ -142,8 +142,6 @@ def _experts(table: NameTable, theirs: str, ours: str, module: Experts) -> None:
 
 
 FAMILY = Family(
-    architectures=(ARCHITECTURE, "MiniMaxM3SparseForConditionalGeneration"),
-    model_types=("minimax_m3_vl_text", "minimax_m3_vl"),
     model_spec=model_spec,
     decoder=M3Decoder,
     names=names,

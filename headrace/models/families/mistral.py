@@ -14,4 +14,4 @@ def model_spec(config: HFConfig) -> ModelSpec:
     return decoder_spec(config, ARCHITECTURE, layers, dense_specs(config))
 
 
-FAMILY = Family(architectures=(ARCHITECTURE,), model_types=("mistral",), model_spec=model_spec)
+FAMILY = Family(model_spec=model_spec)

@@ -86,4 +86,4 @@ def model_spec(config: HFConfig) -> ModelSpec:
     return decoder_spec(config, ARCHITECTURE, layers, dense_specs(config), qk_norm=True, **attention_biases(config))
 
 
-FAMILY = Family(architectures=(ARCHITECTURE,), model_types=("olmo2",), model_spec=model_spec, decoder=Olmo2Decoder)
+FAMILY = Family(model_spec=model_spec, decoder=Olmo2Decoder)

@@ -180,8 +180,6 @@ def _family(architecture: str, plain: Callable[[HFConfig], ModelSpec]) -> Family
         return dataclasses.replace(plain(config), **changes)
 
     return Family(
-        architectures=(architecture,),
-        model_types=(),
         model_spec=model_spec,
         decoder=PawDecoder,
         names=names,
@@ -189,4 +187,5 @@ def _family(architecture: str, plain: Callable[[HFConfig], ModelSpec]) -> Family
     )
 
 
-FAMILIES = (_family(QWEN3, qwen3.model_spec), _family(LLAMA, llama.model_spec))
+QWEN3_FAMILY = _family(QWEN3, qwen3.model_spec)
+LLAMA_FAMILY = _family(LLAMA, llama.model_spec)

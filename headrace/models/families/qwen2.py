@@ -14,4 +14,4 @@ def model_spec(config: HFConfig) -> ModelSpec:
     return decoder_spec(config, ARCHITECTURE, layers, dense_specs(config), attention_bias=True)
 
 
-FAMILY = Family(architectures=(ARCHITECTURE,), model_types=("qwen2",), model_spec=model_spec)
+FAMILY = Family(model_spec=model_spec)

@@ -20,4 +20,4 @@ def model_spec(config: HFConfig) -> ModelSpec:
     )
 
 
-FAMILY = Family(architectures=(ARCHITECTURE,), model_types=("qwen3",), model_spec=model_spec)
+FAMILY = Family(model_spec=model_spec)

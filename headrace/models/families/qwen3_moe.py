@@ -16,4 +16,4 @@ def model_spec(config: HFConfig) -> ModelSpec:
     return decoder_spec(config, ARCHITECTURE, layers, stepped_specs(config, moe), qk_norm=True, **attention_biases(config))
 
 
-FAMILY = Family(architectures=(ARCHITECTURE,), model_types=("qwen3_moe",), model_spec=model_spec)
+FAMILY = Family(model_spec=model_spec)

@@ -22,7 +22,7 @@ from headrace.models.moe_config import experts_of, stepped_specs
 from headrace.models.names import decoder_names
 from headrace.weights.names import NameTable
 
-_QWEN2 = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
+_QWEN2 = "Qwen2VLForConditionalGeneration"
 _QWEN3 = "Qwen3VLForConditionalGeneration"
 _QWEN3_MOE = "Qwen3VLMoeForConditionalGeneration"
 
@@ -30,7 +30,7 @@ _QWEN3_MOE = "Qwen3VLMoeForConditionalGeneration"
 def qwen2_spec(config: HFConfig) -> ModelSpec:
     text = text_part(config)
     layers = attention_specs(text, windows=windows_by_type(text), sections=True)
-    return decoder_spec(text, _QWEN2[0], layers, dense_specs(text), attention_bias=True)
+    return decoder_spec(text, _QWEN2, layers, dense_specs(text), attention_bias=True)
 
 
 def qwen3_spec(config: HFConfig) -> ModelSpec:
@@ -63,10 +63,6 @@ def _stacked(table: NameTable, theirs: str, ours: str, module: Experts) -> None:
         table.transposable(f"{theirs}.{kind}", f"{ours}.{kind}", tuple(parameter.shape))
 
 
-QWEN2_VL = Family(
-    architectures=_QWEN2, model_types=("qwen2_vl", "qwen2_5_vl", "qwen2_vl_text", "qwen2_5_vl_text"), model_spec=qwen2_spec
-)
-QWEN3_VL = Family(architectures=(_QWEN3,), model_types=("qwen3_vl", "qwen3_vl_text"), model_spec=qwen3_spec)
-QWEN3_VL_MOE = Family(
-    architectures=(_QWEN3_MOE,), model_types=("qwen3_vl_moe", "qwen3_vl_moe_text"), model_spec=qwen3_moe_spec, names=moe_names
-)
+QWEN2_VL = Family(model_spec=qwen2_spec)
+QWEN3_VL = Family(model_spec=qwen3_spec)
+QWEN3_VL_MOE = Family(model_spec=qwen3_moe_spec, names=moe_names)

@@ -3,21 +3,58 @@
 from __future__ import annotations
 
 import base64
+import io
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from headrace.core.request import Request
-from headrace.outputs import OutputDelta
+from headrace.outputs import OutputDelta, RoutedExperts
 from headrace.server.generation import Generation, Piece
 from headrace.server.logprobs import IDS, JSONArray, TokenTexts, chat_logprobs, prompt_logprobs, triples
 from headrace.server.schema import GenerateBody, InferenceBody
-from headrace.server.shape.routed import routed_int32, routed_npy, routed_raw
 from headrace.server.sse import DataAnswer
 from headrace.server.state import ServedModel, Serving
+
+
+def _array(routed: RoutedExperts) -> npt.NDArray[np.integer[Any]]:
+    """``[tokens, layers of the model, top_k]`` uint8 or uint16; layers without experts have zeros."""
+    shape = routed.shape
+    chosen = np.frombuffer(routed.data, dtype="<u2" if shape.wide else np.uint8).reshape(-1, len(shape.layers), shape.top_k)
+    if len(shape.layers) == shape.num_layers:
+        return chosen
+    array = np.zeros((len(chosen), shape.num_layers, shape.top_k), dtype=chosen.dtype)
+    array[:, shape.layers] = chosen
+    return array
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def routed_int32(routed: RoutedExperts, start: int, num_tokens: int) -> dict[str, Any]:
+    """SGLang's fields of ``meta_info``: int32 from token ``start`` on, of the first ``num_tokens`` tokens but the last."""
+    return {
+        "routed_experts": _base64(_array(routed)[start : num_tokens - 1].astype("<i4").tobytes()),
+        "routed_experts_start_len": start,
+    }
+
+
+def routed_npy(routed: RoutedExperts) -> str:
+    """vLLM's form: a NumPy file."""
+    file = io.BytesIO()
+    np.save(file, _array(routed))
+    return _base64(file.getvalue())
+
+
+def routed_raw(routed: RoutedExperts) -> dict[str, Any]:
+    """prime-rl's form."""
+    array = _array(routed)
+    return {"data": _base64(array.tobytes()), "shape": list(array.shape), "start": 0, "dtype": array.dtype.name}
 
 
 class GenerateAnswer(DataAnswer):

@@ -453,11 +453,11 @@ def test_asked_for_it_does_all(flashinfer: Device, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("spec", "kv_dtype", "why"),
     [
-        (layer_spec(**WIDE, sinks=True), None, "no sinks"),
+        (layer_spec(**WIDE, sinks=True), None, "layer's sinks"),
         (layer_spec(**WIDE), "fp8_e4m3", "scales"),
         (layer_spec(head_dim=80, v_head_dim=80), None, "no kernel for heads 80 and 80 wide"),
         (mla_spec(head_dim=320, v_head_dim=256), None, "widths 512 and 64, not 256 and 64"),
-        (mla_spec(window=9), None, "no windows"),
+        (mla_spec(window=9), None, "layer's window"),
         (mla_spec(), "fp8_e4m3", "scales"),
         (mla_spec(num_heads=20), None, "heads that divide 128, not 20"),
         (mla_spec(num_heads=256), None, "heads that divide 128, not 256"),

@@ -13,8 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention as attend
 from headrace.core.media import ItemInputs, PatchLayout
 from headrace.kernels.rotary.reference import rotate_ref
 from headrace.models.vision import varlen as vision_varlen
-from headrace.models.vision.encoder import TransformersEncoder, _calls
-from headrace.models.vision.patches import patches_of
+from headrace.models.vision.encoder import TransformersEncoder, _calls, patches_of
 from headrace.multimodal.items import tensor_data
 
 CPU = torch.device("cpu")

@@ -38,7 +38,7 @@ from headrace.core.sequence import Sequence
 from headrace.kernels.inputs import RowTensors
 from headrace.kv import Item
 from headrace.models.vision.interface import EncodedItem, encoded_item
-from headrace.multimodal.positions import Run, rope_positions
+from headrace.multimodal.processor import Run, rope_positions
 from headrace.runner.parts.media import _token_slots
 from headrace.runner.replay import replay
 

@@ -98,9 +98,6 @@ class SeeingProcessor:
         assert not any(media.values())
         return PreparedPrompt([*ids, *prompt.encode()], tuple(items), tuple(inputs), None)
 
-    def image_tokens(self, width: int, height: int) -> int:
-        return height
-
 
 def _rows(medium: Any) -> int:
     if isinstance(medium, Picture):

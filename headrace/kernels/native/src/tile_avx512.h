@@ -8,8 +8,6 @@
 namespace headrace {
 namespace {
 
-constexpr int64_t ROW_BLOCK = 256;  // Rows whose activations stay in the second-level cache.
-
 inline void read_tail(const uint8_t* at, Tail tail, __m512& scale, __m512& minimum) {
     if (tail == FLOAT_ZEROS) {
         scale = _mm512_loadu_ps(at);
@@ -77,18 +75,7 @@ int64_t tile_of(int64_t left, Weights w, const Activations& a, int64_t row, floa
     return tile<1, BITS>(w, a, row, out), 1;
 }
 
-// Products of rows [first, last), at most ROW_BLOCK, with a block of weights.
-template <int BITS>
-void block_rows(Weights w, const Activations& a, int64_t rows, int64_t first, int64_t last, float* out) {
-    for (int64_t row = first; row < last;) row += tile_of<BITS>(last - row, w, a, row, out + (row - first) * BLOCK);
-}
-
-inline void arrange(Activations& a, int64_t rows) {
-    a.across = a.groups;
-    a.along = 1;
-}
-
-inline void write_codes(const Rounded& from, int bits, int64_t rows, int8_t* codes) { write_parts(from, codes); }
-
 }  // namespace
 }  // namespace headrace
+
+#include "tile_rows.h"

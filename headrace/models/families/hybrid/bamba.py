@@ -85,4 +85,4 @@ def model_spec(config: HFConfig) -> ModelSpec:
     )
 
 
-FAMILY = Family(architectures=(ARCHITECTURE,), model_types=("bamba",), model_spec=model_spec, decoder=BambaDecoder, names=names)
+FAMILY = Family(model_spec=model_spec, decoder=BambaDecoder, names=names)

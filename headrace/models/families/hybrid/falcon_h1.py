@@ -147,6 +147,4 @@ def model_spec(config: HFConfig) -> ModelSpec:
     )
 
 
-FAMILY = Family(
-    architectures=(ARCHITECTURE,), model_types=("falcon_h1",), model_spec=model_spec, decoder=FalconDecoder, names=names
-)
+FAMILY = Family(model_spec=model_spec, decoder=FalconDecoder, names=names)

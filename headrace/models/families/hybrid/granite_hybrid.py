@@ -139,6 +139,4 @@ def model_spec(config: HFConfig) -> ModelSpec:
     )
 
 
-FAMILY = Family(
-    architectures=(ARCHITECTURE,), model_types=("granitemoehybrid",), model_spec=model_spec, decoder=GraniteDecoder, names=names
-)
+FAMILY = Family(model_spec=model_spec, decoder=GraniteDecoder, names=names)

@@ -152,6 +152,4 @@ def model_spec(config: HFConfig) -> ModelSpec:
     )
 
 
-FAMILY = Family(
-    architectures=(ARCHITECTURE,), model_types=("nemotron_h",), model_spec=model_spec, decoder=NemotronDecoder, names=names
-)
+FAMILY = Family(model_spec=model_spec, decoder=NemotronDecoder, names=names)

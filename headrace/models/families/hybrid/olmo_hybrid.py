@@ -121,6 +121,4 @@ def model_spec(config: HFConfig) -> ModelSpec:
     )
 
 
-FAMILY = Family(
-    architectures=(ARCHITECTURE,), model_types=("olmo_hybrid",), model_spec=model_spec, decoder=OlmoHybridDecoder, names=names
-)
+FAMILY = Family(model_spec=model_spec, decoder=OlmoHybridDecoder, names=names)

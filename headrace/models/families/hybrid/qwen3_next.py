@@ -37,8 +37,8 @@ from headrace.weights.names import NameTable
 _ROTATED = 0.25
 """The default share of a head's channels that is rotated."""
 _NEXT = "Qwen3NextForCausalLM"
-_DENSE = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
-_MOE = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
+_DENSE = "Qwen3_5ForCausalLM"
+_MOE = "Qwen3_5MoeForCausalLM"
 _MOVED = {
     ".shared_experts.gate_up_proj": ".shared_expert.gate_up_proj",
     ".shared_experts.gate_up_proj.weight": ".shared_expert.gate_up_proj.weight",
@@ -178,24 +178,18 @@ def next_spec(config: HFConfig) -> ModelSpec:
 
 def dense_spec(config: HFConfig) -> ModelSpec:
     text = text_part(config)
-    return _spec(text, _DENSE[0], dense_specs(text), sections=True)
+    return _spec(text, _DENSE, dense_specs(text), sections=True)
 
 
 def moe_spec(config: HFConfig) -> ModelSpec:
     text = text_part(config)
     experts = _experts(text, normalize=True)
-    return _spec(text, _MOE[0], [experts] * required(text, "num_hidden_layers"), sections=True)
+    return _spec(text, _MOE, [experts] * required(text, "num_hidden_layers"), sections=True)
 
 
-QWEN3_NEXT = Family(
-    architectures=(_NEXT,), model_types=("qwen3_next",), model_spec=next_spec, decoder=Qwen3NextDecoder, names=names
-)
-QWEN3_5 = Family(
-    architectures=_DENSE, model_types=("qwen3_5_text", "qwen3_5"), model_spec=dense_spec, decoder=Qwen35Decoder, names=names
-)
+QWEN3_NEXT = Family(model_spec=next_spec, decoder=Qwen3NextDecoder, names=names)
+QWEN3_5 = Family(model_spec=dense_spec, decoder=Qwen35Decoder, names=names)
 QWEN3_5_MOE = Family(
-    architectures=_MOE,
-    model_types=("qwen3_5_moe_text", "qwen3_5_moe"),
     model_spec=moe_spec,
     decoder=Qwen35Decoder,
     names=names,

@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from headrace.bench.report import facts, load_average  # noqa: E402
-from headrace.bench.workloads import PICTURE_WORKLOADS, RANDOM_WORKLOADS  # noqa: E402
+from headrace.bench.workloads import PICTURE_WORKLOADS, PUBLISHED_WORKLOADS, RANDOM_WORKLOADS  # noqa: E402
 
 OURS, THEIRS = "headrace", "vllm"
 FOREIGN = "-transformers"
@@ -472,7 +472,7 @@ def names(text: str) -> list[str]:
 
 def workloads(text: str) -> list[str]:
     found = names(text)
-    known = RANDOM_WORKLOADS | PICTURE_WORKLOADS
+    known = RANDOM_WORKLOADS | PUBLISHED_WORKLOADS | PICTURE_WORKLOADS
     if unknown := [name for name in found if name not in known]:
         raise argparse.ArgumentTypeError(f"there is no workload {unknown[0]!r}; there are {', '.join(known)}")
     return chosen(text, found, "workload")

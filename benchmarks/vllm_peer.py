@@ -26,10 +26,14 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from headrace.bench.constrained import constraint_of
-from headrace.bench.workloads import PICTURE_WORKLOADS, RANDOM_WORKLOADS, Workload, placeholder
+from headrace.bench.workloads import PICTURE_WORKLOADS, PUBLISHED_WORKLOADS, RANDOM_WORKLOADS, Workload, placeholder
 
 # Features in place of pictures are in the layout of headrace's models.
-WORKLOADS = RANDOM_WORKLOADS | {name: make for name, make in PICTURE_WORKLOADS.items() if name != "images64_features"}
+WORKLOADS = {
+    **RANDOM_WORKLOADS,
+    **PUBLISHED_WORKLOADS,
+    **{name: make for name, make in PICTURE_WORKLOADS.items() if name != "images64_features"},
+}
 
 QWEN35 = "Qwen3_5ForCausalLM"
 SMALL = 60_000

@@ -41,8 +41,9 @@ class LatencyOptions(Checked):
 
     workload: Annotated[str | None, OptionSpec(metavar="NAME")] = None
     """A workload by name: chat, chat_shared (text); single, batch8, batch64, mixed256, prefill8k, prefill16k, prefill32k,
-    prefill64k, prefill128k, longctx_decode (random tokens); images64, images64_features, images64_text (a picture of 1024 x
-    1024 random pixels in each prompt, random features in its place, and neither; for throughput)."""
+    prefill64k, prefill128k, longctx_decode (random tokens); isl1000-osl1000 and nine other lengths (random tokens, for
+    minutes); images64, images64_features, images64_text (a picture of 1024 x 1024 random pixels in each prompt, random
+    features in its place, and neither; for throughput)."""
     input_len: Annotated[int | None, _TOKENS] = None
     """Tokens of each prompt, without --workload."""
     output_len: Annotated[int | None, _TOKENS] = None

@@ -146,6 +146,7 @@ def run(
             "seconds": ready - imported,
             "import_seconds": imported - start,
             "phases": {phase.name: phase.seconds for phase in engine.info.timeline},
+            "kernels": next((phase.detail for phase in engine.info.timeline if phase.name == "FlashInfer"), ""),
         },
         "engine": engine.facts(),
         "rows": [],
@@ -262,7 +263,10 @@ def tables(report: dict[str, Any]) -> list[Table]:
         ]
         for row in rows
     ]
-    startup = f"{report['model']}: ready after {report['startup']['seconds']:.1f} s" if "startup" in report else "Throughput"
+    startup = "Throughput"
+    if "startup" in report:
+        kernels = report["startup"].get("kernels", "")
+        startup = f"{report['model']}: ready after {report['startup']['seconds']:.1f} s{kernels and f'; FlashInfer: {kernels}'}"
     result = [table(startup, header, cells)]
     ours = {row.workload: row for row in rows if row.engine == OURS}
     ratios = [

@@ -129,6 +129,27 @@ RANDOM_WORKLOADS: dict[str, Callable[[], Workload]] = {
 }
 RANDOM_WORKLOADS["mixed256"] = _mixed256
 
+_PUBLISHED = {
+    (128, 128): 30_000,
+    (128, 2048): 3000,
+    (128, 4096): 1500,
+    (500, 2000): 3000,
+    (1000, 1000): 3000,
+    (1000, 2000): 1500,
+    (2048, 128): 3000,
+    (2048, 2048): 1500,
+    (5000, 500): 1500,
+    (20_000, 2000): 1000,
+}
+"""(tokens in, tokens out) -> requests, as in the performance overview of TensorRT-LLM 1.0."""
+
+PUBLISHED_WORKLOADS: dict[str, Callable[[], Workload]] = {
+    name: functools.partial(random_tokens, name, 11 + index, count, *lengths)
+    for index, (lengths, count) in enumerate(_PUBLISHED.items())
+    for name in ("isl{}-osl{}".format(*lengths),)
+}
+"""Workloads of rates that others publish. They fill a large GPU for minutes, so that ``all`` leaves them out."""
+
 
 def _pictures64(name: str, pictures: Pictures | None) -> Workload:
     """64 requests of 256 tokens in, beside a picture, and 128 out."""
@@ -192,7 +213,7 @@ def build(name: str, encoder: Encoder | None) -> Workload:
     Raises:
         ConfigError: there is none, or it needs a tokenizer and there is none.
     """
-    plain = RANDOM_WORKLOADS | PICTURE_WORKLOADS
+    plain = RANDOM_WORKLOADS | PUBLISHED_WORKLOADS | PICTURE_WORKLOADS
     if name in plain:
         return plain[name]()
     if name not in TEXT_WORKLOADS:
@@ -203,4 +224,4 @@ def build(name: str, encoder: Encoder | None) -> Workload:
 
 
 def names() -> Sequence[str]:
-    return [*RANDOM_WORKLOADS, *PICTURE_WORKLOADS, *TEXT_WORKLOADS]
+    return [*RANDOM_WORKLOADS, *PUBLISHED_WORKLOADS, *PICTURE_WORKLOADS, *TEXT_WORKLOADS]

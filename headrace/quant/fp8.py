@@ -37,6 +37,7 @@ class Fp8Method(PackedMethod):
     kernel = "by number of rows, Triton or cuBLASLt"
     constants = frozenset({"one", "turns"})
     multiples = 16, 16
+    batch_invariant = True
 
     @classmethod
     def holds(cls, codes: Codes) -> bool:
@@ -96,7 +97,7 @@ class Fp8Method(PackedMethod):
         return layer.in_features
 
     def apply_rounded(self, layer: Linear, x: Fp8Rows) -> torch.Tensor:
-        return fp8_linear(x, self.weight, layer.bias, layer.out_dtype)
+        return fp8_linear(x, self.weight, layer.bias, layer.out_dtype, batch_invariant=layer.batch_invariant)
 
     def dequantize(self, layer: Linear) -> torch.Tensor:
         return dequantize(self.weight)
@@ -173,8 +174,8 @@ def _limits(engine: EngineFacts) -> list[Limit]:
     limits = [Limit(reason) for reason in support.fp8_product_refusals(engine.device)]
     if engine.dtype == "float32":
         limits.append(Limit("its products are of 16-bit activations: set dtype bfloat16 or float16", "dtype"))
-    if engine.deterministic:
-        limits.append(Limit("it has no product whose rows are independent of each other", "deterministic"))
+    if engine.deterministic and support.compute_capability(engine.device) not in (None, support.HOPPER_SM):
+        limits.append(Limit("its products have rows that are independent of each other on Hopper alone", "deterministic"))
     return limits
 
 

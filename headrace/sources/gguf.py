@@ -41,9 +41,12 @@ _ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 """Model type in transformers -> architecture."""
-_KNOWN = ("llama", "qwen2", "qwen3")
+_MIXTURES = {"qwen3moe": "qwen3_moe"}
+"""Architectures of mixtures -> model type."""
+_KNOWN = ("llama", "qwen2", "qwen3", *_MIXTURES)
 """Supported values of ``general.architecture``."""
 _PLAIN_DTYPES = {
     GGMLQuantizationType.F32: "float32",
@@ -243,8 +246,8 @@ def eos_token_ids(metadata: Metadata) -> list[int]:
 
 
 def _config(metadata: Metadata, tensors: Mapping[str, Any], arch: str, decisions: list[Decision]) -> PreTrainedConfig:
-    kind = arch
-    if metadata.get(f"{arch}.expert_count", Experts, 0):
+    kind = _MIXTURES.get(arch, arch)
+    if arch not in _MIXTURES and metadata.get(f"{arch}.expert_count", Experts, 0):
         raise ConfigError(f"{metadata.path} is a mixture of experts, which is not supported", "model")
     if "token_embd.weight" not in tensors:
         raise ConfigError(f"{metadata.path} has no tensor token_embd.weight", "model")
@@ -284,8 +287,17 @@ def _config(metadata: Metadata, tensors: Mapping[str, Any], arch: str, decisions
     elif window:
         reason = f"{arch} models use a window only if the config enables it, and GGUF does not store that"
         decisions.append(Decision("sliding_window", f"ignored ({window})", reason))
-    if arch == "qwen3":
+    if arch in ("qwen3", *_MIXTURES):
         facts["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    if arch in _MIXTURES:
+        facts |= {
+            "num_experts": metadata.integer(f"{arch}.expert_count", Experts),
+            "num_experts_per_tok": metadata.integer(f"{arch}.expert_used_count", Experts),
+            "moe_intermediate_size": metadata.integer(f"{arch}.expert_feed_forward_length", Size),
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
     plain = plain_config({"model_type": kind, "architectures": [_ARCHITECTURES[kind]], **facts})
     if plain is not None:
         return cast("PreTrainedConfig", plain)

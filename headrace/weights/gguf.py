@@ -34,6 +34,8 @@ _IN_THE_CONFIG = frozenset({"rope_freqs.weight"})
 """Tensors whose content the configuration holds."""
 _PERMUTED = frozenset({"llama"})
 """Architectures whose q and k rows GGUF stores for a rotary embedding of neighbouring channels."""
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)(\..*)")
+"""Name of a matrix of one expert; a file has those of all experts in one tensor."""
 _QK = re.compile(r"model\.layers\.(\d+)\.self_attn\.([qk])_proj\.(?:weight|bias)")
 
 
@@ -54,7 +56,8 @@ class GGUFCheckpoint(Checkpoint):
         self._spec = spec
         self._permuted = architecture in _PERMUTED
         to_hf = _hf_names(architecture, spec.num_layers, names)
-        self._stored: dict[str, ReaderTensor] = {}
+        self._stored: dict[str, tuple[ReaderTensor, int | None]] = {}
+        """Tensors of the file, and which expert's part."""
         self.tensors: dict[str, StoredTensor] = {}
         for tensor in reader.tensors:
             if tensor.name in _IN_THE_CONFIG:
@@ -63,38 +66,51 @@ class GGUFCheckpoint(Checkpoint):
             if kind not in READABLE:
                 readable = ", ".join(sorted(kind.name for kind in READABLE))
                 raise ConfigError(f"{tensor.name} in {file.name} is stored as {kind.name}; what is read: {readable}", "model")
-            name = to_hf.get(tensor.name, tensor.name)
             shape = tuple(int(size) for size in reversed(tensor.shape))
-            self._stored[name] = tensor
-            self.tensors[name] = StoredTensor(shape, kind.name, int(tensor.n_bytes), f"{file.name} as {tensor.name}")
+            source, parts = f"{file.name} as {tensor.name}", to_hf.get(tensor.name, {tensor.name: None})
+            if None in parts.values():
+                (name,) = parts
+                self._stored[name] = tensor, None
+                self.tensors[name] = StoredTensor(shape, kind.name, int(tensor.n_bytes), source)
+                continue
+            last = max(expert for expert in parts.values() if expert is not None)
+            if len(shape) != 3 or shape[0] <= last:
+                raise ConfigError(f"{source} is of the shape {list(shape)}, which has no expert {last}", "model")
+            for name, expert in parts.items():
+                self._stored[name] = tensor, expert
+                self.tensors[name] = StoredTensor(shape[1:], kind.name, int(tensor.n_bytes) // shape[0], source)
 
     def _whole(self, name: str) -> torch.Tensor:
-        tensor, shape = self._stored[name], self.tensors[name].shape
-        if tensor.tensor_type in _PLAIN:
-            flat = np.array(tensor.data).reshape(-1).view(np.uint8)
-            plain = torch.from_numpy(flat).view(_PLAIN[tensor.tensor_type])
-            return self._order(name, plain.view(shape))
+        kind, shape = self._stored[name][0].tensor_type, self.tensors[name].shape
+        if kind in _PLAIN:
+            return self._order(name, torch.from_numpy(self._bytes(name)).view(_PLAIN[kind]).view(shape))
         if (codes := self.codes(name)) is not None:
             return codes.dequantize()
-        values = dequantize(self._blocks(name), tensor.tensor_type)
+        values = dequantize(self._blocks(name), kind)
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).view(shape)
 
     def codes(self, name: str) -> GroupCodes | None:
-        if self._stored[name].tensor_type in _PLAIN or len(self.tensors[name].shape) != 2:
+        kind = self._stored[name][0].tensor_type
+        if kind in _PLAIN or len(self.tensors[name].shape) != 2:
             return None
-        return gguf_blocks.decode(self._blocks(name), self._stored[name].tensor_type)
+        return gguf_blocks.decode(self._blocks(name), kind)
 
     def close(self) -> None:
         forget()
 
     def _blocks(self, name: str) -> npt.NDArray[np.uint8]:
         """``[rows, bytes of a row]``. A row's blocks lie together, so rows can be put in order before they are decoded."""
-        tensor = self._stored[name]
-        values, size = GGML_QUANT_SIZES[tensor.tensor_type]
+        values, size = GGML_QUANT_SIZES[self._stored[name][0].tensor_type]
         row = self.tensors[name].shape[-1] // values * size
-        blocks = torch.from_numpy(np.array(tensor.data).view(np.uint8).reshape(-1, row))
+        blocks = torch.from_numpy(self._bytes(name).reshape(-1, row))
         ordered: npt.NDArray[np.uint8] = self._order(name, blocks).numpy()
         return ordered
+
+    def _bytes(self, name: str) -> npt.NDArray[np.uint8]:
+        """A copy of a tensor's bytes, of those of one expert where the file has all in one tensor."""
+        tensor, expert = self._stored[name]
+        data, size = tensor.data.reshape(-1).view(np.uint8), self.tensors[name].nbytes
+        return np.array(data if expert is None else data[expert * size : (expert + 1) * size])
 
     def _order(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         """q's and k's rows from channel pairs side by side to half a head apart; other tensors as they are."""
@@ -110,9 +126,15 @@ class GGUFCheckpoint(Checkpoint):
         return pairs.transpose(1, 2).reshape(rows.shape)
 
 
-def _hf_names(architecture: str, num_layers: int, names: Iterable[str]) -> dict[str, str]:
-    """GGUF's name -> Hugging Face's, for the names that the model has."""
+def _hf_names(architecture: str, num_layers: int, names: Iterable[str]) -> dict[str, dict[str, int | None]]:
+    """GGUF's name -> Hugging Face's, for the names that the model has: one, or those of all experts with their numbers."""
     known = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
     table = get_tensor_name_map(known[architecture], num_layers)
-    pairs = ((table.get_name(name, try_suffixes=(".weight", ".bias")), name) for name in names)
-    return {gguf_name: name for gguf_name, name in pairs if gguf_name is not None}
+    found: dict[str, dict[str, int | None]] = {}
+    for name in names:
+        expert = _EXPERT.fullmatch(name)
+        merged = name if expert is None else expert[1] + expert[3]
+        gguf_name = table.get_name(merged, try_suffixes=(".weight", ".bias"))
+        if gguf_name is not None:
+            found.setdefault(gguf_name, {})[name] = None if expert is None else int(expert[2])
+    return found

@@ -116,6 +116,9 @@ def test_the_command_writes_rows_and_reasons(tmp_path: Path) -> None:
     assert row.counters["generation_tokens"] == 256 and row.counters["prefix_hit_tokens"] == 0 and row.steps >= 256
     assert set(report["skipped"]) == {"prefill8k"} and "8,193 tokens" in report["skipped"]["prefill8k"]
     assert report["model"] == "tiny" and report["startup"]["seconds"] > 0 and report["engine"]["attention"]
+    assert report["startup"]["kernels"] == ""
+    told = report | {"startup": report["startup"] | {"kernels": "being compiled"}}
+    assert str(throughput.tables(told)[0].title).endswith(" s; FlashInfer: being compiled")
     assert not list(tmp_path.glob("*.partial"))
     console = Console(width=160, file=io.StringIO())
     for table in throughput.tables(report):

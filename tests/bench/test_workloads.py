@@ -7,7 +7,16 @@ import json
 
 import pytest
 
-from headrace.bench.workloads import PICTURE_WORKLOADS, RANDOM_WORKLOADS, TEXT_WORKLOADS, Workload, build, names, prose
+from headrace.bench.workloads import (
+    PICTURE_WORKLOADS,
+    PUBLISHED_WORKLOADS,
+    RANDOM_WORKLOADS,
+    TEXT_WORKLOADS,
+    Workload,
+    build,
+    names,
+    prose,
+)
 from headrace.errors import ConfigError
 
 RECORDED = {
@@ -50,7 +59,15 @@ def test_random_workloads_are_as_recorded(name: str) -> None:
 
 def test_all_are_recorded() -> None:
     assert set(RECORDED) == set(RANDOM_WORKLOADS)
-    assert set(names()) == set(RANDOM_WORKLOADS) | set(PICTURE_WORKLOADS) | set(TEXT_WORKLOADS)
+    assert set(names()) == {*RANDOM_WORKLOADS, *PUBLISHED_WORKLOADS, *PICTURE_WORKLOADS, *TEXT_WORKLOADS}
+
+
+def test_published_lengths() -> None:
+    """One is made; others have up to 20 million tokens."""
+    assert len(PUBLISHED_WORKLOADS) == 10
+    load = build("isl128-osl4096", None)
+    assert (len(load.prompts), load.input_tokens, load.output_tokens) == (1500, 1500 * 128, 1500 * 4096)
+    assert (load.name, checksum(load)) == ("isl128-osl4096", "c496ace1955f11d9")
 
 
 def test_folding_keeps_lengths() -> None:

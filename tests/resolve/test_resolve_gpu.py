@@ -11,6 +11,7 @@ from support.resolving import GIB, HOPPER, a_device, decide, model, on_gpu
 from headrace.attention import select
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
+from headrace.kernels import support
 from headrace.model_spec import ForeignSpec, MoeSpec
 from headrace.model_spec.model import ModelFacts
 from headrace.models.size import weight_bytes
@@ -112,12 +113,16 @@ def test_estimates_count_experts_as_they_are_held() -> None:
 
 
 @pytest.mark.parametrize("asked", ["fp8", "fp8_per_block"])
-def test_fp8_is_for_gpus_that_multiply_it(asked: str) -> None:
+def test_fp8_is_for_gpus_that_multiply_it(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert on_gpu(quantization=asked).quantization == on_gpu(quantization=asked, deterministic=True).quantization == asked
+    with pytest.raises(ConfigError, match=asked) as caught:
+        on_gpu(quantization=asked, dtype="float32")
+    assert caught.value.param == "dtype"
+    monkeypatch.setattr(support, "compute_capability", lambda _: 89)
     assert on_gpu(quantization=asked).quantization == asked
-    for changes, param in (({"dtype": "float32"}, "dtype"), ({"deterministic": True}, "deterministic")):
-        with pytest.raises(ConfigError, match=asked) as caught:
-            on_gpu(quantization=asked, **changes)
-        assert caught.value.param == param
+    with pytest.raises(ConfigError, match="on Hopper alone") as caught:
+        on_gpu(quantization=asked, deterministic=True)
+    assert caught.value.param == "deterministic"
 
 
 FOUR = {"quant_method": "gptq", "bits": 4, "group_size": 128}
@@ -138,7 +143,7 @@ BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         (FOUR, {"dtype": "float32"}, "none", "weights are made float32"),
         (None, {"quantization": "fp8_per_channel"}, "fp8", ""),
         (BLOCKS, {"dtype": "float32"}, "none", "weights are made float32"),
-        (BLOCKS, {"deterministic": True}, "none", "rows are independent"),
+        (BLOCKS, {"deterministic": True}, "stored", "which the GPU multiplies"),
         (FOUR, {}, "stored_int4", "the checkpoint is of integers"),
         ({**FOUR, "bits": 8}, {"deterministic": True}, "stored", "the checkpoint is of integers"),
         ({"quant_method": "mxfp4"}, {}, "none", "not of FP8 or integers"),
@@ -158,15 +163,13 @@ MXFP4 = {"quant_method": "mxfp4"}
 @pytest.mark.parametrize(
     ("quantised", "args", "chosen"),
     [
-        *((one, {}, "stored") for one in (BLOCKS, {"quant_method": "w4afp8"})),
+        *((one, args, "stored") for one in (BLOCKS, {"quant_method": "w4afp8"}) for args in ({}, {"deterministic": True})),
         *((one, args, "stored_int4") for one in (MXFP4, FOUR) for args in ({}, {"deterministic": True})),
-        *((one, {"deterministic": True}, "none") for one in (BLOCKS, {"quant_method": "w4afp8"})),
         (MXFP4, {"quantization": "none"}, "none"),
         ({**FOUR, "bits": 8}, {}, "none"),
     ],
 )
 def test_experts_of_four_bits_are_kept(quantised: dict[str, Any], args: dict[str, Any], chosen: str) -> None:
-    """Their kernels have tiles for any batch; those of FP8 matrices beside them do not."""
     spec = dataclasses.replace(model(), mlps=(MOE, MOE))
     assert decide(spec, HOPPER, quantised=quantised, **args).quantization == chosen
     if quantised is MXFP4:
@@ -196,7 +199,6 @@ def test_the_head_may_be_quantised_alone() -> None:
     assert "nothing is quantised" in reasons(on_gpu(quantization_ignore=("o_proj",)))["quantization_ignore"]
     for args, message in (
         ({"quantize_head": "int8", "dtype": "float32"}, "16-bit activations"),
-        ({"quantize_head": "fp8", "deterministic": True}, "rows are independent"),
         ({"quantize_head": "fp8"}, "300 outputs are not a multiple of 16"),
         ({"quantize_head": "fp8_per_block"}, "300 outputs are not a multiple of 128"),
     ):

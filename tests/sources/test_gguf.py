@@ -47,6 +47,14 @@ def test_head_dim_untied_embeddings_and_defaults(tmp_path: Path, arch: str, name
     assert config.num_key_value_heads == 4
 
 
+def test_a_mixture(tmp_path: Path) -> None:
+    sizes = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 32}
+    config = read_facts(write(tmp_path / "m.gguf", "qwen3moe", **sizes)).config
+    assert config.architectures == ["Qwen3MoeForCausalLM"]
+    assert (config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size) == (8, 2, 32)
+    assert config.norm_topk_prob is True
+
+
 def test_biases_show_in_the_tensors(tmp_path: Path) -> None:
     tensors = {"blk.0.attn_q.bias": np.zeros(64, np.float32), "blk.0.ffn_up.bias": np.zeros(128, np.float32)}
     config = read_facts(write(tmp_path / "m.gguf", tensors=tensors)).config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
+from transformers import LlamaConfig, PretrainedConfig
 
 from headrace.model_spec import ModelSpec
 from headrace.models import registry
@@ -28,7 +29,7 @@ SIZES = {
 
 
 def config(kind: type[PretrainedConfig] = LlamaConfig, **changes: object) -> PretrainedConfig:
-    architecture = {LlamaConfig: "LlamaForCausalLM", Qwen2Config: "Qwen2ForCausalLM"}[kind]
+    architecture = kind.__name__.replace("Config", "ForCausalLM")
     return kind(architectures=[architecture], **{**SIZES, **changes})
 
 
@@ -91,7 +92,7 @@ def gguf_name(name: str) -> str:
         return "output_norm.weight"
     if name == "lm_head.weight":
         return "output.weight"
-    _, _, layer, *rest, kind = name.split(".")
+    _, _, layer, *rest, kind = re.sub(r"\.experts\.\d+\.", ".experts.", name).split(".")
     parts = {
         "input_layernorm": "attn_norm",
         "self_attn.q_proj": "attn_q",
@@ -104,6 +105,10 @@ def gguf_name(name: str) -> str:
         "mlp.gate_proj": "ffn_gate",
         "mlp.up_proj": "ffn_up",
         "mlp.down_proj": "ffn_down",
+        "mlp.gate": "ffn_gate_inp",
+        "mlp.experts.gate_proj": "ffn_gate_exps",
+        "mlp.experts.up_proj": "ffn_up_exps",
+        "mlp.experts.down_proj": "ffn_down_exps",
     }
     return f"blk.{layer}.{parts['.'.join(rest)]}.{kind}"
 
@@ -114,8 +119,10 @@ def write_gguf(
     weights: Mapping[str, torch.Tensor],
     encode: Callable[[str, np.ndarray], tuple[np.ndarray, gguf.GGMLQuantizationType]],
 ) -> Path:
-    """Args: encode: (name, rows as GGUF orders them) -> raw data and its type; vectors stay F32."""
+    """Args: encode: (name, rows as GGUF orders them) -> raw data and its type; vectors stay F32. Experts are stacked."""
     writer = gguf.GGUFWriter(path, arch)
+    experts: dict[str, list[np.ndarray]] = {}
+    kinds: dict[str, gguf.GGMLQuantizationType] = {}
     for name, tensor in weights.items():
         rows = tensor.numpy()
         if arch == "llama" and ".q_proj." in name:
@@ -123,7 +130,13 @@ def write_gguf(
         if arch == "llama" and ".k_proj." in name:
             rows = permuted(rows, SIZES["num_key_value_heads"])
         data, kind = encode(name, rows) if rows.ndim == 2 else (rows, gguf.GGMLQuantizationType.F32)
+        if ".experts." in name:
+            experts.setdefault(gguf_name(name), []).append(data)
+            kinds[gguf_name(name)] = kind
+            continue
         writer.add_tensor(gguf_name(name), np.ascontiguousarray(data), raw_dtype=kind)
+    for name, each in experts.items():
+        writer.add_tensor(name, np.stack(each), raw_dtype=kinds[name])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

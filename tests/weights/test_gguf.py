@@ -10,7 +10,7 @@ import torch
 from gguf.quants import dequantize
 from support.models.export import export
 from support.quant_blocks import HALVES, Type, random_blocks
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError
@@ -115,6 +115,38 @@ def test_mixed_types_in_a_fused_matrix(tmp_path: Path) -> None:
     (decision,) = (entry for entry in report.decisions if "qkv_proj" in entry.name)
     assert "Q4_K and Q6_K" in decision.reason
     assert "8" in decision.value
+
+
+MIXTURE = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "mlp_only_layers": []}
+
+
+def test_experts_are_parts_of_one_tensor(tmp_path: Path) -> None:
+    """Of several types, as in files of the M kind; routers are floats."""
+    hf_config = config(Qwen3MoeConfig, **MIXTURE)
+    expected = dict(tensors(hf_config))
+
+    def encode(name: str, rows: np.ndarray) -> tuple[np.ndarray, Type]:
+        if ".experts." not in name:
+            return rows, Type.F32
+        kind = Type.Q6_K if "down_proj" in name else Type.BF16 if "up_proj" in name else Type.Q4_K
+        if kind == Type.BF16:
+            expected[name] = torch.from_numpy(rows).bfloat16().float()
+            return plain(kind, rows), kind
+        blocks = random_blocks(kind, *rows.shape, seed=int(name.split(".")[5]))
+        expected[name] = torch.from_numpy(dequantize(blocks, kind))
+        return blocks, kind
+
+    path = write_gguf(tmp_path / "m.gguf", "qwen3moe", tensors(hf_config), encode)
+    got, wanted = parameters_of(loaded(hf_config, path)), expected_parameters(hf_config, expected)
+    for name, tensor in got.items():
+        assert torch.equal(tensor.reshape(-1), wanted[name].reshape(-1)), name
+    packed = loaded(hf_config, path, "bfloat16", "int8")
+    layer = packed.get_submodule("layers.1.mlp.experts")
+    held, exact = layer.method.dequantize(layer, "down_proj"), wanted["layers.1.mlp.experts.down_proj"]
+    assert float((held - exact.view(held.shape)).norm() / exact.norm()) < 0.01
+    more = config(Qwen3MoeConfig, **MIXTURE | {"num_experts": 4})
+    with pytest.raises(ConfigError, match=r"ffn_gate_exps\.weight is of the shape \[3, 256, 256\], which has no expert 3"):
+        loaded(more, path)
 
 
 def test_a_type_that_is_not_read(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Memory while a model loads: what it holds in the end, and two of its largest matrices."""
+"""Memory while a model loads: what it holds in the end, and less than a layer of floats."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Inline:
         return map(function, items)
 
 
-LARGE = config(hidden_size=512, intermediate_size=4096, num_hidden_layers=4, vocab_size=2048, tie_word_embeddings=False)
+LARGE = config(hidden_size=1024, intermediate_size=2048, num_hidden_layers=2, vocab_size=2048, tie_word_embeddings=False)
 
 
 def build() -> Any:
@@ -86,7 +86,7 @@ def build() -> Any:
         *(pytest.param(name, "dummy", marks=pytest.mark.slow) for name in ("none", "int4", "int8", "fp8", "fp8_per_block")),
     ],
 )
-def test_loading_takes_two_matrices_beside_what_is_held(
+def test_loading_takes_less_than_a_layer_beside_what_is_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str, kind: str
 ) -> None:
     monkeypatch.setattr(loading, "ThreadPoolExecutor", Inline)
@@ -96,13 +96,13 @@ def test_loading_takes_two_matrices_beside_what_is_held(
     if kind == "safetensors":
         paths = write_safetensors(tmp_path, {name: one.bfloat16() for name, one in tensors(LARGE).items()})
     model, table = build(), registry.name_table(spec(LARGE))
-    largest = max(parameter.nbytes for parameter in model.parameters())
+    layer = sum(parameter.nbytes for name, parameter in model.named_parameters() if name.startswith("layers.0."))
     with Live() as live:
         report = load_weights(model, table, files(LARGE, kind, paths), device=torch.device("cpu"), quantization=quantization)
     held = sum(one.nbytes for one in [*model.parameters(), *model.buffers()])
     assert report.nbytes == held
     assert live.now >= held
-    assert live.peak <= held + 2 * largest, (live.peak - held) / largest
+    assert live.peak < held + layer, (live.peak - held) / layer
 
 
 def test_threads_share_room() -> None:

@@ -6,7 +6,6 @@ scale, in the second a scale for each ``GROUP`` channels, as in DeepSeek-V3 (202
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +13,7 @@ from torch.nn.functional import ScalingType, scaled_mm
 
 from headrace.kernels import gpu, support
 from headrace.kernels.linear.fp8_reference import Fp8Rows, Fp8Weight, fp8_linear_ref, round_rows_ref
-from headrace.kernels.linear.fp8_tilings import FewTiling, Library, SingleTiling, WideTiling, choose
+from headrace.kernels.linear.fp8_tilings import INVARIANT, FewTiling, Library, SingleTiling, WideTiling, choose
 
 if TYPE_CHECKING:
     from headrace.kernels.linear import triton_fp8 as kernels
@@ -35,7 +34,12 @@ def round_rows(x: torch.Tensor, group: int) -> Fp8Rows:
 
 
 def fp8_linear(
-    x: Fp8Rows, weight: Fp8Weight, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
+    x: Fp8Rows,
+    weight: Fp8Weight,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """``x W^T + bias``.
 
@@ -44,13 +48,14 @@ def fp8_linear(
         weight: on a GPU, of multiples of 16 outputs and inputs.
         bias: ``[N]``
         out_dtype: dtype of the result; None: that of the rows before they were rounded.
+        batch_invariant: a row comes out bitwise the same in any batch; on Hopper alone.
     """
     dtype, rows = out_dtype or x.dtype, x.rows
     if not rows:
         return x.scales.new_empty(0, len(weight.codes), dtype=dtype)
     if not gpu.takes(x.codes):
         return fp8_linear_ref(x, weight, bias, dtype)
-    choice = choose(rows, weight, hopper=_is_hopper(x.codes.device))
+    choice = INVARIANT if batch_invariant else choose(rows, weight, hopper=support.is_hopper(x.codes.device))
     if isinstance(choice, WideTiling):
         return wide_kernels.wide(x, weight, bias, dtype, choice)
     if isinstance(choice, FewTiling | SingleTiling):
@@ -68,8 +73,3 @@ def fp8_linear(
         y = torch._scaled_mm(codes, weight_t, weight.one, weight.one, out_dtype=torch.float32, use_fast_accum=fast)
         return kernels.scale(y, scales, weight.scales, bias, dtype)
     return torch._scaled_mm(codes, weight_t, scales, weight.scales.t(), bias=bias, out_dtype=dtype, use_fast_accum=True)
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return support.compute_capability(device) == 90

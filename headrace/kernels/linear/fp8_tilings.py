@@ -111,6 +111,8 @@ _BY_BLOCK: _Table = (
 
 _LONG_ROWS = WideTiling(64, 128, 4, 6)
 """The tiling for many rows of a weight that cuBLASLt's product by blocks does not take."""
+INVARIANT = WideTiling(64, 64, 4, 4)
+"""The tiling of any number of rows where no row's result may depend on the others: one instruction, and one order of sums."""
 
 
 def choose(rows: int, weight: Fp8Weight, *, hopper: bool) -> Choice:

@@ -11,6 +11,8 @@ import triton.language as tl
 
 from headrace.kernels.kv_cache.triton_fp8 import as_bytes, mode, quantized, scale_of
 from headrace.kernels.linear.fp8_reference import Fp8Rows
+from headrace.kernels.support import cdiv, power_of_two
+from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import begin, options
 
 _BLOCK = 1024
@@ -50,7 +52,7 @@ def store_rounded(
     tl.store(codes + row * WIDTH + channel, stored, mask=channel < WIDTH)
 
 
-@triton.jit
+@launched
 def _quantize(
     x,
     codes,
@@ -73,14 +75,14 @@ def _quantize(
 
 def block_of(width: int, group: int) -> int:
     """Channels that a program rounds: a power of two that holds the row, or some of its groups."""
-    block: int = triton.next_power_of_2(width)
+    block: int = power_of_two(width)
     return block if group == width else min(block, _BLOCK)
 
 
 def empty_rows(rows: int, width: int, group: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales as ``quantize_rows`` gives them, not filled."""
     # cuBLASLt's blocks are of multiples of four rows.
-    count = triton.cdiv(rows, 4) * 4
+    count = cdiv(rows, 4) * 4
     codes = torch.empty(count, width, dtype=torch.float8_e4m3fn, device=device)
     return codes, torch.empty(width // group, count, dtype=torch.float32, device=device).t()
 
@@ -95,14 +97,14 @@ def quantize_rows(x: torch.Tensor, group: int) -> Fp8Rows:
     codes, scales = empty_rows(rows, width, group, x.device)
     if rows:
         block = block_of(width, group)
-        _quantize[(rows, triton.cdiv(width, block))](
+        _quantize[(rows, cdiv(width, block))](
             x, as_bytes(codes), scales, scales.stride(1), x.stride(0), WIDTH=width, BLOCK=block, GROUP=group,
             MODE=mode(x.device), num_warps=min(max(block // 256, 1), 16), **options(x.device),
         )  # fmt: skip
     return Fp8Rows(codes, scales, rows, x.dtype)
 
 
-@triton.jit
+@launched
 def _scale(
     x,
     rows_scale,
@@ -139,8 +141,8 @@ def scale(
     rows, width = x.shape
     y = torch.empty(rows, width, dtype=out_dtype, device=x.device)
     if y.numel():
-        block = min(1024, triton.next_power_of_2(width))
-        _scale[(rows, triton.cdiv(width, block))](
+        block = min(1024, power_of_two(width))
+        _scale[(rows, cdiv(width, block))](
             x, rows_scale, columns_scale, x if bias is None else bias, y, WIDTH=width, BLOCK=block, BIAS=bias is not None,
             num_warps=4, **options(x.device),
         )  # fmt: skip

@@ -17,6 +17,8 @@ import triton.language as tl
 from headrace.kernels.kv_cache.triton_fp8 import as_bytes, gain, mode, to_half
 from headrace.kernels.linear.fp8_reference import GROUP, Fp8Rows, Fp8Weight
 from headrace.kernels.linear.fp8_tilings import FEW_ROWS, FewTiling, SingleTiling
+from headrace.kernels.support import cdiv
+from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import announce, options, wait
 
 _GROUP = tl.constexpr(GROUP)
@@ -55,7 +57,7 @@ def _tile(base, at, start: tl.constexpr, IN: tl.constexpr, CHANNELS: tl.constexp
     return tl.load(base + start, mask=at < IN - start, other=0, eviction_policy=POLICY)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@launched(do_not_specialize=["rows"])
 def _fp8_few(
     x,
     x_scales,
@@ -146,7 +148,7 @@ def _fp8_few(
     tl.store(y + row * out + output, result.to(y.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@launched
 def _fp8_single(
     x,
     x_scales,
@@ -224,7 +226,7 @@ def few(
     launch = {"BIAS": bias is not None, "MODE": mode(y.device), "num_warps": tiling.num_warps, "num_stages": 1}
     if isinstance(tiling, SingleTiling) and x.rows > 1:
         raise ValueError(f"{tiling} is for one row, not {x.rows}")
-    grid, launch = (triton.cdiv(outputs, tiling.outputs),), launch | options(y.device)
+    grid, launch = (cdiv(outputs, tiling.outputs),), launch | options(y.device)
     if isinstance(tiling, SingleTiling):
         _fp8_single[grid](*tensors, outputs, x.scales.stride(1), CHANNELS=tiling.channels, **sizes, **launch)
         return y

@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from headrace.kernels.kv_cache.triton_fp8 import NATIVE, as_bytes, gain, mode, to_half
 from headrace.kernels.linear.fp8_reference import GROUP, Fp8Rows, Fp8Weight
 from headrace.kernels.linear.fp8_tilings import WideTiling
+from headrace.kernels.support import cdiv
 from headrace.kernels.triton_pdl import announce, options, wait
 
 _GROUP = tl.constexpr(GROUP)
@@ -126,7 +127,7 @@ def wide(x: Fp8Rows, weight: Fp8Weight, bias: torch.Tensor | None, out_dtype: to
     if x.codes.shape[1] != inputs:
         raise ValueError(f"rows of {x.codes.shape[1]} and a weight {[outputs, inputs]} do not fit each other")
     y = torch.empty(x.rows, outputs, dtype=out_dtype, device=device)
-    tiles = triton.cdiv(outputs, tiling.outputs) * triton.cdiv(x.rows, tiling.rows)
+    tiles = cdiv(outputs, tiling.outputs) * cdiv(x.rows, tiling.rows)
     parts = y
     if tiling.split > 1:
         if tiles > len(weight.turns):

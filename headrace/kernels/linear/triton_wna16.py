@@ -22,6 +22,8 @@ import triton.language as tl
 
 from headrace.kernels import support
 from headrace.kernels.linear.wna16_reference import MAX_TILES, RUN, PackedWeight
+from headrace.kernels.support import cdiv, power_of_two
+from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import announce, begin, options, wait
 
 MAX_ROWS = 8
@@ -71,18 +73,18 @@ _START, _SUM = 2.5, 5.0
 
 def choose_many(rows: int, weight: PackedWeight) -> PackedManyTiling:
     """Chooses the tiling for which as many programs as run at a time take the least time, as measured on an H200."""
-    runs, across = weight.words.shape[1], triton.cdiv(weight.outputs, PackedManyTiling.outputs)
+    runs, across = weight.words.shape[1], cdiv(weight.outputs, PackedManyTiling.outputs)
     multiprocessors = support.resources(weight.words.device).multiprocessors
     smallest = next((size for size, *_ in _SIZES if size >= rows), _SIZES[-1][0])
     best, least = PackedManyTiling(rows=smallest), math.inf
     for size, abreast, each in _SIZES:
         if size < min(smallest, 64) or size > smallest:
             continue
-        tiles = across * triton.cdiv(rows, size)
+        tiles = across * cdiv(rows, size)
         for parts in (1, 2, 4, 8):
             programs = tiles * parts
-            waves = triton.cdiv(programs, abreast * multiprocessors)
-            time = waves * (triton.cdiv(runs, parts) * each + _START) + _SUM * (parts > 1)
+            waves = cdiv(programs, abreast * multiprocessors)
+            time = waves * (cdiv(runs, parts) * each + _START) + _SUM * (parts > 1)
             if time < least and (parts == 1 or tiles <= MAX_TILES):
                 # What leaves room in shared memory has more in flight.
                 stages = 4 if size <= 32 or (size == 64 and programs <= 2 * multiprocessors) else 3
@@ -176,7 +178,7 @@ def _factors(
     return tl.reshape(part, (SPLIT * channel.shape[0], OUTPUTS, 1))
 
 
-@triton.jit(do_not_specialize=["rows"])
+@launched(do_not_specialize=["rows"])
 def _packed_few(
     x, words, scales, middles, bias, y, rows, out, x_row: tl.int64,
     IN: tl.constexpr, OUTPUTS: tl.constexpr, AHEAD: tl.constexpr, X_AHEAD: tl.constexpr, GROUP: tl.constexpr,
@@ -292,7 +294,7 @@ def _channel(slot):
     return slot // 32 * 32 + slot // 2 % 4 * 8 + slot // 16 % 2 * 4 + slot // 8 % 2 * 2 + slot % 2
 
 
-@triton.jit
+@launched
 def _arrange(
     x, y, sums, rows, x_row: tl.int64,
     IN: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, SUMS: tl.constexpr, PDL: tl.constexpr
@@ -310,7 +312,7 @@ def _arrange(
         tl.store(sums + group * rows + row, total, mask=(group * STEP < IN) & (row < rows))
 
 
-@triton.jit(do_not_specialize=["rows"])
+@launched(do_not_specialize=["rows"])
 def _packed_many(
     x, words, scales, middles, bias, y, x_sums, partial, arrived, rows, out, x_row: tl.int64,
     IN: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, BITS: tl.constexpr,
@@ -400,7 +402,7 @@ def _fetch(place):
     )
 
 
-@triton.jit
+@launched
 def _packed_floats(
     words, scales, middles, y, out,
     IN: tl.constexpr, OUTPUTS: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, BITS: tl.constexpr,
@@ -452,7 +454,7 @@ def few(
     rows, outputs = len(x), weight.outputs
     tiling = tiling or choose_few(weight)
     y = torch.empty(rows, outputs, dtype=out_dtype, device=x.device)
-    _packed_few[(triton.cdiv(outputs, tiling.outputs),)](
+    _packed_few[(cdiv(outputs, tiling.outputs),)](
         x, *_held(weight, bias), y, rows, outputs, x.stride(0), OUTPUTS=tiling.outputs, AHEAD=tiling.ahead,
         X_AHEAD=tiling.x_ahead, WARPS=tiling.warps, BIAS=bias is not None, **_shape(weight, x.dtype),
         num_warps=tiling.warps, num_stages=1, **options(x.device),
@@ -477,7 +479,7 @@ def many(
     _check(x, weight, None)
     rows, outputs = len(x), weight.outputs
     tiling = tiling or choose_many(rows, weight)
-    tiles, partial = triton.cdiv(outputs, tiling.outputs) * triton.cdiv(rows, tiling.rows), weight.words
+    tiles, partial = cdiv(outputs, tiling.outputs) * cdiv(rows, tiling.rows), weight.words
     if tiling.parts > 1:
         if tiles > len(weight.arrived):
             raise ValueError(f"the inputs of {tiles} tiles are split, of at most {len(weight.arrived)}")
@@ -486,11 +488,11 @@ def many(
     y = torch.empty(rows, outputs, dtype=out_dtype, device=x.device)
     arranged, x_sums = arrange(x, weight, tiling.rows)
     step = RUN // weight.split
-    part = triton.cdiv(triton.cdiv(weight.inputs, step), tiling.parts) * step
+    part = cdiv(cdiv(weight.inputs, step), tiling.parts) * step
     _packed_many[(tiles, tiling.parts)](
         arranged, *_held(weight, bias), y, x_sums, partial, weight.arrived, rows, outputs, arranged.stride(0), ROWS=tiling.rows,
         OUTPUTS=tiling.outputs, WARPS=tiling.warps, PARTS=tiling.parts, STAGES=tiling.stages, NEAR=tiling.near,
-        PART_GROUPS=triton.next_power_of_2(triton.cdiv(part, weight.group)), BIAS=bias is not None,
+        PART_GROUPS=power_of_two(cdiv(part, weight.group)), BIAS=bias is not None,
         **_shape(weight, x.dtype), num_warps=tiling.warps, num_stages=tiling.stages, **options(x.device),
     )  # fmt: skip
     return y
@@ -506,12 +508,12 @@ def arrange(x: torch.Tensor, weight: PackedWeight, multiple: int) -> tuple[torch
     """
     rows, inputs = x.shape
     width, step = weight.words.shape[1] * RUN, RUN // weight.split
-    count = triton.cdiv(rows, multiple) * multiple
+    count = cdiv(rows, multiple) * multiple
     y = torch.empty(count, width, dtype=x.dtype, device=x.device)
     with_sums = weight.middles is not None
     sums = torch.empty(width // step, rows, dtype=torch.float32, device=x.device) if with_sums else weight.words
-    block = min(triton.next_power_of_2(width), 1024)
-    _arrange[(count, triton.cdiv(width, block))](
+    block = min(power_of_two(width), 1024)
+    _arrange[(count, cdiv(width, block))](
         x, y, sums, rows, x.stride(0), IN=inputs, WIDTH=width, STEP=step, BLOCK=block, SUMS=with_sums, num_warps=4,
         **options(x.device),
     )  # fmt: skip
@@ -522,7 +524,7 @@ def floats(weight: PackedWeight, dtype: torch.dtype, outputs: int = 32, warps: i
     """Kernel version of ``dequantize``, rounded to ``dtype``, a 16-bit one."""
     y = torch.empty(weight.outputs, weight.inputs, dtype=dtype, device=weight.words.device)
     words, scales, middles, _ = _held(weight, None)
-    _packed_floats[(weight.words.shape[1], triton.cdiv(weight.outputs, outputs))](
+    _packed_floats[(weight.words.shape[1], cdiv(weight.outputs, outputs))](
         words,
         scales,
         middles,

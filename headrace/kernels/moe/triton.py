@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.kernels.support import cdiv, power_of_two
+from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import begin, options
 from headrace.model_spec import MoeSpec
 
@@ -24,7 +26,7 @@ def _best(values, index, COUNT: tl.constexpr):
     return top, place
 
 
-@triton.jit
+@launched
 def _route(
     logits,
     correction,
@@ -118,12 +120,12 @@ def route(
         spec.least_sum,
         spec.added_sum,
         TOP_K=spec.top_k,
-        TOP_K_P=triton.next_power_of_2(spec.top_k),
+        TOP_K_P=power_of_two(spec.top_k),
         EXPERTS=spec.num_experts,
         GROUPS=groups,
-        GROUPS_P=triton.next_power_of_2(groups),
+        GROUPS_P=power_of_two(groups),
         SIZE=size,
-        SIZE_P=triton.next_power_of_2(size),
+        SIZE_P=power_of_two(size),
         TOP_GROUPS=spec.top_groups if groups > 1 else 1,
         BEST_TWO=spec.group_score == "top2",
         SIGMOID=spec.scoring == "sigmoid",
@@ -135,7 +137,7 @@ def route(
     return experts, weights
 
 
-@triton.jit(do_not_specialize=["count", "low", "high"])
+@launched(do_not_specialize=["count", "low", "high"])
 def _held_experts(experts, out, count, low, high, BLOCK: tl.constexpr, PDL: tl.constexpr):
     begin(PDL)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -149,6 +151,6 @@ def held_experts(experts: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     experts = experts.contiguous()
     out, count = torch.empty_like(experts), experts.numel()
     if count:
-        grid = (triton.cdiv(count, _BLOCK),)
+        grid = (cdiv(count, _BLOCK),)
         _held_experts[grid](experts, out, count, start, stop, BLOCK=_BLOCK, **options(experts.device))
     return out

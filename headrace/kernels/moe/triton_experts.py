@@ -33,6 +33,8 @@ from headrace.kernels.moe.triton_codecs import (
     step_of_rows,
 )
 from headrace.kernels.moe.triton_rounding import round_rows
+from headrace.kernels.support import cdiv, power_of_two
+from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import begin, options
 from headrace.model_spec import CLAMPED_SWIGLU, MoeSpec
 
@@ -50,7 +52,7 @@ _BLOCK = 1024
 """Channels of a program that sums up a token's experts."""
 
 
-@triton.jit(do_not_specialize=["choices"])
+@launched(do_not_specialize=["choices"])
 def _sort(experts, order, start, choices, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
     """One expert: where its choices begin in the order, and which they are."""
     begin(PDL)
@@ -171,7 +173,7 @@ def _finish(
         return sums * factor
 
 
-@triton.jit(do_not_specialize=["x_column", "out_column", "tiles"])
+@launched(do_not_specialize=["x_column", "out_column", "tiles"])
 def _up(
     x, x_scales, order, start, weight, scales, zeros, bias, out, out_scales, x_row: tl.int64, x_column: tl.int64,
     out_column: tl.int64, tiles, alpha, limit, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_P: tl.constexpr,
@@ -244,7 +246,7 @@ def _up(
         tl.store(out + at, quantized(value, value * 0.0 + scale, MODE), mask=mask)
 
 
-@triton.jit(do_not_specialize=["x_column", "tiles"])
+@launched(do_not_specialize=["x_column", "tiles"])
 def _down(
     x, x_scales, order, start, weight, scales, zeros, bias, factors, out, x_column: tl.int64, tiles, EXPERTS: tl.constexpr,
     EXPERTS_P: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr,
@@ -290,7 +292,7 @@ def _down(
     tl.store(out + at, sums.to(DTYPE), mask=along(used, not SWAP) & along(present, SWAP))
 
 
-@triton.jit
+@launched
 def _sum_choices(
     weighted,
     experts,
@@ -381,7 +383,7 @@ class _Routing:
         """Launch keywords of both products."""
         return {
             "EXPERTS": self.experts,
-            "EXPERTS_P": triton.next_power_of_2(self.experts),
+            "EXPERTS_P": power_of_two(self.experts),
             "SORTED": self.in_order,
             "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
             "MODE": mode(x.device),
@@ -403,7 +405,7 @@ def _sorted(experts: torch.Tensor, count: int, batch_invariant: bool) -> _Routin
     order = torch.empty(choices, dtype=torch.int32, device=experts.device)
     start = torch.empty(count + 1, dtype=torch.int32, device=experts.device)
     many = choices > _LONG_CHUNK
-    chunk = _LONG_CHUNK if many else min(_CHUNK, triton.next_power_of_2(choices))
+    chunk = _LONG_CHUNK if many else min(_CHUNK, power_of_two(choices))
     warps = 16 if many else 4
     _sort[(count,)](experts, order, start, choices, EXPERTS=count, CHUNK=chunk, num_warps=warps, **options(experts.device))
     return _Routing(choices, count, True, order, start)
@@ -427,10 +429,10 @@ def _gate_up(
     active = torch.empty(choices, inner, dtype=x.dtype if rounds == _NOT else torch.uint8, device=device)
     scales = active
     if isinstance(down, ExpertCodes) and rounds != _NOT:
-        groups, given = triton.cdiv(inner, X_GROUP), down.x_scale
+        groups, given = cdiv(inner, X_GROUP), down.x_scale
         scales = torch.empty(groups, choices, dtype=torch.float32, device=device) if given is None else given
     tiles = routing.tiles(tiling)
-    _up[(tiles * triton.cdiv(inner, tiling.outputs),)](
+    _up[(tiles * cdiv(inner, tiling.outputs),)](
         rows,
         x_scales,
         routing.order,
@@ -473,7 +475,7 @@ def _weighted(
     inner = x.shape[1]
     out = torch.empty(routing.choices, hidden, dtype=dtype, device=x.device)
     tiles = routing.tiles(tiling)
-    _down[(tiles * triton.cdiv(hidden, tiling.outputs),)](
+    _down[(tiles * cdiv(hidden, tiling.outputs),)](
         x,
         x_scales,
         routing.order,
@@ -539,8 +541,8 @@ def _sum(weighted: torch.Tensor, experts: torch.Tensor, plus: torch.Tensor | Non
     """``[T * top_k, hidden] -> [T, hidden]``"""
     tokens, hidden = len(experts), weighted.shape[1]
     total = torch.empty(tokens, hidden, dtype=weighted.dtype, device=weighted.device)
-    block = min(_BLOCK, triton.next_power_of_2(hidden))
-    _sum_choices[(tokens, triton.cdiv(hidden, block))](
+    block = min(_BLOCK, power_of_two(hidden))
+    _sum_choices[(tokens, cdiv(hidden, block))](
         weighted,
         experts,
         total if plus is None else plus,

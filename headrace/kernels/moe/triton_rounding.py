@@ -6,18 +6,19 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from headrace.kernels.kv_cache.triton_fp8 import mode, quantized, scale_of
 from headrace.kernels.moe.codes import ExpertCodes
+from headrace.kernels.support import cdiv, power_of_two
+from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import begin, options
 
 _ROUNDED, _SPREAD = 2048, 1024
 """Numbers that a program rounds, and groups of rows up to which it rounds one of them."""
 
 
-@triton.jit(do_not_specialize=["count", "column"])
+@launched(do_not_specialize=["count", "column"])
 def _round_rows(
     x,
     given,
@@ -60,14 +61,14 @@ def round_rows(x: torch.Tensor, held: ExpertCodes) -> tuple[torch.Tensor, torch.
     """
     rows, width = x.shape
     group = min(held.x_group or width, width)
-    groups, group_p = triton.cdiv(width, group), triton.next_power_of_2(group)
+    groups, group_p = cdiv(width, group), power_of_two(group)
     count = rows * groups
     codes = torch.empty(rows, width, dtype=torch.uint8, device=x.device)
     static = held.x_scale is not None
     scales = held.x_scale if held.x_scale is not None else torch.empty(groups, rows, dtype=torch.float32, device=x.device)
     # Few rows are spread over all processors; many are more numbers at a time.
     several = max(_ROUNDED // group_p, 1) if count > _SPREAD else 1
-    _round_rows[(triton.cdiv(count, several),)](
+    _round_rows[(cdiv(count, several),)](
         x, scales, codes, scales, count, x.stride(0), rows, IN=width, GROUP=group, GROUP_P=group_p, GROUPS=groups,
         SEVERAL=several, STATIC=static, MODE=mode(x.device), num_warps=min(max(several * group_p // 512, 1), 8),
         **options(x.device),

@@ -6,16 +6,17 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
+from headrace.kernels.support import cdiv, power_of_two
+from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import announce, options, wait
 
 _ROWS = 4
 """Rows of a program, which reads the weight once for them."""
 
 
-@triton.jit(do_not_specialize=["rows"])
+@launched(do_not_specialize=["rows"])
 def _router_logits(
     x,
     weight,
@@ -65,9 +66,9 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     logits = torch.empty(rows, out_features, dtype=torch.float32, device=x.device)
     if not rows:
         return logits
-    at_once = min(triton.next_power_of_2(rows), _ROWS)
+    at_once = min(power_of_two(rows), _ROWS)
     outputs = 1 if rows <= _ROWS else 4
-    _router_logits[(triton.cdiv(out_features, outputs), triton.cdiv(rows, at_once))](
+    _router_logits[(cdiv(out_features, outputs), cdiv(rows, at_once))](
         x,
         weight,
         weight if bias is None else bias,
@@ -78,7 +79,7 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         OUT=out_features,
         ROWS=at_once,
         OUTPUTS=outputs,
-        CHANNELS=min(triton.next_power_of_2(in_features), 1024 if outputs == 1 else 256),
+        CHANNELS=min(power_of_two(in_features), 1024 if outputs == 1 else 256),
         BIAS=bias is not None,
         num_warps=4,
         **options(x.device),

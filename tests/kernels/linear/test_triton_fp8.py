@@ -7,7 +7,7 @@ import torch
 
 from headrace.kernels.linear.fp8 import EXACT_ROWS, fp8_linear
 from headrace.kernels.linear.fp8_reference import GROUP, Fp8Weight, dequantize, quantize_rows_ref
-from headrace.kernels.linear.fp8_tilings import FEW_ROWS, FewTiling, SingleTiling, WideTiling
+from headrace.kernels.linear.fp8_tilings import FEW_ROWS, INVARIANT, FewTiling, SingleTiling, WideTiling
 from headrace.kernels.linear.triton_fp8 import quantize_rows, scale
 from headrace.kernels.linear.triton_fp8_few import few
 from headrace.kernels.linear.triton_fp8_wide import wide
@@ -126,6 +126,19 @@ def test_factors_that_do_not_fit_are_refused(device: torch.device) -> None:
         few(quantize_rows(rows_of(2, 256).to(device), GROUP), weight, None, torch.float32, SingleTiling(4, 256, 4, 2))
     with pytest.raises(ValueError, match="do not fit"):
         wide(quantize_rows(rows_of(2, 128).to(device), GROUP), weight, None, torch.float32, WIDE[0])
+
+
+@pytest.mark.parametrize("in_blocks", [False, True], ids=["outputs", "blocks"])
+def test_a_row_is_bitwise_the_same_in_any_batch(in_blocks: bool, device: torch.device) -> None:
+    torch.manual_seed(0)
+    shape = (4096, 6144) if device.type == "cuda" else (256, 128)
+    weight = weight_of(*shape, in_blocks=in_blocks, device=device)
+    x = rows_of(128, shape[0], torch.bfloat16).to(device)
+    whole = wide(quantize_rows(x, weight.group), weight, None, torch.float32, INVARIANT)
+    check(whole, x, weight, None)
+    for first, last in ((0, 1), (77, 78), (127, 128), (3, 20), (60, 125)):
+        alone = wide(quantize_rows(x[first:last], weight.group), weight, None, torch.float32, INVARIANT)
+        assert torch.equal(alone, whole[first:last])
 
 
 @pytest.mark.gpu

@@ -87,12 +87,16 @@ def test_floats(case: tuple[int, int, bool, torch.dtype], dtype: torch.dtype, de
         assert torch.equal(got, exact.to(dtype))
 
 
-def test_a_row_is_bitwise_the_same_in_any_batch(device: torch.device) -> None:
-    weight, _ = packed_weight(72, 256, 4, 128, middles=True, device=device)
-    x, tiling = rows_of(200, 256, torch.bfloat16, device), kernels.invariant_tiling(weight)
+@pytest.mark.parametrize(
+    "case", [CASES[1], *(pytest.param(case, marks=pytest.mark.slow) for case in (CASES[0], *CASES[2:]))], ids=str
+)
+def test_a_row_is_bitwise_the_same_in_any_batch(case: tuple[int, int, bool, torch.dtype], device: torch.device) -> None:
+    bits, group, middles, scales = case
+    weight, _ = packed_weight(72, 256, bits, group, middles=middles, scales=scales, device=device)
+    x, tiling = rows_of(128, 256, torch.bfloat16, device), kernels.invariant_tiling(weight)
     whole = kernels.many(x, weight, None, torch.bfloat16, tiling)
-    for rows in (1, 17, 64):
-        assert torch.equal(kernels.many(x[:rows], weight, None, torch.bfloat16, tiling), whole[:rows])
+    for first, last in ((0, 1), (77, 78), (127, 128), (3, 20), (60, 125)):
+        assert torch.equal(kernels.many(x[first:last], weight, None, torch.bfloat16, tiling), whole[first:last])
 
 
 @pytest.mark.parametrize("rows", [1, 8, 17, 64, 200])

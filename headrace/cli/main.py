@@ -15,6 +15,7 @@ from headrace.cli.encode import encode
 from headrace.cli.explain import explain
 from headrace.cli.help import Command
 from headrace.cli.models.commands import list_models, pull, remove
+from headrace.cli.models.kernels import app as kernels_app
 from headrace.cli.run import run
 from headrace.cli.serve import serve
 from headrace.cli.simulate import simulate
@@ -56,3 +57,4 @@ app.command("doctor", cls=Command)(doctor)
 app.command("simulate", cls=Command)(simulate)
 app.command("explain", cls=Command)(explain)
 app.add_typer(config_app, name="config")
+app.add_typer(kernels_app, name="kernels")

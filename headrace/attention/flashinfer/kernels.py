@@ -13,12 +13,14 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from headrace.kernels import support
 from headrace.model_spec import AttentionSpec
+from headrace.sources.user_cache import cache_directory
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +122,7 @@ class Compiling:
     def _compile(self) -> None:
         start = time.perf_counter()
         try:
+            _find_imported()
             self._kernel.build()
         except Exception as error:
             self.outcome = f"its {self._kernel.variant} kernel cannot be built, headrace's own is used"
@@ -128,6 +131,23 @@ class Compiling:
         self.outcome = f"{self._kernel.variant} kernel ready after {time.perf_counter() - start:.0f} s"
         self.ready = True
         logger.info("FlashInfer: %s", self.outcome)
+
+
+def imported_modules(architecture: str, version: str) -> Path:
+    """The folder of compiled modules that were imported for a device, such as sm90, and a version of FlashInfer."""
+    return cache_directory() / "flashinfer" / f"{version}-cuda{torch.version.cuda}-{architecture}"
+
+
+def _find_imported() -> None:
+    """Lets FlashInfer look for imported modules before it compiles any, unless a package of compiled ones is installed."""
+    if not (cache_directory() / "flashinfer").is_dir():
+        return
+    from flashinfer import __version__
+    from flashinfer.jit import env
+
+    folder = imported_modules(f"sm{support.compute_capability('cuda')}", __version__)
+    if folder.is_dir() and not env.has_flashinfer_jit_cache():
+        env.FLASHINFER_AOT_DIR = folder
 
 
 @functools.cache

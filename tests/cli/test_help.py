@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 
 import pytest
 from reference import commands
@@ -12,7 +14,7 @@ from typer.testing import CliRunner
 from headrace.cli.main import app
 from headrace.cli.peer_options import ALWAYS, REFUSED, SAME, translated
 
-COMMANDS = dict(commands(app, "headrace"))
+COMMANDS = dict(commands())
 WITH_SHORT_HELP = [name for name in COMMANDS if name != "headrace config show"]
 
 
@@ -64,3 +66,13 @@ def test_options_of_other_engines() -> None:
     assert "--nonsense" in error("--nonsense")
     # A value, and what follows --, is no option.
     assert "there is no file" in error("--served-model-name", "x", "--", "./--swap-space")
+
+
+def test_a_command_imports_no_other() -> None:
+    """Commands start their engine's process as soon as their own options are read."""
+    script = (
+        "import sys; from headrace.cli.main import COMMANDS, command_of; command_of('serve');"
+        "print([name for name, (path, _) in COMMANDS.items() if path.partition(':')[0] in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "['serve']\n"

@@ -18,7 +18,9 @@ from headrace.options import WHAT, Checked, OptionSpec
 if TYPE_CHECKING:
     from headrace.startup.kernel_bundle import Content
 
-app = typer.Typer(no_args_is_help=True, help="Compiled kernels: export them, so that other machines need not compile.")
+app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Compiled kernels: export them, so that other machines need not compile."
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,13 +6,14 @@ disk. A thread does that; until it is done, headrace's Triton kernel takes its p
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,21 @@ Kernel = PagedKernel | MLAKernel
 """FlashInfer compiles one for each combination of its fields. ``variant`` is fa2 or fa3."""
 
 
+_may_begin = threading.Event()
+"""Clear while the threads of this process shall not import FlashInfer."""
+_may_begin.set()
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Lets no thread begin meanwhile: importing FlashInfer takes the interpreter for two seconds from whatever else runs."""
+    _may_begin.clear()
+    try:
+        yield
+    finally:
+        _may_begin.set()
+
+
 class Compiling:
     """A kernel that a background thread compiles."""
 
@@ -116,10 +132,13 @@ class Compiling:
         return self._thread.is_alive()
 
     def join(self, seconds: float | None) -> None:
-        """Waits for the compilation, at most ``seconds``."""
+        """Waits for the compilation, at most ``seconds``; with None, until it is done, which may be held back no longer."""
+        if seconds is None:
+            _may_begin.set()
         self._thread.join(seconds)
 
     def _compile(self) -> None:
+        _may_begin.wait()
         start = time.perf_counter()
         try:
             _find_imported()

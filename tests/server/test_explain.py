@@ -15,8 +15,12 @@ from support.server.fakes import FakeLLM
 from support.server.harness import Api, client, error
 
 from headrace.config import EngineArgs
+from headrace.core.request import Request
+from headrace.outputs import OutputDelta, RequestTimes
+from headrace.sampling_params import SamplingParams
 from headrace.server.routes import explain
 from headrace.server.settings import ServerSettings
+from headrace.server.shape.explanation import AnswerExplanation
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
 URL = "/v1/chat/completions/attention"
@@ -51,6 +55,48 @@ def test_an_answer_is_explained_by_its_id() -> None:
         assert error(await http.get("/v1/explain", params={"last": "-1"}))["param"] == "last"
 
     served(work)
+
+
+@pytest.mark.parametrize(
+    ("cause", "option"),
+    [
+        ("slots", "--max-num-seqs"),
+        ("blocks", "--kv-cache-memory"),
+        ("tokens", "--max-num-batched-tokens"),
+        ("preparation", "--max-loras"),
+    ],
+)
+def test_a_wait_and_preemptions_have_their_causes(cause: str, option: str) -> None:
+    found = explained(RequestTimes(1.0, 1.5, 2.0, 3.0, cause, 2))
+    assert (found["waited_for"], found["preemptions"], found["queue_ms"]) == (cause, 2, 500.0)
+    assert found["reasons"][0].startswith("It waited 500 ms for its first step: ") and option in found["reasons"][0]
+    assert (
+        "It was preempted 2 times: earlier requests needed its KV blocks, and its tokens were computed again."
+        in found["reasons"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("length", "sampling", "caching", "why"),
+    [
+        (40, {}, False, "the prefix cache is off"),
+        (40, {"prompt_logprobs": 0}, True, "every one of them"),
+        (16, {}, True, "whole blocks of 16 tokens"),
+        (40, {}, True, "no prompt with the same first 16 tokens"),
+    ],
+)
+def test_why_the_prefix_cache_had_nothing(length: int, sampling: dict[str, Any], caching: bool, why: str) -> None:
+    found = explained(RequestTimes(1.0, 1.0), length=length, caching=caching, **sampling)
+    assert (found["waited_for"], found["preemptions"]) == (None, 0)
+    (reason,) = [reason for reason in found["reasons"] if reason.startswith(f"All {length} prompt tokens were computed: ")]
+    assert why in reason
+
+
+def explained(times: RequestTimes, length: int = 40, *, caching: bool = True, **sampling: Any) -> dict[str, Any]:
+    request = Request(request_id="a", prompt_token_ids=[1] * length, sampling=SamplingParams(**sampling), max_tokens=4, seed=0)
+    explanation = AnswerExplanation(request, msgspec.structs.replace(FakeLLM().info, block_size=16), caching=caching)
+    explanation.end(OutputDelta(request_id="a", finish_reason="stop", times=times), 0)
+    return explanation.json()
 
 
 def test_a_key_sees_its_own_answers_alone() -> None:

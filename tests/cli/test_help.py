@@ -64,6 +64,15 @@ def test_options_of_other_engines() -> None:
     assert "/metrics is always there" in error("--enable-metrics=1")
     assert translated(["--enable-fp32-lm-head"], SERVE) == ["--head-dtype=float32"]
     assert "--nonsense" in error("--nonsense")
+
+
+def test_the_model_may_be_named_as_elsewhere() -> None:
+    """vLLM's and SGLang's servers have an option where headrace has an argument."""
+    for words in (["--model", "Qwen/Qwen3-0.6B"], ["--model-path=Qwen/Qwen3-0.6B"]):
+        assert translated([*words, "--port", "1"], SERVE) == ["Qwen/Qwen3-0.6B", "--port", "1"]
+    assert translated(["--model", "a"], {"--model"}) == ["--model", "a"], "headrace run has it"
+    for words in (["one", "two"], ["--model", "one", "--model", "two"], ["one", "--model", "two"]):
+        assert "two: a command serves one MODEL; --models-config FILE serves several" in error(*words)
     # A value, and what follows --, is no option.
     assert "there is no file" in error("--served-model-name", "x", "--", "./--swap-space")
 

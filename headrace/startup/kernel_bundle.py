@@ -37,7 +37,7 @@ MOST_FILES, MOST_BYTES, MOST_MANIFEST = 20_000, 2**30, 2**23
 """Limits of a bundle: its files, their bytes unpacked, and those of its manifest."""
 _MANIFEST = "manifest.json"
 _TRITON = re.compile(r"triton/([A-Z2-7]{52})/(?!\.)([\w.-]{1,200})", re.ASCII)
-_FLASHINFER = re.compile(r"flashinfer/([a-z0-9_]{1,200})\.so", re.ASCII)
+_FLASHINFER = re.compile(r"flashinfer/(\w{1,240})\.so", re.ASCII)
 _LAUNCHERS = ("__triton_launcher", "cuda_utils")
 """Modules that Triton compiles to launch kernels."""
 _DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError)
@@ -136,8 +136,8 @@ def export(machine: KernelTarget, caches: Caches) -> tuple[bytes, Content]:
     folders = (caches.flashinfer, imported_modules(machine.architecture, machine.flashinfer))
     for folder in folders if machine.flashinfer else ():
         for path in sorted(folder.glob("*/*.so")) if folder is not None else ():
-            if path.stem == path.parent.name:
-                paths.setdefault(f"flashinfer/{path.name}", path)
+            if path.stem == path.parent.name and _FLASHINFER.fullmatch(name := f"flashinfer/{path.name}"):
+                paths.setdefault(name, path)
     contents = {name: path.read_bytes() for name, path in paths.items()}
     manifest = Manifest(1, machine, {name: (len(data), _digest(data)) for name, data in contents.items()})
     content = _check(manifest)
@@ -255,7 +255,7 @@ def _install_triton(contents: Mapping[str, bytes], cache: Path) -> None:
 
 def _install_module(target: Path, data: bytes) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=target.stem[:100], suffix=".tmp", dir=target.parent)
+    handle, name = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=target.parent)
     try:
         with open(handle, "wb") as output:
             output.write(data)

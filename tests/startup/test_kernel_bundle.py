@@ -26,7 +26,7 @@ HERE = KernelTarget(
 )
 KERNEL, OTHERS, OLD, BLACKWELL, LAUNCHER = (letter * 52 for letter in "ABCDE")
 """Keys of Triton's cache."""
-MODULE = "batch_prefill_with_kv_cache_head_dim_qk_128_sm90"
+MODULE = "batch_prefill_with_kv_cache_dtype_q_bf16_head_dim_qk_128_use_swa_False_sm90"
 
 
 @pytest.fixture

@@ -126,9 +126,39 @@ def test_a_conversation_has_attention_weights() -> None:
     assert np.array_equal(weights, np.eye(size))
 
 
+def test_attention_between_messages() -> None:
+    """Each token attends alike to itself and those before it; the rows of messages are means, and sum up to 1."""
+    api = Api(FakeLLM())
+
+    def evenly(request: Request) -> list[float]:
+        size = len(request.prompt_token_ids)
+        return (np.tri(size) / np.arange(1, size + 1)[:, None]).astype(np.float32).ravel().tolist()
+
+    api.llm.pool = evenly
+    messages = [{"role": "system", "content": "Be"}, {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
+    found = api.post(f"{URL}?layer=0&by=message", {"messages": messages, "add_generation_prompt": False}).json()
+    (request,) = [request for request in api.llm.seen if request.pooling is not None]
+    segments, size = found["segments"], len(request.prompt_token_ids)
+    assert [(segment["message"], segment["role"]) for segment in segments] == [(0, "system"), (1, "user"), (2, "assistant")]
+    assert [segment["start"] for segment in segments] == [0, *(segment["end"] for segment in segments[:-1])]
+    assert segments[-1]["end"] == size and "tokens" not in found
+    weights = np.tri(size) / np.arange(1, size + 1)[:, None]
+    for row, query in zip(found["weights"], segments, strict=True):
+        rows = weights[query["start"] : query["end"]]
+        wanted = [rows[:, key["start"] : key["end"]].sum(1).mean() for key in segments]
+        assert row == pytest.approx(wanted, abs=1e-6) and sum(row) == pytest.approx(1, abs=1e-5)
+
+
 @pytest.mark.parametrize(
     ("query", "param"),
-    [("layer=1", "layer"), ("head=4", "head"), ("layer=-1", "layer"), ("head=x", "head"), ("layer=\u0663", "layer")],
+    [
+        ("by=tool", "by"),
+        ("layer=1", "layer"),
+        ("head=4", "head"),
+        ("layer=-1", "layer"),
+        ("head=x", "head"),
+        ("layer=\u0663", "layer"),
+    ],
 )
 def test_there_must_be_such_a_layer_and_head(query: str, param: str) -> None:
     assert error(Api(FakeLLM()).post(f"{URL}?{query}", CHAT))["param"] == param

@@ -64,7 +64,7 @@ def timeline(log: str) -> list[str]:
 def measure(model: Path | None, options: list[str]) -> dict[str, Any]:
     port = free_port()
     command = [sys.executable, "-m", "headrace.cli", "serve", *([str(model)] if model else []), "--port", str(port)]
-    command += ["--served-model-name", "m", *options]
+    command += ["--served-model-name", "m", "--report", *options]
     with tempfile.TemporaryFile("w+") as log:
         start = time.monotonic()
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]

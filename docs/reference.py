@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import typer
 from typer.models import ArgumentInfo, OptionInfo
 
-from headrace.cli.main import app
+from headrace.cli.main import COMMANDS, command_of
 from headrace.config import EngineArgs
 from headrace.option_groups import StructuredOutputsConfig
 from headrace.options import PANELS, options, without_none
@@ -72,13 +72,13 @@ Groups = dict[str, list[Row]]
 
 def cli_page() -> str:
     """docs/cli.md"""
-    rows = {name: _rows(function) for name, function in commands(app, "headrace")}
+    rows = {name: _rows(function) for name, function in commands()}
     alike: dict[tuple[Row, ...], str] = {}
     for name, options_ in rows.items():
         alike.setdefault(options_, name)
     groups = _groups(alike)
     parts = [CLI_HEAD]
-    for name, function in commands(app, "headrace"):
+    for name, function in commands():
         parts += [f"## {name}\n", inspect.getdoc(function) or "", ""]
         same = alike[rows[name]]
         parts += _command(rows[name], groups) if same == name else [f"Its options are those of [{same}](#{_anchor(same)}).", ""]
@@ -144,14 +144,16 @@ def _table(rows: Iterable[Row]) -> Iterator[str]:
     yield from ("| option | value | meaning |", "| --- | --- | --- |", *(row.line for row in rows), "")
 
 
-def commands(group: typer.Typer, prefix: str) -> Iterator[tuple[str, Callable[..., Any]]]:
+def commands() -> Iterator[tuple[str, Callable[..., Any]]]:
     """(full name, function) of every command, in the order of the help."""
-    for info in group.registered_commands:
-        if info.callback is not None:
-            yield f"{prefix} {info.name}", info.callback
-    for inner in group.registered_groups:
-        if inner.typer_instance is not None:
-            yield from commands(inner.typer_instance, f"{prefix} {inner.name}")
+    for name in COMMANDS:
+        found = command_of(name)
+        if not isinstance(found, typer.Typer):
+            yield f"headrace {name}", found
+            continue
+        for info in found.registered_commands:
+            if info.callback is not None:
+                yield f"headrace {name} {info.name}", info.callback
 
 
 def _rows(function: Callable[..., Any]) -> tuple[Row, ...]:

@@ -276,7 +276,7 @@ class EngineArgs(Checked):
     """Start serving only after FlashInfer's kernels are compiled, which takes about a minute the first time on a machine.
     Without this, headrace's own kernels run until then."""
     graph_capture_seconds: Annotated[
-        float | None, OptionSpec(min=0.0, max=3600.0, default="2; 20 in Python's LLM", metavar="SECONDS")
+        float | None, OptionSpec(min=0.0, max=3600.0, default="0.5; 20 in Python's LLM", metavar="SECONDS")
     ] = None
     """Time limit for capturing CUDA graphs before the engine takes requests, in seconds, most useful sizes first. The others
     are captured while the engine is idle and when steps miss them; a step without a graph replays a larger one, if there is

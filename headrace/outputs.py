@@ -81,12 +81,17 @@ class WeightSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestTimes(msgspec.Struct, array_like=True, frozen=True):
-    """Marks of a request's life, in seconds of ``time.monotonic()`` on the engine's host."""
+    """Marks of a request's life, in seconds of ``time.monotonic()`` on the engine's host, and what delayed it."""
 
     arrived: float
     scheduled: float | None = None
     first_token: float | None = None
     finished: float | None = None
+    waited_for: str = ""
+    """Resource that put its first step off: slots, blocks (of KV), tokens (of a step), or preparation (of its constraint, or
+    of an adapter's place). Empty: nothing did."""
+    num_preemptions: int = 0
+    """Times that an earlier sequence took its KV blocks, so that it was computed again."""
 
 
 class AttentionReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,12 +6,13 @@ from headrace.errors import ConfigError
 
 
 def program() -> None:
+    from headrace.cli.main import app
+
     try:
-        from headrace.cli.main import app
+        app(prog_name="headrace")
     except ConfigError as error:
-        # The defaults of options come from the environment.
+        # Of the import of a command: the defaults of options come from the environment.
         sys.exit(f"headrace: {error}")
-    app(prog_name="headrace")
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ _TIMEOUT = 1800.0
 
 app = typer.Typer(
     no_args_is_help=True,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="Measure this machine: latency, offline throughput (also against other engines), or a running server.",
 )

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import queue
+import re
 import sys
 import threading
 import time
@@ -238,12 +239,13 @@ class Conversation:
             self._fail(error.message)
 
     def _set(self, words: str) -> None:
-        name, _, value = words.partition(" ")
+        name, value = (*re.split(r"[\s=]+", words, maxsplit=1), "")[:2]
         try:
             if value:
                 self._talker.sampling.update(checked_fields({name: _json(value)}))
-            elif name:
-                self._talker.sampling.pop(name, None)
+            elif name and self._talker.sampling.pop(name, None) is None:
+                self._fail(f"{name} is not set: /set NAME VALUE sets a sampling parameter, and /set NAME takes it back")
+                return
         except RequestError as error:
             self._fail(describe(error))
             return

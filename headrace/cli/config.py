@@ -15,7 +15,10 @@ from headrace.config import EngineArgs
 from headrace.server.models.options import ModelsOptions
 from headrace.server.settings import ServerSettings
 
-app = typer.Typer(no_args_is_help=True, help="Configuration files.")
+_WIDTH = 56
+"""Most characters of a line before the source of its value, unless the value takes more."""
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Configuration files.")
 
 
 @app.command("show")
@@ -28,7 +31,7 @@ def show(
     The output is a configuration file itself. Values of API keys are left out.
     """
     lines = [(_line(setting), setting.source) for setting in sources]
-    width = max(len(line) for line, _ in lines)
+    width = min(_WIDTH, max(len(line) for line, _ in lines))
     for line, source in lines:
         sys.stdout.write(f"{line.ljust(width)}  # {source}\n")
 

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from headrace.cli.peer_options import translated
+from headrace.cli.errors import EXIT_USAGE, print_error
+from headrace.cli.peer_options import SEVERAL_MODELS, translated
 
 ESSENTIAL = frozenset(
     {
@@ -32,7 +33,14 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {flag for parameter in self.params for flag in (*parameter.opts, *parameter.secondary_opts)}
-        return super().parse_args(ctx, translated(args, known))
+        words = translated(args, known)
+        # Its own message for a second model.
+        ctx.allow_extra_args = "--models-config" in known
+        rest: list[str] = super().parse_args(ctx, words)
+        if rest:
+            print_error(f"{' '.join(rest)}: {SEVERAL_MODELS}")
+            raise typer.Exit(EXIT_USAGE)
+        return rest
 
     def get_help(self, ctx: Any, *, whole: bool = False) -> str:
         """The text; with ``whole``, the panels are printed, and the text is empty."""

@@ -69,7 +69,6 @@ REFUSED: Mapping[str, str] = {
     "--parallel": "write --max-num-seqs",
     "--mem-fraction-static": "write --gpu-memory-utilization, the share of the GPU that weights and cache take together",
     "--max-total-tokens": "write --num-kv-blocks, each of --block-size tokens, or --kv-cache-memory",
-    "--model-path": "name the model as an argument",
     "--allowed-origins": "write --cors-origin for each origin",
     "--allow-credentials": "write --cors-credentials",
     "--async-scheduling": "write --pipeline-depth 2, the default on a GPU",
@@ -99,12 +98,17 @@ REFUSED: Mapping[str, str] = {
     "--mamba-block-size": "snapshots are at turns, ends of prompts and branches; --state-snapshot-bytes bounds them",
     "--mamba-full-memory-ratio": "states and KV share the cache without a ratio; --state-snapshot-bytes bounds snapshots",
     "--api-server-count": "one server process feeds all replicas",
-    "--enable-sleep-mode": "an engine does not sleep; stop it, and start it again",
+    "--enable-sleep-mode": "write --enable-rl-api, which has /sleep and /wake_up",
     "--return-sampling-mask": "a request says return_sampling_mask in sampling_params of /inference/v1/generate",
     "--logits-processors": "the server runs no code of its users; in Python, sampling features are registered",
     "--disable-log-stats": "no statistics are logged; /metrics has them",
 }
 """Option elsewhere -> why it is not taken, or what to write here."""
+
+
+_MODEL = ("--model", "--model-path")
+"""MODEL as an option; of commands whose argument it is."""
+SEVERAL_MODELS = "a command serves one MODEL; --models-config FILE serves several, each with its own options"
 
 
 def translated(args: list[str], known: set[str]) -> list[str]:
@@ -115,9 +119,12 @@ def translated(args: list[str], known: set[str]) -> list[str]:
     """
     own, end, rest = _partition(args)
     found = []
-    for word in own:
+    words = iter(own)
+    for word in words:
         flag, equals, value = word.partition("=")
-        if flag in known or not flag.startswith("-"):
+        if flag in _MODEL and "--model" not in known:
+            found.append(value if equals else next(words, word))
+        elif flag in known or not flag.startswith("-"):
             found.append(word)
         elif flag in ALWAYS:
             if equals:

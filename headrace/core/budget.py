@@ -1,8 +1,12 @@
-"""StepBudget: the resources that a step can still spend."""
+"""StepBudget: the resources that a step can still spend; Waits: which of them held a sequence up."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable
+
+from headrace.core.sequence import Sequence
 
 
 @dataclasses.dataclass(slots=True)
@@ -55,3 +59,35 @@ class StepBudget:
             self.prefilled += tokens
             if self.prefill is not None:
                 self.prefill = max(0, self.prefill - tokens)
+
+
+class Waits:
+    """Keeps where admission stopped last while sequences were left in the queue.
+
+    Sequences are admitted in order, so whatever stopped the first one stopped all behind it.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._stopped_at = -math.inf
+        self._cause = ""
+
+    def stopped(self, free_slots: int, budget: StepBudget, first: Sequence | None) -> None:
+        """Called where the queue is not empty after a step is planned.
+
+        Args:
+            first: the sequence that was to be admitted; None: those in the queue were not ready.
+        """
+        self._stopped_at = self._clock()
+        if not free_slots:
+            self._cause = "slots"
+        elif budget.blocks_short:
+            self._cause = "blocks"
+        else:
+            self._cause = "tokens" if first is not None or budget.spendable <= 0 else "preparation"
+
+    def started(self, seq: Sequence) -> None:
+        """Notes the time of a sequence's first step, and the cause if it was in the queue when admission stopped."""
+        seq.scheduled_at = self._clock()
+        if seq.request.arrival_time <= self._stopped_at:
+            seq.waited_for = self._cause

@@ -11,7 +11,7 @@ import msgspec
 
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.core.admission import check_request
-from headrace.core.budget import StepBudget
+from headrace.core.budget import StepBudget, Waits
 from headrace.core.items import affordable_length
 from headrace.core.ordered import OrderedSequences, running_order, waiting_order
 from headrace.core.pace import PrefillPace
@@ -68,6 +68,7 @@ class Scheduler:
         """A piece was abandoned between two layers, and no plan has released its slot, and so its hidden states, since."""
         self._counters = EngineStats()
         self._clock = clock
+        self._waits = Waits(clock)
         self._weights = "0"  # The name of their version.
 
     # ------------------------------------------------------------------ requests
@@ -172,10 +173,13 @@ class Scheduler:
                 decoding = seq.decoding
                 self._continue(seq, step)
                 budget.reserved = max(0, budget.reserved - decoding)
+        first: Sequence | None = None
         while self._slots.num_free and budget.spendable > 0 and not budget.blocks_short:
             first = self._first_ready()
             if first is None or not self._admit(first, step):
                 break
+        if self._waiting:
+            self._waits.stopped(self._slots.num_free, budget, first)
         if not step and (self._in_flight or not (self._failed or self._abandoned)):
             return None
         self._abandoned = False
@@ -369,6 +373,7 @@ class Scheduler:
                 break
             if victim not in step:
                 self._preempt(victim)
+                victim.num_preemptions += 1
                 return True
         if len(self._running) == 1 and not seq.num_in_flight and not self.kv.num_pending:
             self._fail(seq)
@@ -420,7 +425,8 @@ class Scheduler:
         if self._states is not None:
             self._states.plan(seq, start, hit)
         if not self.kv.fits(seq.blocks, hit, seq.num_tokens, seq.least_chunk(start)):
-            return self._blocks_missing(seq)
+            step.budget.blocks_short = not self._blocks_missing(seq)
+            return not step.budget.blocks_short
         chunk = self._chunk(seq, start, step)
         if chunk == 0:
             return False
@@ -457,7 +463,7 @@ class Scheduler:
         if not first_time:
             seq.num_cached_tokens = min(seq.num_cached_tokens, num_cached)
             return
-        seq.scheduled_at = self._clock()
+        self._waits.started(seq)
         if forked or seq.index > 0:
             return
         counters = self._counters
@@ -468,8 +474,6 @@ class Scheduler:
         seq.num_cached_tokens = num_cached
         for sibling in seq.siblings:
             sibling.num_cached_tokens = num_cached
-
-    # ------------------------------------------------------------------ results
 
     def _apply(
         self, seq: Sequence, row: Row, num_completed: int, token_ids: list[int] | None, result: StepResult
@@ -520,8 +524,6 @@ class Scheduler:
         if seq.siblings and seq.num_collected >= seq.num_prompt:
             self._fork_siblings(seq)
 
-    # ------------------------------------------------------------------ samples of one request
-
     def _make_sequence(self, request: Request, index: int, first: Sequence | None = None) -> Sequence:
         seq_id = self._next_seq_id
         self._next_seq_id += 1
@@ -547,8 +549,6 @@ class Scheduler:
         seq.blocks.keep_from = None
         if self.kv.states is not None:
             self.kv.states.end_fork(seq.blocks)
-
-    # ------------------------------------------------------------------ endings
 
     def _end(
         self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None, error: Failure | None = None

@@ -111,6 +111,10 @@ class Sequence:
     """Number of the first step for which its adapter had no room; None: it does not wait for room."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache whenever the request began to run: those that it never computed."""
+    num_preemptions: int = 0
+    """Times that an earlier sequence took its KV blocks."""
+    waited_for: str = ""
+    """See ``RequestTimes.waited_for``."""
     cache: PrefixReport | None = None
     """Report of what it found there last, of models with state layers."""
     siblings: list[Sequence] = dataclasses.field(default_factory=list)
@@ -206,7 +210,8 @@ class Sequence:
 
     @property
     def times(self) -> RequestTimes:
-        return RequestTimes(self.request.arrival_time, self.scheduled_at, self.first_token_at, self.finished_at)
+        marks = self.request.arrival_time, self.scheduled_at, self.first_token_at, self.finished_at
+        return RequestTimes(*marks, self.waited_for, self.num_preemptions)
 
     def __repr__(self) -> str:
         return (

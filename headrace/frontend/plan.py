@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -15,6 +15,10 @@ from headrace.errors import ConfigError, MemoryConfigError
 
 if TYPE_CHECKING:
     from headrace.engine.info import EngineInfo
+    from headrace.resolve import DeviceFacts
+    from headrace.sources.files import ModelFiles
+
+_TRIED = "each alone: other formats of weights and KV, up to 16 ranks, a shorter context"
 
 
 def planned(args: EngineArgs, devices: str | None = None) -> tuple[EngineInfo, ConfigError | None]:
@@ -52,8 +56,10 @@ def planned(args: EngineArgs, devices: str | None = None) -> tuple[EngineInfo, C
     try:
         config = resolve(args, files, chosen.spec, device)
     except MemoryConfigError as error:
-        refusal = error
-        files = dataclasses.replace(files, decisions=(Decision("memory", "does not fit", str(error)), *files.decisions))
+        found = _what_fits(args, files, device)
+        refusal = MemoryConfigError(f"{error.message}; what would fit: {' or '.join(found) or 'nothing tried'}", error.param)
+        lines = Decision("memory", "does not fit", error.message), Decision("would fit", " or ".join(found) or "none", _TRIED)
+        files = dataclasses.replace(files, decisions=(*lines, *files.decisions))
         config = _with_room(lambda room: resolve(args, files, chosen.spec, device, kv_room=room))
     phases = [StartupPhase("config", time.perf_counter() - start, "the weights were not loaded")]
     config = dataclasses.replace(config, decisions=(*config.decisions, *other_formats(config, device)))
@@ -67,6 +73,30 @@ def planned(args: EngineArgs, devices: str | None = None) -> tuple[EngineInfo, C
         if error.param != "tokenizer":
             raise
         return info, refusal
+
+
+def _what_fits(args: EngineArgs, files: ModelFiles, device: DeviceFacts) -> list[str]:
+    """The options with each of which alone the engine would fit."""
+    from headrace.models.implementation import choose
+    from headrace.quant.registry import QUANTIZATIONS
+    from headrace.resolve import resolve
+
+    def fits(**options: Any) -> EngineConfig | None:
+        changed = dataclasses.replace(args, **options)
+        try:
+            return resolve(changed, files, choose(changed, files).spec, device)
+        except ConfigError:  # Or it is no option for this model, or on this device.
+            return None
+
+    formats = [name for name, each in QUANTIZATIONS[device.device].items() if each.rounding]
+    found = [f"--quantization {name}" for name in formats if fits(quantization=name)]
+    if device.cuda:
+        found += ["--kv-cache-dtype fp8_e4m3"] if fits(kv_cache_dtype="fp8_e4m3") else []
+        ranks = (2**power for power in range(1, 5))
+        more = next((n for n in ranks if n > args.tensor_parallel_size and fits(tensor_parallel_size=n)), None)
+        found += [] if more is None else [f"--tensor-parallel-size {more} on as many GPUs"]
+    shorter = fits(max_model_len="auto")
+    return found if shorter is None else [*found, f"--max-model-len {shorter.scheduler.max_model_len}"]
 
 
 def _on_gpus(args: EngineArgs, count: int) -> EngineArgs:

@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import triton
+from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, KernelParam
 
@@ -127,3 +129,8 @@ def launched(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     made = triton.jit(function, **options)
     # The interpreter has functions of another class.
     return Kernel(made) if isinstance(made, JITFunction) else made
+
+
+def compiled_kernels() -> Path:
+    """The folder in which Triton keeps what it has compiled."""
+    return Path(knobs.cache.dir)

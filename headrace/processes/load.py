@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
 
+from headrace.attention.flashinfer.kernels import held_back
 from headrace.config import Decision, EngineArgs, EngineConfig
 from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
@@ -27,7 +29,7 @@ from headrace.startup.text import ModelText
 _WARM_UP_PROMPT = 64
 """Tokens: more than fit in a decode batch's kernels, so that those for prompts are warm too."""
 _WARM_UP_OUTPUT = 3
-_CAPTURE_SECONDS = 2.0
+_CAPTURE_SECONDS = 0.5
 """Seconds to capture CUDA graphs before an engine process accepts requests."""
 
 
@@ -90,8 +92,10 @@ def load_engine(source: ModelSource, timeline: Timeline | None = None, *, captur
 
 
 def load_core(args: EngineArgs, timeline: Timeline) -> tuple[EngineCore, EngineInfo]:
-    """``load_engine`` for the engine process."""
-    engine = load_engine(FileSource(args), timeline, capture_seconds=_CAPTURE_SECONDS)
+    """``load_engine`` for the engine process, whose first answer waits for FlashInfer where its kernels are to be in graphs."""
+    waits = args.wait_for_kernels or args.attention_backend == "flashinfer"
+    with contextlib.nullcontext() if waits else held_back():
+        engine = load_engine(FileSource(args), timeline, capture_seconds=_CAPTURE_SECONDS)
     engine.core.start_threads()
     return engine.core, engine.info
 

@@ -193,7 +193,9 @@ class Generation:
         """Keeps why a sample ended, for as long as it is one of the tenant's last."""
         request, explanation = self.requests[piece.prompt], self._explanations.get(piece.prompt)
         if explanation is None:
-            explanation = self._explanations[piece.prompt] = AnswerExplanation(request)
+            llm = self._serving.llm
+            explanation = AnswerExplanation(request, llm.info, caching=llm.args.enable_prefix_caching)
+            self._explanations[piece.prompt] = explanation
             self._serving.explanations(request.tenant).put(request.request_id, explanation)
         explanation.end(piece.delta, self._cached[piece.prompt])
 

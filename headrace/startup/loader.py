@@ -100,5 +100,5 @@ def _await_kernels(kernels: list[Compiling], wait: bool) -> str:
         kernel.join(None if wait else 0.0)
     pending = sum(kernel.pending for kernel in kernels)
     if pending:
-        return f"{pending} of {len(kernels)} kernels are being compiled: headrace's own do their work until then"
+        return f"{pending} of {len(kernels)} kernels come in the background: headrace's own do their work until then"
     return "; ".join(dict.fromkeys(kernel.outcome for kernel in kernels))

@@ -123,6 +123,8 @@ def test_parameters_and_models_are_chosen(monkeypatch: pytest.MonkeyPatch, capsy
     talker.usage = Usage(prompt_tokens=1200, completion_tokens=3)
     converse(["/set temperature", "/tokens"], monkeypatch, talker)
     assert talker.sampling == {"stop": ["x"]} and "1,200 tokens before" in capsys.readouterr().err
+    converse(["/set top_p=0.5", "/set temprature"], monkeypatch, talker)
+    assert talker.sampling == {"stop": ["x"], "top_p": 0.5} and "temprature is not set" in capsys.readouterr().err
 
 
 def test_pictures_go_with_the_next_message(

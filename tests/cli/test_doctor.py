@@ -73,6 +73,30 @@ def test_gpus_that_are_not_here(folder: str, monkeypatch: pytest.MonkeyPatch) ->
         assert refused.exit_code and complaint in " ".join(f"{refused.output} {refused.exception}".split()), words
 
 
+def test_what_would_fit_is_tried(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of 50 billion parameters for one H100: in FP8 or on several; and a small one with a context that is too long."""
+    monkeypatch.setenv("HEADRACE_PLANNED_SM", "")  # so that it is gone again after the test
+    monkeypatch.delenv("HEADRACE_PLANNED_SM")
+    large = {"hidden_size": 16_384, "intermediate_size": 131_072, "num_hidden_layers": 7, "num_attention_heads": 128}
+    large |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128_000, "layer_types": ["full_attention"] * 7}
+    path = Path(folder) / "config.json"
+    path.write_text(json.dumps(CONFIG | large | {"use_sliding_window": False}))
+    args = ["doctor", folder, "--load-format", "dummy", "--json", "--devices", "h100"]
+    result = CliRunner().invoke(app, [*args, "--max-model-len", "256"])
+    (found,) = [line["value"] for line in json.loads(result.stdout)["decisions"] if line["name"] == "would fit"]
+    assert result.exit_code == 2 and found in " ".join(result.stderr.split())
+    assert "--quantization fp8 " in found and "--tensor-parallel-size 2" in found and " none" not in found
+
+    small = {"hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32, "max_position_embeddings": 2**21}
+    path.write_text(json.dumps(CONFIG | large | small | {"use_sliding_window": False}))
+    args = [*args[:-1], "l40s", "--quantization", "none", "--max-model-len"]
+    result = CliRunner().invoke(app, [*args, str(2**21)])
+    (found,) = [line["value"] for line in json.loads(result.stdout)["decisions"] if line["name"] == "would fit"]
+    assert "--kv-cache-dtype fp8_e4m3" in found
+    result = CliRunner().invoke(app, [*args, found.rpartition("--max-model-len ")[2]])
+    assert result.exit_code == 0, result.stderr
+
+
 def test_the_report(folder: str) -> None:
     result = CliRunner().invoke(
         app, ["doctor", folder, "--load-format", "dummy", "--dtype", "float32", "--num-kv-blocks", "40"]

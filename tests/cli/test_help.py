@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 
 import pytest
 from reference import commands
@@ -12,7 +14,7 @@ from typer.testing import CliRunner
 from headrace.cli.main import app
 from headrace.cli.peer_options import ALWAYS, REFUSED, SAME, translated
 
-COMMANDS = dict(commands(app, "headrace"))
+COMMANDS = dict(commands())
 WITH_SHORT_HELP = [name for name in COMMANDS if name != "headrace config show"]
 
 
@@ -62,5 +64,24 @@ def test_options_of_other_engines() -> None:
     assert "/metrics is always there" in error("--enable-metrics=1")
     assert translated(["--enable-fp32-lm-head"], SERVE) == ["--head-dtype=float32"]
     assert "--nonsense" in error("--nonsense")
+
+
+def test_the_model_may_be_named_as_elsewhere() -> None:
+    """vLLM's and SGLang's servers have an option where headrace has an argument."""
+    for words in (["--model", "Qwen/Qwen3-0.6B"], ["--model-path=Qwen/Qwen3-0.6B"]):
+        assert translated([*words, "--port", "1"], SERVE) == ["Qwen/Qwen3-0.6B", "--port", "1"]
+    assert translated(["--model", "a"], {"--model"}) == ["--model", "a"], "headrace run has it"
+    for words in (["one", "two"], ["--model", "one", "--model", "two"], ["one", "--model", "two"]):
+        assert "two: a command serves one MODEL; --models-config FILE serves several" in error(*words)
     # A value, and what follows --, is no option.
     assert "there is no file" in error("--served-model-name", "x", "--", "./--swap-space")
+
+
+def test_a_command_imports_no_other() -> None:
+    """Commands start their engine's process as soon as their own options are read."""
+    script = (
+        "import sys; from headrace.cli.main import COMMANDS, command_of; command_of('serve');"
+        "print([name for name, (path, _) in COMMANDS.items() if path.partition(':')[0] in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "['serve']\n"

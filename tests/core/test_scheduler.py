@@ -461,7 +461,7 @@ def test_times_are_kept_for_each_sequence() -> None:
     first, second = (world.add(make_request(name, PROMPT, max_tokens=3, arrival_time=-2.0))[0] for name in "ab")
     world.run()
     assert first.times == type(first.times)(-2.0, 0.0, 1.0, 3.0)
-    assert second.times == type(second.times)(-2.0, 3.0, 4.0, 6.0)
+    assert second.times == type(second.times)(-2.0, 3.0, 4.0, 6.0, "slots")
 
 
 def test_stats_tell_what_is_so() -> None:

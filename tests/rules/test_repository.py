@@ -77,6 +77,18 @@ def test_links_between_pages_lead_somewhere() -> None:
     assert not missing, "\n".join(missing)
 
 
+def test_links_of_the_site_stay_within_it() -> None:
+    """mkdocs, which refuses others, is not installed everywhere. Files elsewhere are named as code."""
+    docs = ROOT / "docs"
+    outside = []
+    for path in docs.rglob("*.md"):
+        for target in re.findall(r"\]\(([^)#\s]+)", path.read_text(encoding="utf-8")):
+            inside = (path.parent / target).resolve().is_relative_to(docs) or target.startswith(("http", "mailto:"))
+            if not inside:
+                outside.append(f"{path.relative_to(ROOT)}: {target}")
+    assert outside == []
+
+
 def test_every_measurement_is_listed() -> None:
     """Reports are linked from the table of results, and raw files from a report."""
     folder = ROOT / "benchmarks"

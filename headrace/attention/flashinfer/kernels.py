@@ -6,19 +6,22 @@ disk. A thread does that; until it is done, headrace's Triton kernel takes its p
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from headrace.kernels import support
 from headrace.model_spec import AttentionSpec
+from headrace.sources.user_cache import cache_directory
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +101,21 @@ Kernel = PagedKernel | MLAKernel
 """FlashInfer compiles one for each combination of its fields. ``variant`` is fa2 or fa3."""
 
 
+_may_begin = threading.Event()
+"""Clear while the threads of this process shall not import FlashInfer."""
+_may_begin.set()
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Lets no thread begin meanwhile: importing FlashInfer takes the interpreter for two seconds from whatever else runs."""
+    _may_begin.clear()
+    try:
+        yield
+    finally:
+        _may_begin.set()
+
+
 class Compiling:
     """A kernel that a background thread compiles."""
 
@@ -114,12 +132,16 @@ class Compiling:
         return self._thread.is_alive()
 
     def join(self, seconds: float | None) -> None:
-        """Waits for the compilation, at most ``seconds``."""
+        """Waits for the compilation, at most ``seconds``; with None, until it is done, which may be held back no longer."""
+        if seconds is None:
+            _may_begin.set()
         self._thread.join(seconds)
 
     def _compile(self) -> None:
+        _may_begin.wait()
         start = time.perf_counter()
         try:
+            _find_imported()
             self._kernel.build()
         except Exception as error:
             self.outcome = f"its {self._kernel.variant} kernel cannot be built, headrace's own is used"
@@ -128,6 +150,23 @@ class Compiling:
         self.outcome = f"{self._kernel.variant} kernel ready after {time.perf_counter() - start:.0f} s"
         self.ready = True
         logger.info("FlashInfer: %s", self.outcome)
+
+
+def imported_modules(architecture: str, version: str) -> Path:
+    """The folder of compiled modules that were imported for a device, such as sm90, and a version of FlashInfer."""
+    return cache_directory() / "flashinfer" / f"{version}-cuda{torch.version.cuda}-{architecture}"
+
+
+def _find_imported() -> None:
+    """Lets FlashInfer look for imported modules before it compiles any, unless a package of compiled ones is installed."""
+    if not (cache_directory() / "flashinfer").is_dir():
+        return
+    from flashinfer import __version__
+    from flashinfer.jit import env
+
+    folder = imported_modules(f"sm{support.compute_capability('cuda')}", __version__)
+    if folder.is_dir() and not env.has_flashinfer_jit_cache():
+        env.FLASHINFER_AOT_DIR = folder
 
 
 @functools.cache

@@ -4,10 +4,15 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import itertools
+import operator
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -16,7 +21,7 @@ from headrace.errors import EngineError, RequestError
 from headrace.outputs import AttentionReport
 from headrace.pooling_params import PoolingParams
 from headrace.sampling_params import SamplingParams
-from headrace.server.body import caller, release_body
+from headrace.server.body import Caller, caller, release_body
 from headrace.server.errors import JSON, ApiError, shown
 from headrace.server.generation import cancel_on_disconnect
 from headrace.server.pooling.run import outputs_of
@@ -76,25 +81,33 @@ async def inspect(request: Request) -> Response:
 
 @router.post("/v1/chat/completions/attention", openapi_extra=body_schema(ChatBody, "chat"))
 async def attention(request: Request) -> Response:
-    """Attention weights between the tokens of a conversation, in the query's ``layer`` and ``head``.
+    """Attention weights between the tokens of a conversation, in the query's ``layer`` and ``head``; with ``by=message``,
+    between its messages.
 
     Without ``head``, the mean over the layer's heads. One such request is computed at a time.
     """
     state = serving(request)
     body = await checked_body(request, state, ChatBody, "chat")
-    pooling = _pooling(request, state)
+    pooling, by = _pooling(request, state), request.query_params.get("by", "token")
+    if by not in ("token", "message"):
+        raise RequestError(f"by must be token or message, not {shown(by, 32)!r}", "by")
     name, who = f"attn-{uuid.uuid4().hex}", caller(request)
-    return await cancel_on_disconnect(state, request.receive, _answered(request, state, body, pooling, name, who))
+    return await cancel_on_disconnect(
+        state, request.receive, _answered(request, state, body, pooling, name, who, by == "message")
+    )
 
 
 def _encoded(request_id: str, report: AttentionReport) -> bytes:
     return msgspec.json.encode({"id": request_id, "object": "attention_report", **msgspec.to_builtins(report)})
 
 
-async def _answered(request: Request, state: Serving, body: ChatBody, pooling: PoolingParams, name: str, who: Any) -> Response:
+async def _answered(
+    request: Request, state: Serving, body: ChatBody, pooling: PoolingParams, name: str, who: Caller, by_message: bool
+) -> Response:
     generation = await chat_generation(state, body, name, who)
     try:
         watched = _watched(generation.requests[0], pooling)
+        segments = await _segments(state, body, watched.prompt_token_ids, name, who) if by_message else []
         release_body(request.scope)
         async with state.watching:
             (output,) = await outputs_of(state, [watched])
@@ -103,19 +116,46 @@ async def _answered(request: Request, state: Serving, body: ChatBody, pooling: P
     if output.pooled is None:
         raise EngineError(output.error or "the engine gave no weights")
     heads = state.llm.info.layers[pooling.layer].num_heads
-    return JSON(
-        {
-            "id": name,
-            "object": "attention",
-            "model": state.model.called(body.model),
-            "layer": pooling.layer,
-            "head": pooling.query_head,
-            "num_layers": len(state.llm.info.layers),
-            "num_heads": heads,
-            "tokens": [state.model.texts.text(token) for token in watched.prompt_token_ids],
-            "weights": base64.b64encode(output.pooled).decode(),
-        }
-    )
+    facts = {
+        "id": name,
+        "object": "attention",
+        "model": state.model.called(body.model),
+        "layer": pooling.layer,
+        "head": pooling.query_head,
+        "num_layers": len(state.llm.info.layers),
+        "num_heads": heads,
+    }
+    if by_message:
+        size = len(watched.prompt_token_ids)
+        weights = np.frombuffer(output.pooled, dtype="<f4").reshape(size, size)
+        starts = [segment["start"] for segment in segments]
+        sums = np.add.reduceat(np.add.reduceat(weights, starts, axis=1), starts, axis=0)
+        means = sums / np.diff([*starts, size])[:, None]
+        return JSON(facts | {"segments": segments, "weights": means.tolist()})
+    tokens = [state.model.texts.text(token) for token in watched.prompt_token_ids]
+    return JSON(facts | {"tokens": tokens, "weights": base64.b64encode(output.pooled).decode()})
+
+
+async def _segments(state: Serving, body: ChatBody, tokens: Sequence[int], name: str, who: Caller) -> list[dict[str, Any]]:
+    """The tokens of each message: up to where the conversation that ends with it has the same. A message that the chat template
+    cannot end with is part of the next one's segment, what opens an answer part of the last."""
+    ends = []
+    for count in range(1, len(body.messages)):
+        earlier = msgspec.structs.replace(
+            body, messages=body.messages[:count], add_generation_prompt=False, continue_final_message=False
+        )
+        with contextlib.suppress(RequestError):
+            generation = await chat_generation(state, earlier, name, who)
+            async with contextlib.aclosing(generation):
+                same = map(operator.eq, tokens, generation.requests[0].prompt_token_ids)
+                ends.append((count - 1, sum(itertools.takewhile(bool, same))))
+    segments: list[dict[str, Any]] = []
+    start = 0
+    for message, end in [*ends, (len(body.messages) - 1, len(tokens))]:
+        if end > start:
+            segments.append({"message": message, "role": body.messages[message]["role"], "start": start, "end": end})
+            start = end
+    return segments
 
 
 def _watched(request: EngineRequest, pooling: PoolingParams) -> EngineRequest:

@@ -9,16 +9,19 @@ from typing import Any
 import msgspec
 
 from headrace.core.request import Request
+from headrace.engine.info import EngineInfo
 from headrace.outputs import AttentionReport, OutputDelta, PrefixReport, RequestTimes, WeightSpan, most_computed
 
 
 class AnswerExplanation:
     """Facts of one engine request, which grow until its last sample has ended."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, engine: EngineInfo, *, caching: bool) -> None:
+        """``caching``: the engine has a prefix cache."""
         self.created = time.time()
         """Seconds since 1970 at the end of the first sample."""
         self._id, self._prompt_tokens = request.request_id, len(request.prompt_token_ids)
+        self._engine, self._caching, self._request = engine, caching, request.sampling
         self._max_tokens, self._own_limit = request.max_tokens, request.sampling.max_tokens is not None
         self._times: list[RequestTimes] = []
         self._cached = 0
@@ -47,6 +50,8 @@ class AnswerExplanation:
             "queue_ms": queue,
             "prompt_ms": prompt,
             "generation_ms": generation,
+            "waited_for": self._waited_for,
+            "preemptions": sum(times.num_preemptions for times in self._times),
             "samples": [
                 {
                     "index": index,
@@ -71,12 +76,28 @@ class AnswerExplanation:
         prompt = 1000 * (min(first) - min(started)) if first and started else None
         return queue, prompt, 1000 * (max(ended) - min(first)) if first and ended else None
 
+    @property
+    def _waited_for(self) -> str | None:
+        return next((times.waited_for for times in self._times if times.waited_for), None)
+
     def _reasons(self) -> Iterator[str]:
+        if (cause := self._waited_for) is not None:
+            limit = {
+                "slots": f"all {self._engine.max_num_seqs:,} places for sequences were taken (--max-num-seqs)",
+                "blocks": "too few KV blocks were free for its prompt (--kv-cache-memory)",
+                "tokens": f"earlier requests took the {self._engine.max_num_batched_tokens:,} tokens that a step may have "
+                "(--max-num-batched-tokens)",
+                "preparation": "its constraint was being compiled, or its adapter had no place (--max-loras)",
+            }[cause]
+            yield f"It waited {self._phases()[0] or 0.0:.0f} ms for its first step: {limit}."
         computed = self._prompt_tokens - self._cached
         if self._cached:
             yield f"{self._cached} of {self._prompt_tokens} prompt tokens came from the prefix cache; {computed} were computed."
         else:
-            yield f"All {self._prompt_tokens} prompt tokens were computed: the prefix cache had none of them."
+            yield f"All {self._prompt_tokens} prompt tokens were computed: {self._why_none_cached()}."
+        if preemptions := sum(times.num_preemptions for times in self._times):
+            times = "once" if preemptions == 1 else f"{preemptions} times"
+            yield f"It was preempted {times}: earlier requests needed its KV blocks, and its tokens were computed again."
         if self._cache is not None and self._cache.why:
             yield f"Of {self._cache.attention} cached tokens {self._cache.reused} were reused: {self._cache.why}."
         if self._attention is not None and self._attention.density is not None:
@@ -87,6 +108,16 @@ class AnswerExplanation:
             if len(spans) > 1:
                 versions = ", ".join(f"{span.version!r} from token {span.start} on" for span in spans)
                 yield f"Its tokens come from several versions of the weights: {versions}."
+
+    def _why_none_cached(self) -> str:
+        block, asked = self._engine.block_size, self._request
+        if not self._caching:
+            return "the prefix cache is off (--no-enable-prefix-caching)"
+        if asked.prompt_logprobs is not None or asked.return_routed_experts:
+            return "what was asked for is made of every one of them"
+        if self._prompt_tokens <= block:
+            return f"the prefix cache keeps whole blocks of {block} tokens before the last one"
+        return f"the prefix cache had no prompt with the same first {block} tokens, salt, adapter and weights"
 
     def _why_ended(self, reason: str | None, stop: int | str | None, error: str | None) -> str:
         if reason == "length":

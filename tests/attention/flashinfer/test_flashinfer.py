@@ -176,6 +176,21 @@ def test_prefill_that_cannot_be_captured_is_left_to_the_backend_of_decode(
     torch.testing.assert_close(backend.run(case.inputs), oracle(case), atol=2e-5, rtol=2e-5)
 
 
+def test_kernels_are_held_back_while_an_engine_starts(flashinfer: Device) -> None:
+    spec = layer_spec(mla=None)
+    kernel = kernels.for_few_queries(spec, torch.bfloat16)
+    with kernels.held_back():
+        held = kernels.Compiling(kernel)
+        held.join(0.05)
+        assert held.pending and not flashinfer.built
+    held.join(10)
+    assert held.ready
+    with kernels.held_back():
+        waited_for = kernels.Compiling(kernel)
+        waited_for.join(None)
+        assert waited_for.ready
+
+
 def test_our_kernel_stands_in_until_theirs_is_ready(flashinfer: Device) -> None:
     flashinfer.allowed.clear()
     backend, case = select.create("flashinfer"), mixed(layer_spec())

@@ -59,7 +59,7 @@ class Geometry:
             return 16
         if not self.aligned and not self.converts:
             return 32
-        return 64 if self.v_head_dim > 128 or self.widest > 192 or self.converts else 128
+        return 64 if self.converts or (self.widest > 192 and self.v_head_dim <= 128) else 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +196,7 @@ def block_tiling(geometry: Geometry, block: int) -> Tiling:
 
     With a block's number to load besides, what takes a conversion has registers for 64 keys and not for 128.
     """
-    block_m = min(block, geometry.max_block_m)
+    block_m = min(block, geometry.max_block_m if geometry.v_head_dim <= 128 else 64)
     block_n, num_warps = _shape(geometry, block_m, sys.maxsize)
     block_n, num_stages = _keys(geometry, block_m, min(block_n, block, 64 if geometry.converts else block))
     return Tiling(block_m, 1, block_n, 1, 0, num_warps, num_stages)

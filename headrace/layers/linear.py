@@ -205,6 +205,36 @@ class RowParallelLinear(Linear):
     """
 
 
+def lay_behind(layers: Sequence[Linear]) -> None:
+    """Moves the float weights of layers that multiply the same input behind each other in memory, so that ``multiply_together``
+    needs one product. Does nothing where they have another format, or a bias."""
+    if any(not isinstance(layer.method, UnquantizedMethod) or layer.bias is not None for layer in layers):
+        return
+    joint = torch.cat([layer.weight.data for layer in layers])
+    for layer, part in zip(layers, joint.split_with_sizes([layer.out_features for layer in layers]), strict=True):
+        layer.weight.data = part
+
+
+def multiply_together(x: Activations, first: Linear, second: Linear) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns ``first(x), second(x)`` for ``[T, in_features]``, by one product if the weights lie together. Results may be
+    slices."""
+    if isinstance(x, torch.Tensor) and first.lora is None and second.lora is None and _together(first, second):
+        rows = first.out_features, second.out_features
+        weight = first.weight.as_strided((sum(rows), first.in_features), (first.in_features, 1))
+        one, other = linear(x, weight, batch_invariant=first.batch_invariant).split_with_sizes(rows, dim=1)
+        return one, other
+    return first(x), second(x)
+
+
+def _together(first: Linear, second: Linear) -> bool:
+    """Whether the weights are floats that lie behind each other: whoever replaces one of them need not know of the other."""
+    if not (isinstance(first.method, UnquantizedMethod) and isinstance(second.method, UnquantizedMethod)):
+        return False
+    one, other = first.weight, second.weight
+    behind = one.data_ptr() + one.nbytes == other.data_ptr()
+    return behind and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
 def connect(model: nn.Module, group: Group) -> None:
     """Makes the model's modules communicate with those of the other ranks: each that does so has an attribute ``group``."""
     for module in model.modules():

@@ -11,7 +11,7 @@ from torch import nn
 from headrace.attention.context import ForwardContext
 from headrace.kernels.linear.fp8_reference import Activations
 from headrace.kernels.state import Gate, StateMetadata, causal_conv, delta_rule, gated_norm, state_space
-from headrace.layers.linear import FusedLinear, Linear, RowParallelLinear
+from headrace.layers.linear import FusedLinear, Linear, RowParallelLinear, lay_behind, multiply_together
 from headrace.layers.short_conv import CausalConv, StateMixer
 from headrace.model_spec import ModelSpec, StateSpec
 from headrace.parallel.group import ALONE, Group, ordered_sum
@@ -112,8 +112,9 @@ class GatedDeltaNet(StateMixer):
         """``[T, hidden] -> [T, hidden]``, the rank's part of the sum over tensor-parallel ranks. Positions play no part."""
         spec = self.spec
         rows, cache, state = _state(ctx, spec)
-        qkv, z = self.in_proj(x).split((spec.mixed_channels, spec.heads * spec.value_dim), dim=1)
-        beta, decay = self.gate_proj(x).split((spec.heads, spec.heads), dim=1)
+        mixed, gates = multiply_together(x, self.in_proj, self.gate_proj)
+        qkv, z = mixed.split_with_sizes((spec.mixed_channels, spec.heads * spec.value_dim), dim=1)
+        beta, decay = gates.split_with_sizes((spec.heads, spec.heads), dim=1)
         qkv = causal_conv(qkv, self.conv1d.weight[:, 0], self.conv1d.bias, "silu", cache, rows)
         out = delta_rule(qkv, decay, beta, self.A_log, self.dt_bias, state, rows, spec.beta_factor)
         return self.out_proj(self.norm(out, z))  # type: ignore[no-any-return]
@@ -183,6 +184,13 @@ class Mamba2Mixer(StateMixer):
     def project(self, x: Activations) -> torch.Tensor:
         """``[T, hidden] -> [T, sum(widths)]``, a new tensor."""
         return self.in_proj(x)  # type: ignore[no-any-return]
+
+
+def lay_together(model: nn.Module) -> None:
+    """Lets each gated delta rule of a loaded model multiply its input once, where its projections are floats."""
+    for module in model.modules():
+        if isinstance(module, GatedDeltaNet):
+            lay_behind(module.readers())
 
 
 def _state(ctx: ForwardContext, spec: StateSpec) -> tuple[StateMetadata, torch.Tensor, torch.Tensor]:

@@ -10,6 +10,7 @@ import torch
 from headrace.config import Decision, EngineArgs, EngineConfig
 from headrace.errors import ConfigError, ContradictionError
 from headrace.layers.rounding import round_norms
+from headrace.layers.state import lay_together
 from headrace.model_spec import AnySpec, ModelSpec
 from headrace.models import registry
 from headrace.models.adapters import add_tables
@@ -222,5 +223,6 @@ class _Native:
             experts = torch.device(config.device).type == "cpu"
             model.adapter_targets = add_tables(model, table, modules, slots, rank, dtype, config.device, experts=experts)
         round_norms(model)
+        lay_together(model)
         layers = fuse(model)
         return model, dataclasses.replace(report, decisions=(*report.decisions, *([] if layers is None else [layers])))

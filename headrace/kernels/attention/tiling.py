@@ -59,7 +59,7 @@ class Geometry:
             return 16
         if not self.aligned and not self.converts:
             return 32
-        return 64 if self.v_head_dim > 128 or self.widest > 192 or self.converts else 128
+        return 64 if self.converts or (self.widest > 192 and self.v_head_dim <= 128) else 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +122,8 @@ def choose_tiling(geometry: Geometry, *, num_rows: int, num_tokens: int, max_que
     Many queries are a matter of registers and of what runs beside the softmax. 128 queries and heads go with 4 warps and 32
     keys, so that two programs fit on a multiprocessor: 344 TFLOP/s for 8192 tokens (8 warps and 64 keys: 318; and 128 keys:
     335); where keys are wider than 128, with 8 warps and 128 keys: 361 (4 warps and 32 keys: 325; 64 queries and heads, 8
-    warps: 162). What takes a conversion has registers for 64 queries and heads, with 4 warps and 128 keys: 231 (128, 64 keys
+    warps: 162). Keys and values of 256 (16 query and 4 KV heads) take 8 warps and 64 keys: 475 (32 keys: 332; 64 queries and
+    heads: 222). What takes a conversion has registers for 64 queries and heads, with 4 warps and 128 keys: 231 (128, 64 keys
     and 8 warps: 153).
     """
     block_m = min(max(KEYS_FIRST, power_of_two(max_queries * geometry.group_size)), geometry.max_block_m)
@@ -196,7 +197,7 @@ def block_tiling(geometry: Geometry, block: int) -> Tiling:
 
     With a block's number to load besides, what takes a conversion has registers for 64 keys and not for 128.
     """
-    block_m = min(block, geometry.max_block_m)
+    block_m = min(block, geometry.max_block_m if geometry.v_head_dim <= 128 else 64)
     block_n, num_warps = _shape(geometry, block_m, sys.maxsize)
     block_n, num_stages = _keys(geometry, block_m, min(block_n, block, 64 if geometry.converts else block))
     return Tiling(block_m, 1, block_n, 1, 0, num_warps, num_stages)

@@ -5,15 +5,14 @@ one row's state and absorbs the row's tokens in order, so that no result depends
 other rows. Other prompts are absorbed by ``triton_tiles``.
 """
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# A kernel's arguments have no types of Python's, and its tuples grow.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, disable-error-code=assignment
 
 from __future__ import annotations
 
 from typing import Literal
 
 import torch
-import triton
 import triton.language as tl
 
 from headrace.kernels.state.metadata import TILE, StateMetadata
@@ -21,12 +20,19 @@ from headrace.kernels.state.reference import Gate
 from headrace.kernels.state.triton_tiles import delta_prompts, softplus, space_prompts
 from headrace.kernels.support import cdiv, power_of_two
 from headrace.kernels.triton_launch import launched
-from headrace.kernels.triton_pdl import begin, options
+from headrace.kernels.triton_pdl import announce, begin, options, wait
 
-_CHANNELS = 128
-"""Channels of a convolution of one program."""
-_TILE_CHANNELS = 64
-"""Channels of a tile of a prompt's convolution."""
+_EARLY_ROWS = 8
+"""Decode rows up to which programs read states before the kernel before is complete: earlier steps alone wrote these, and a
+step begins with launches that wait for all of the one before. With more rows, whose programs do not all run at once, it was
+slower."""
+_CHANNELS, _MANY_CHANNELS = 128, 512
+"""Channels of a convolution of one program, and where there are at least ``_MANY`` decode rows."""
+_MANY = 32
+_TILE_CHANNELS = 128
+"""Channels of a program of a prompt's convolution, which has one warp."""
+_AT_ONCE = 8
+"""Tokens that it loads at once."""
 _NORMED = 1024
 """Channels that a program norms, where several groups have so many. No group's sum depends on the number of tokens."""
 _VALUES = 8
@@ -35,49 +41,7 @@ _WARPS = 1
 """Warps of such a program. With one, no token waits for others to add up."""
 
 
-@triton.jit
-def convolved(
-    x,
-    x_row,
-    weight,
-    bias,
-    ring,
-    first,
-    start,
-    offset,
-    channel,
-    inside,
-    channels,
-    RING: tl.constexpr,
-    TAPS: tl.constexpr,
-    BIAS: tl.constexpr,
-    SILU: tl.constexpr,
-):
-    """The convolution at tokens ``offset`` of a row, in the shape of ``inside``, which says where there is one.
-
-    Args:
-        first: the row's first token in the batch.
-        start: the number of the row's earlier tokens.
-        RING: whether some of the inputs are earlier tokens'.
-    """
-    total = tl.zeros(inside.shape, tl.float32)
-    for tap in tl.static_range(TAPS):
-        back = TAPS - 1 - tap
-        factor = tl.load(weight + channel.to(tl.int64) * TAPS + tap, mask=channel < channels, other=0.0).to(tl.float32)
-        now = x + (first + offset - back) * x_row + channel
-        fresh = tl.load(now, mask=inside & (offset >= back), other=0.0).to(tl.float32)
-        if RING and back > 0:
-            place = (start + offset + TAPS - 1 - back) % (TAPS - 1)
-            fresh += tl.load(ring + place * channels + channel, mask=inside & (offset < back), other=0.0).to(tl.float32)
-        total += fresh * factor
-    if BIAS:
-        total += tl.load(bias + channel, mask=channel < channels, other=0.0).to(tl.float32)
-    if SILU:
-        total = total * tl.sigmoid(total)
-    return total
-
-
-@launched(do_not_specialize=["channels"])
+@launched
 def _conv_rows(
     x,
     weight,
@@ -94,10 +58,14 @@ def _conv_rows(
     CHANNELS: tl.constexpr,
     BIAS: tl.constexpr,
     SILU: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The only token of a row, whose input is kept."""
-    begin(PDL)
+    if EARLY:
+        announce(PDL)
+    else:
+        begin(PDL)
     row = tl.program_id(1)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     block = tl.load(blocks + row).to(tl.int64)
@@ -106,15 +74,29 @@ def _conv_rows(
     token = tl.load(query_start + row).to(tl.int64)
     mask = channel < channels
     inside = mask & (block >= 0)
-    total = convolved(x, x_row, weight, bias, ring, token, start, 0, channel, inside, channels, True, TAPS, BIAS, SILU)
+    total = tl.zeros([CHANNELS], tl.float32)
+    for tap in tl.static_range(TAPS - 1):
+        factor = tl.load(weight + channel * TAPS + tap, mask=mask, other=0.0).to(tl.float32)
+        place = (start + tap) % (TAPS - 1)
+        total += tl.load(ring + place * channels + channel, mask=inside, other=0.0).to(tl.float32) * factor
+    factor = tl.load(weight + channel * TAPS + TAPS - 1, mask=mask, other=0.0).to(tl.float32)
+    if BIAS:
+        added = tl.load(bias + channel, mask=mask, other=0.0).to(tl.float32)
+    if EARLY:
+        wait(PDL)
     now = tl.load(x + token * x_row + channel, mask=inside, other=0.0)
+    total += now.to(tl.float32) * factor
+    if BIAS:
+        total += added
+    if SILU:
+        total = total * tl.sigmoid(total)
     tl.store(out + token * channels + channel, tl.where(inside, total, 0.0).to(out.dtype.element_ty), mask=mask)
     # All threads have read the ring.
     tl.debug_barrier()
     tl.store(ring + start % (TAPS - 1) * channels + channel, now, mask=inside)
 
 
-@launched(do_not_specialize=["channels", "decode_rows"])
+@launched(do_not_specialize=["decode_rows"])
 def _conv_tiles(
     x,
     weight,
@@ -132,35 +114,53 @@ def _conv_tiles(
     cache_block: tl.int64,
     TAPS: tl.constexpr,
     TOKENS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     CHANNELS: tl.constexpr,
     BIAS: tl.constexpr,
     SILU: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A tile of a prompt, whose last inputs ``_keep_inputs`` keeps. Only a row's first tile reads what was kept."""
+    """A tile of a prompt, whose last inputs ``_keep_inputs`` keeps, ``AT_ONCE`` tokens at a time. Inputs before the row's first
+    token are those that were kept."""
     begin(PDL)
     tile = tl.program_id(1)
     row = tl.load(tile_rows + tile)
     if row >= 0:
-        channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+        channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
         begins = (tile - tl.load(tile_starts + row - decode_rows)) * TOKENS
-        offset = begins + tl.arange(0, TOKENS)[:, None]
+        first = tl.load(query_start + row)
+        count = tl.load(query_start + row + 1) - first
         block = tl.load(blocks + row).to(tl.int64)
         ring = cache + tl.maximum(block, 0) * cache_block
-        first = tl.load(query_start + row).to(tl.int64)
-        mask = (channel < channels) & (offset < tl.load(query_start + row + 1) - first)
-        inside = mask & (block >= 0)
         start = tl.load(starts + row)
-        at = x, x_row, weight, bias, ring, first, start, offset, channel, inside, channels
-        if begins == 0:
-            total = convolved(*at, True, TAPS, BIAS, SILU)
-        else:
-            total = convolved(*at, False, TAPS, BIAS, SILU)
-        value = tl.where(inside, total, 0.0).to(out.dtype.element_ty)
-        tl.store(out + (first + offset) * channels + channel, value, mask=mask)
+        present = channel < channels
+        inside = present & (block >= 0)
+        factors = ()
+        for tap in tl.static_range(TAPS):
+            factors += (tl.load(weight + channel * TAPS + tap, mask=present, other=0.0).to(tl.float32),)
+        for begun in range(begins, tl.minimum(begins + TOKENS, count), AT_ONCE):
+            # All loads come first, so that they are under way together.
+            inputs = ()
+            for ahead in tl.static_range(AT_ONCE + TAPS - 1):
+                offset = begun + ahead - (TAPS - 1)
+                place = x + (first + offset).to(tl.int64) * x_row
+                if offset < 0:
+                    place = ring + (start + offset + TAPS - 1) % (TAPS - 1) * channels
+                inputs += (tl.load(place + channel, mask=inside & (offset < count), other=0.0),)
+            for ahead in tl.static_range(AT_ONCE):
+                total = tl.zeros([CHANNELS], tl.float32)
+                for tap in tl.static_range(TAPS):
+                    total += inputs[ahead + tap].to(tl.float32) * factors[tap]
+                if BIAS:
+                    total += tl.load(bias + channel, mask=present, other=0.0).to(tl.float32)
+                if SILU:
+                    total = total * tl.sigmoid(total)
+                token = (first + begun + ahead).to(tl.int64)
+                total = tl.where(block >= 0, total, 0.0).to(out.dtype.element_ty)
+                tl.store(out + token * channels + channel, total, mask=present & (begun + ahead < count))
 
 
-@launched(do_not_specialize=["channels", "first_row"])
+@launched(do_not_specialize=["first_row"])
 def _keep_inputs(
     x,
     cache,
@@ -214,10 +214,14 @@ def _delta_rule(
     DV: tl.constexpr,
     VALUES: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """``VALUES`` rows of a head's state; SHARE heads have one key head."""
-    begin(PDL)
+    if EARLY:
+        announce(PDL)
+    else:
+        begin(PDL)
     head, row = tl.program_id(1), tl.program_id(2)
     value = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
     channel = tl.arange(0, DK_P)
@@ -233,6 +237,8 @@ def _delta_rule(
         added = tl.load(dt_bias + head * DK + channel, mask=in_key, other=0.0)
     else:
         added = tl.load(dt_bias + head)
+    if EARLY:
+        wait(PDL)
     for token in range(tl.load(query_start + row).to(tl.int64), tl.load(query_start + row + 1).to(tl.int64)):
         q = tl.load(qkv + token * qkv_row + own, mask=in_key, other=0.0).to(tl.float32)
         k = tl.load(qkv + token * qkv_row + keys + own, mask=in_key, other=0.0).to(tl.float32)
@@ -378,8 +384,9 @@ def _convolve_rows(
     step: StateMetadata,
     out: torch.Tensor,
 ) -> None:
-    channels, taps = weight.shape
-    _conv_rows[(cdiv(channels, _CHANNELS), step.decode_rows)](
+    (channels, taps), rows = weight.shape, step.decode_rows
+    tile = _MANY_CHANNELS if rows >= _MANY else _CHANNELS
+    _conv_rows[(cdiv(channels, tile), rows)](
         x,
         weight,
         weight if bias is None else bias,
@@ -392,9 +399,10 @@ def _convolve_rows(
         x.stride(0),
         cache.stride(0),
         TAPS=taps,
-        CHANNELS=_CHANNELS,
+        CHANNELS=tile,
         BIAS=bias is not None,
         SILU=activation == "silu",
+        EARLY=rows <= _EARLY_ROWS,
         num_warps=4,
         **options(x.device),
     )
@@ -426,10 +434,11 @@ def convolve_prompts(
         cache.stride(0),
         TAPS=taps,
         TOKENS=TILE,
+        AT_ONCE=_AT_ONCE,
         CHANNELS=_TILE_CHANNELS,
         BIAS=bias is not None,
         SILU=activation == "silu",
-        num_warps=4,
+        num_warps=1,
         **options(x.device),
     )
     _keep_inputs[(cdiv(channels, _CHANNELS), step.prompt_rows)](
@@ -493,6 +502,7 @@ def delta_rule(
         DV=value_dim,
         VALUES=values,
         BY_CHANNEL=decay.shape[1] > heads,
+        EARLY=rows <= _EARLY_ROWS and not step.prompt_rows,
         num_warps=_WARPS,
         **options(qkv.device),
     )

@@ -23,12 +23,14 @@ import triton
 import triton.language as tl
 
 from headrace.kernels.state.metadata import TILE, StateMetadata
-from headrace.kernels.support import cdiv, power_of_two
+from headrace.kernels.support import cdiv, power_of_two, resources
 from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import begin, options
 
-_VALUES = 32
-"""Value channels of a head's state of one program."""
+_VALUES, _MANY_VALUES = 32, 64
+"""Value channels of a head's state of one program, and where programs of the former do not all run at once."""
+_KEPT_FREE = 8 << 10
+"""Bytes of a program's shared memory for layouts, beside the tiles."""
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -306,7 +308,11 @@ def delta_prompts(
         num_warps=4,
         **options(qkv.device),
     )
-    values = max(min(_VALUES, power_of_two(value_dim)), 16)
+    programs = cdiv(value_dim, _VALUES) * heads * step.prompt_rows
+    device = resources(qkv.device)
+    widest = _VALUES if programs <= device.multiprocessors else _MANY_VALUES
+    values = max(min(widest, power_of_two(value_dim)), 16)
+    stage = TILE * (2 * channels + 2 * TILE + values) * qkv.itemsize
     _delta_tiles[(cdiv(value_dim, values), heads, step.prompt_rows)](
         qkv,
         *units,
@@ -328,7 +334,7 @@ def delta_prompts(
         TOKENS=TILE,
         EXACT=_precision(qkv.dtype),
         num_warps=4,
-        num_stages=1 if qkv.dtype == torch.float32 else 2,
+        num_stages=1 if qkv.dtype == torch.float32 else 3 if 3 * stage <= device.shared_memory - _KEPT_FREE else 2,
         **options(qkv.device),
     )
 

@@ -70,7 +70,7 @@ class NativeAttention(AttentionBackend):
             table.stride(0),
             spec.scale,
             spec.soft_cap or 0.0,
-            spec.window or 0,
+            -(spec.window or 0) if spec.chunked else spec.window or 0,
             DTYPES[q.dtype],
         )
         return out.flatten(1)

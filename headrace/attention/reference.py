@@ -27,6 +27,7 @@ class ReferenceAttention(AttentionBackend):
             step.seq_lens,
             scale=spec.scale,
             window=spec.window,
+            chunked=spec.chunked,
             soft_cap=spec.soft_cap,
             sinks=sinks,
             k_scale=cache.k_scale,

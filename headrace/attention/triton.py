@@ -82,6 +82,7 @@ class TritonAttention(AttentionBackend):
                 tokens=range(part.tokens.start, part.tokens.stop),
                 single=part.single_query and not self._invariant,
                 window=spec.window,
+                chunked=spec.chunked,
                 soft_cap=spec.soft_cap,
                 sinks=sinks,
                 k_scale=cache.k_scale,

@@ -221,6 +221,8 @@ class FlashInferPrefill(FlashInferBackend):
         reasons += [f"{reason}, and copies of numbers are for fa3 alone" for reason in missing]
         if spec.head_dim not in (*kernels.WIDTHS, 192) or spec.v_head_dim not in kernels.WIDTHS:
             reasons.append(f"it has no kernel for heads {spec.head_dim} and {spec.v_head_dim} wide")
+        if spec.chunked:
+            reasons.append("its windows slide")
         return [*reasons, "it has no sinks"] if spec.sinks else reasons
 
     @classmethod

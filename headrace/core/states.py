@@ -48,7 +48,7 @@ class StateSchedule:
         """Tokens between snapshots of a prompt that are taken for no other reason."""
         self._num_found = 0
         self._limits = {"attention": 0, "state": 0}
-        """What ended the prefixes that prompts reused -> prompts."""
+        """Prompts, by what ended the prefix that they reused."""
         self._missed = MissedStates(clock)
 
     def plan(self, seq: Sequence, start: int, hit: Hit | None) -> None:

@@ -58,8 +58,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     state_snapshots: Annotated[int, MetricSpec("headrace_state_snapshots", gauge=True)] = 0
     """Snapshots of states in the prefix cache."""
     state_snapshots_saved: Annotated[dict[str, int], MetricSpec("headrace_state_snapshots_saved", labels="point")] = {}
-    """Snapshots of states stored in the prefix cache: of a turn of the conversation, for other samples of a request, at the
-    prompt's last point, at a branch, for their distance (period), or at the end of an answer or of a preempted sequence (end)."""
+    """Snapshots of states stored in the prefix cache: at a turn of the conversation, for other samples of a request, at the
+    prompt's last point, at a branch, for their distance (period), where an answer ends or a sequence is preempted (end)."""
     state_snapshots_skipped: Annotated[dict[str, int], MetricSpec("headrace_state_snapshots_skipped", labels="reason")] = {}
     """Snapshots of states not stored: there was no room within state_snapshot_bytes (budget) or at all (memory), or the
     sequence failed or lost its KV before its step was collected (ended)."""

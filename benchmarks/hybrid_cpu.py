@@ -83,7 +83,7 @@ def _write_gguf(path: Path, model: Any, kind: str) -> None:
         floats = values.to(torch.float32).numpy()
         data = gguf.quants.quantize(floats, stored) if matrix else floats
         own = names.get_name(name, try_suffixes=(".weight",))
-        writer.add_tensor(own, data, raw_dtype=stored)
+        writer.add_tensor(str(own), data, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -161,7 +161,7 @@ def transformers(folder: Folder, rounds: int = 1) -> None:
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
 
     def generate(prompts: list[list[int]], tokens: int) -> None:
         ids = torch.tensor(prompts)

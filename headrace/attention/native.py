@@ -18,7 +18,7 @@ class NativeAttention(AttentionBackend):
     """
 
     name = "native"
-    kinds = frozenset({"window", "soft_cap", "sinks"})
+    kinds = frozenset({"window", "chunked", "soft_cap", "sinks"})
     dtypes = tuple(str(kind).removeprefix("torch.") for kind in DTYPES)
     only_on_cpu = True
     has_scales = False
@@ -71,7 +71,7 @@ class NativeAttention(AttentionBackend):
             table.stride(0),
             spec.scale,
             spec.soft_cap or 0.0,
-            spec.window or 0,
+            -(spec.window or 0) if spec.chunked else spec.window or 0,
             DTYPES[q.dtype],
         )
         return out.flatten(1)

@@ -13,7 +13,7 @@ class ReferenceAttention(AttentionBackend):
     """Slow and simple; any geometry, any device. The other backends are tested against it."""
 
     name = "reference"
-    kinds = frozenset({"window", "soft_cap", "sinks"})
+    kinds = frozenset({"window", "chunked", "soft_cap", "sinks"})
     modes = frozenset({VISIBLE_ENDS})
 
     def run(self, inputs: AttentionInputs) -> torch.Tensor:
@@ -28,6 +28,7 @@ class ReferenceAttention(AttentionBackend):
             step.seq_lens,
             scale=spec.scale,
             window=spec.window,
+            chunked=spec.chunked,
             soft_cap=spec.soft_cap,
             sinks=sinks,
             k_scale=cache.k_scale,

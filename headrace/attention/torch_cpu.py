@@ -106,7 +106,7 @@ class TorchAttention(AttentionBackend):
     """
 
     name = "torch"
-    kinds = frozenset({"window", "soft_cap", "sinks"})
+    kinds = frozenset({"window", "chunked", "soft_cap", "sinks"})
     modes = frozenset({VISIBLE_ENDS})
     dtypes = ("float32", "bfloat16", "float16", "float64")
     only_on_cpu = True
@@ -159,7 +159,7 @@ class TorchAttention(AttentionBackend):
         """The layout of the step's rows, computed once a step for all layers of one geometry."""
         spec = cache.spec
         token_bytes = spec.num_kv_heads * cache.rows.shape[-1] * cache.rows.itemsize
-        key = (cache.group, cache.block_size, spec.window, token_bytes, dtype, visible_ends is None)
+        key = (cache.group, cache.block_size, spec.window, spec.chunked, token_bytes, dtype, visible_ends is None)
         layout = self._layouts.get(key)
         if layout is None:
             planner = _Planner(self.step, cache, dtype, self._staircases, visible_ends)
@@ -181,7 +181,7 @@ class _Planner:
     ) -> None:
         self._table = step.block_tables[cache.group]
         self._block_size = cache.block_size
-        self._window = cache.spec.window
+        self._window, self._chunked = cache.spec.window, cache.spec.chunked
         self._dtype = dtype
         self._device = cache.rows.device
         self._staircases = staircases
@@ -195,6 +195,8 @@ class _Planner:
         """The first key position that a query at each position sees."""
         if self._window is None:
             return np.zeros_like(positions)
+        if self._chunked:
+            return positions - positions % self._window
         return np.maximum(positions + 1 - self._window, 0)
 
     def parts(self, budget: int) -> list[_Part]:
@@ -248,19 +250,24 @@ class _Planner:
         if ends is None and prefix == 0 and (self._window is None or count <= self._window):
             whole = _Piece(slice(start, start + count), slice(0, count), None)
             return _Row(blocks, [whole])
-        pieces = []
+        pieces, done = [], 0
         step = self._staircases.num_queries(min(length, self._window or length))
-        for done in range(0, count, step):
+        sliding = None if self._chunked else self._window
+        while done < count:
             queries = min(step, count - done)
             position = prefix + done
+            if self._chunked and self._window is not None:
+                # All that a piece's queries see begins at one position.
+                queries = min(queries, self._window - position % self._window)
             first = int(self._first_seen(np.array(position)))
             if ends is None:
                 end = position + queries
-                mask = self._staircases.mask(queries, end - first, self._window, self._dtype, self._device)
+                mask = self._staircases.mask(queries, end - first, sliding, self._dtype, self._device)
             else:
                 end = int(ends[done : done + queries].max())
                 mask = self._mask(position, ends[done : done + queries], np.arange(first, end))
             pieces.append(_Piece(slice(start + done, start + done + queries), slice(first - base, end - base), mask))
+            done += queries
         return _Row(blocks, pieces)
 
     def _ends_beyond(self, start: int, count: int, prefix: int) -> np.ndarray | None:

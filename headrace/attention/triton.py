@@ -32,7 +32,7 @@ class TritonAttention(AttentionBackend):
     """
 
     name = "triton"
-    kinds = frozenset({"window", "soft_cap", "sinks"})
+    kinds = frozenset({"window", "chunked", "soft_cap", "sinks"})
     modes = frozenset({VISIBLE_ENDS})
     dtypes = ("bfloat16", "float16", "float32")
     capturable = True
@@ -83,6 +83,7 @@ class TritonAttention(AttentionBackend):
                 tokens=range(part.tokens.start, part.tokens.stop),
                 single=part.single_query and not self._invariant,
                 window=spec.window,
+                chunked=spec.chunked,
                 soft_cap=spec.soft_cap,
                 sinks=sinks,
                 k_scale=cache.k_scale,

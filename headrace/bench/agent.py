@@ -199,7 +199,7 @@ def run(llm: LLM, options: AgentOptions, *, tell: Callable[[str], None]) -> dict
             "prefix_cache": reuse.report(),
             "snapshots": {
                 "most": most_snapshots,
-                "saved": stats.state_snapshots_saved,
+                "saved": dict(stats.state_snapshots_saved),
                 "skipped": dict(stats.state_snapshots_skipped),
             },
             "answers": digest.hexdigest(),

@@ -121,7 +121,7 @@ def shape(config: EngineConfig) -> EngineShape:
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         block_size=cache.block_size,
         cache_bytes=cache.nbytes,
-        groups=[GroupShape(group.bytes_per_token, group.window) for group in cache.groups],
+        groups=[GroupShape(group.bytes_per_token, group.window, group.chunked) for group in cache.groups],
         max_prefill_tokens_beside_decode=scheduler.max_prefill_tokens_beside_decode,
         max_step_seconds=scheduler.max_step_seconds,
         pipeline_depth=scheduler.pipeline_depth,

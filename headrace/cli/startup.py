@@ -164,6 +164,8 @@ def _width(line: LayerLine) -> str:
 
 def _sees(line: LayerLine) -> str:
     words = ["all" if line.window is None else f"{line.window:,} tokens"]
+    if line.chunked:
+        words = [f"chunks of {line.window:,}"]
     if line.indexer:
         words = [line.indexer]
     if line.sinks:

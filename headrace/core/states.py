@@ -47,6 +47,8 @@ class StateSchedule:
         self.period = snapshot_period(cache)
         """Tokens between snapshots of a prompt that are taken for no other reason."""
         self._num_found = 0
+        self._limits = {"attention": 0, "state": 0}
+        """Prompts, by what ended the prefix that they reused."""
         self._missed = MissedStates(clock)
 
     def plan(self, seq: Sequence, start: int, hit: Hit | None) -> None:
@@ -66,7 +68,8 @@ class StateSchedule:
             periodic = range(self.period, length, self.period)
             own = seq.blocks.states
             own.turns = tuple(count for turn in turns if (count := boundary(turn)))
-            own.periodic = frozenset(map(boundary, periodic)).difference(map(boundary, (*kept, *others)))
+            for point, counts in (("period", periodic), ("branch", others[1:]), ("prompt", others[:1]), ("turn", turns)):
+                own.points |= dict.fromkeys(map(boundary, counts), point)
             others += periodic
         points = snapshot_points(kept, others, start, length, boundary)
         seq.chunks = ChunkGrid(states.grid, points)
@@ -77,6 +80,7 @@ class StateSchedule:
         """Called when the sequence has its state block: other samples of its request are to start from its state."""
         if seq.cache is not None and seq.index == 0 and seq.num_outputs == 0:
             self._num_found += seq.cache.attention
+            self._limits["state" if start < seq.cache.attention else "attention"] += 1
             self._missed.add(seq.cache.attention, start)
         if seq.siblings:
             self._states.expect_fork(seq.blocks, start, self._kv.fork_boundary(seq.blocks, seq.num_prompt))
@@ -111,9 +115,10 @@ class StateSchedule:
             stats,
             state_blocks=states.num_live,
             state_snapshots=len(states.pool.index),
-            state_snapshots_saved=states.num_saved,
+            state_snapshots_saved=states.num_saved.copy(),
             state_snapshots_skipped=states.skipped.copy(),
             prefix_attention_tokens=self._num_found,
+            prefix_limits=self._limits.copy(),
         )
 
 

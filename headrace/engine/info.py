@@ -49,6 +49,8 @@ class LayerLine(msgspec.Struct, frozen=True, array_like=True):
     """The layer whose KV this one reads; its own bytes are then 0."""
     mla: bool = False
     """KV is compressed: its one head's last ``v_head_dim`` channels are the values too."""
+    chunked: bool = False
+    """The window does not slide, but begins at multiples of its length."""
     indexer: str = ""
     """The keys that the layer's indexer chooses for a token; empty: there is no indexer."""
 

@@ -23,9 +23,9 @@ class SequenceStates:
     shadow_count: int = 0
     turns: tuple[int, ...] = ()
     """Numbers of tokens at which turns of the conversation have snapshots."""
-    periodic: frozenset[int] = frozenset()
-    """Numbers of tokens at which snapshots are taken for no other reason than their distance: they are evicted before those of
-    the same conversation's turns."""
+    points: dict[int, str] = dataclasses.field(default_factory=dict)
+    """Number of tokens -> why a snapshot is taken there: turn, samples, prompt, branch; or period, for no other reason than its
+    distance: it is evicted before those of the same conversation's turns."""
 
 
 @dataclasses.dataclass(slots=True, eq=False, repr=False)

@@ -91,7 +91,10 @@ def events_of(changes: Sequence[Change], block_size: int, groups: Sequence[Cache
 
 def _begin(key: BlockKey, parent: bytes | None, block_size: int, group: int, groups: Sequence[CacheGroup]) -> BlockStored:
     is_state = group == len(groups)
-    window = None if is_state else groups[group].window
+    window, kind = None, "mamba"
+    if not is_state:
+        window, chunked = groups[group].window, groups[group].chunked
+        kind = "full_attention" if window is None else "chunked_local_attention" if chunked else "sliding_window"
     return BlockStored(
         block_hashes=[],
         parent_block_hash=parent,
@@ -102,7 +105,7 @@ def _begin(key: BlockKey, parent: bytes | None, block_size: int, group: int, gro
         lora_name=None,
         extra_keys=[],
         group_idx=group,
-        kv_cache_spec_kind="mamba" if is_state else "full_attention" if window is None else "sliding_window",
+        kv_cache_spec_kind=kind,
         kv_cache_spec_sliding_window=window,
         num_tokens=(key.index + 1) * block_size if is_state else None,
     )

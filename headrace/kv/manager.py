@@ -10,7 +10,7 @@ from headrace.kv.block_pool import NULL_BLOCK
 from headrace.kv.block_regions import BlockRegions
 from headrace.kv.blocks import SequenceBlocks
 from headrace.kv.identity import CacheIdentity, SparseIdentity
-from headrace.kv.prefix_cache import Change, Hit, KeyChain, find_hit, first_visible_block
+from headrace.kv.prefix_cache import Change, Hit, KeyChain, find_hit
 from headrace.kv.states import StateBlocks
 from headrace.model_spec import CacheGroup
 
@@ -36,8 +36,7 @@ class KVCacheManager:
         """Pools of the KV groups."""
         self.moves: list[Move] = []
         """Moves of blocks since the last ``take_moves``, in order."""
-        self._windows = tuple(group.window for group in config.groups)
-        self._window_groups = tuple((i, window) for i, window in enumerate(self._windows) if window is not None)
+        self._window_groups = tuple((i, group.window) for i, group in enumerate(self.groups) if group.window is not None)
         self._indexes = tuple(pool.index for pool in self.pools)
         self._bytes_per_block = sum(config.arena.block_bytes[: len(config.groups)])
         """Sum over the KV groups of the bytes of one block."""
@@ -52,7 +51,7 @@ class KVCacheManager:
         """Table changes of a sequence that has all of its blocks already."""
 
     def _state_blocks(self, config: CacheConfig, block_bytes: int) -> StateBlocks:
-        full = next((index for index, window in zip(self._indexes, self._windows, strict=True) if window is None), None)
+        full = next((index for index, group in zip(self._indexes, self.groups, strict=True) if group.window is None), None)
         most = config.state_snapshot_bytes // block_bytes if self.caching else 0
         return StateBlocks(
             self._regions,
@@ -84,7 +83,7 @@ class KVCacheManager:
         most = (len(blocks.token_ids) - 1) // self.block_size
         attention, state = -1, NULL_BLOCK
         while True:
-            hit = find_hit(self._indexes, self._windows, keys, most, self.block_size)
+            hit = find_hit(self._indexes, self.groups, keys, most, self.block_size)
             boundary = self._uncut_boundary(hit.num_tokens, identity)
             if self.states is not None:
                 attention = boundary if attention < 0 else attention
@@ -110,7 +109,7 @@ class KVCacheManager:
         counts = []
         for group, pool in enumerate(self.pools):
             found = 0 if hit is None else sum(block != NULL_BLOCK and pool.is_free(block) for block in hit.blocks[group])
-            window = self._windows[group]
+            window = self.groups[group].window
             needed = new + found
             if window is not None:
                 first = self._blocks_for(min(num_tokens, start + first_tokens)) - start // self.block_size
@@ -155,8 +154,7 @@ class KVCacheManager:
         if self.states is not None and not (parent.states.fork and parent.states.fork_count == boundary):
             return False
         return parent.capacity >= boundary and all(
-            passed <= first_visible_block(boundary, window, self.block_size)
-            for passed, window in zip(parent.num_passed, self._windows, strict=True)
+            passed <= self._first_visible(group, boundary) for group, passed in enumerate(parent.num_passed)
         )
 
     def fork(self, parent: SequenceBlocks, child: SequenceBlocks, boundary: int) -> None:
@@ -170,8 +168,8 @@ class KVCacheManager:
             raise EngineError(f"sequence {parent.seq_id} no longer has the blocks to share with sequence {child.seq_id}")
         count = boundary // self.block_size
         shared = []
-        for table, window in zip(parent.tables, self._windows, strict=True):
-            first = first_visible_block(boundary, window, self.block_size)
+        for group, table in enumerate(parent.tables):
+            first = self._first_visible(group, boundary)
             shared.append([NULL_BLOCK] * first + table[first:count])
         self._sequences[child.seq_id] = child
         child.generation, child.identity = parent.generation, parent.identity
@@ -223,10 +221,10 @@ class KVCacheManager:
         due = (full + 1) * self.block_size
         for group, window in self._window_groups:
             seen_from = num_collected if blocks.keep_from is None else min(num_collected, blocks.keep_from)
-            passed = first_visible_block(seen_from, window, self.block_size)
+            passed = self._first_visible(group, seen_from)
             if passed > blocks.num_passed[group]:
                 self._pass(blocks, group, passed)
-            due = min(due, (passed + 1) * self.block_size + window - 1)
+            due = min(due, self.groups[group].unseen_from((passed + 1) * self.block_size, window))
         blocks.due = due
 
     def free(self, blocks: SequenceBlocks, fence: int | None) -> None:
@@ -373,6 +371,10 @@ class KVCacheManager:
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def _first_visible(self, group: int, position: int) -> int:
+        """The first block that the token at ``position`` and later ones can see."""
+        return self.groups[group].first_seen(position) // self.block_size
+
     def _most_held(self, window: int, chunk: int) -> int:
         """Most blocks that ``chunk`` consecutive tokens and the tokens they see can span."""
         return (window - 1 + chunk + self.block_size - 2) // self.block_size + 1
@@ -389,7 +391,7 @@ class KVCacheManager:
                 if block != NULL_BLOCK:
                     pool.share(block, blocks.seq_id)
             blocks.tables[group].extend(hit.blocks[group])
-            blocks.num_passed[group] = first_visible_block(hit.num_tokens, self._windows[group], self.block_size)
+            blocks.num_passed[group] = self._first_visible(group, hit.num_tokens)
         blocks.capacity = hit.num_tokens
 
     def _current_keys(self, blocks: SequenceBlocks) -> KeyChain:

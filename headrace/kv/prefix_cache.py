@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from headrace.errors import EngineError
 from headrace.kv.identity import CacheIdentity
+from headrace.model_spec import CacheGroup
 
 
 def _digest(data: bytes) -> bytes:
@@ -179,13 +180,8 @@ class Hit:
     """Tokens whose KV is cached; without a snapshot, a model with state layers cannot use all of it."""
 
 
-def first_visible_block(position: int, window: int | None, block_size: int) -> int:
-    """The first block that the token at ``position`` and later ones can see."""
-    return 0 if window is None else max(0, position - window + 1) // block_size
-
-
 def find_hit(
-    indexes: Sequence[PrefixIndex], windows: Sequence[int | None], keys: KeyChain, max_blocks: int, block_size: int
+    indexes: Sequence[PrefixIndex], groups: Sequence[CacheGroup], keys: KeyChain, max_blocks: int, block_size: int
 ) -> Hit:
     """Finds the longest prefix of at most ``max_blocks`` blocks from which every group can continue.
 
@@ -194,21 +190,20 @@ def find_hit(
     num_blocks = max_blocks
     found: list[dict[int, int]] = [{} for _ in indexes]
     for group, index in enumerate(indexes):
-        if windows[group] is None:
+        if groups[group].window is None:
             num_blocks = _walk_forward(index, keys, num_blocks, found[group])
     settled = False
     while not settled:
         settled = True
         for group, index in enumerate(indexes):
-            window = windows[group]
-            if window is not None:
-                shorter = _walk_back(index, keys, num_blocks, window, block_size, found[group])
+            if groups[group].window is not None:
+                shorter = _walk_back(index, keys, num_blocks, groups[group], block_size, found[group])
                 settled = settled and shorter == num_blocks
                 num_blocks = shorter
     blocks = []
-    for group, window in enumerate(windows):
-        first = first_visible_block(num_blocks * block_size, window, block_size)
-        blocks.append([0] * first + [found[group][i] for i in range(first, num_blocks)])
+    for kind, known in zip(groups, found, strict=True):
+        first = kind.first_seen(num_blocks * block_size) // block_size
+        blocks.append([0] * first + [known[i] for i in range(first, num_blocks)])
     return Hit(num_blocks * block_size, tuple(blocks))
 
 
@@ -229,10 +224,12 @@ def _walk_forward(index: PrefixIndex, keys: KeyChain, num_blocks: int, found: di
     return num_blocks
 
 
-def _walk_back(index: PrefixIndex, keys: KeyChain, num_blocks: int, window: int, block_size: int, found: dict[int, int]) -> int:
+def _walk_back(
+    index: PrefixIndex, keys: KeyChain, num_blocks: int, group: CacheGroup, block_size: int, found: dict[int, int]
+) -> int:
     """The largest boundary up to ``num_blocks`` whose visible blocks are all cached. Looks up each block once."""
     boundary = i = num_blocks
-    while i > first_visible_block(boundary * block_size, window, block_size):
+    while i > group.first_seen(boundary * block_size) // block_size:
         i -= 1
         if not _lookup(index, keys, i, found):
             boundary = i

@@ -84,7 +84,8 @@ class StateBlocks:
         self.most = most
         self.skipped: dict[str, int] = {}
         """Reason -> snapshots that were not taken for it."""
-        self.num_saved = 0
+        self.num_saved: dict[str, int] = {}
+        """Reason -> snapshots that were taken for it."""
         self._regions, self._block_size, self._kv, self._current = regions, block_size, kv, current
         self._one = [0] * (len(regions.pools) - 1) + [1]
         self._before: list[_Op] = []
@@ -172,7 +173,7 @@ class StateBlocks:
         own = blocks.states
         if own.fork == NULL_BLOCK:
             return
-        self._publish(blocks, own.fork, own.fork_count)
+        self._publish(blocks, own.fork, own.fork_count, "samples")
         self.pool.release([own.fork], blocks.seq_id, None)
         own.fork = NULL_BLOCK
 
@@ -212,10 +213,11 @@ class StateBlocks:
     def saved(self, save: Save, *, fine: bool) -> None:
         """Publishes a snapshot whose step has been collected, or drops it: ``fine`` is False where its sequence failed."""
         self._saves.remove(save)
-        if not (fine and self._publish(save.blocks, save.block, save.count)):
+        point = save.blocks.states.points.get(save.count, "prompt")
+        if not (fine and self._publish(save.blocks, save.block, save.count, point)):
             self._skip("ended")
         self.pool.release([save.block], _SAVES, None)
-        if save.count in save.blocks.states.periodic:
+        if point == "period":
             self._renew(save.blocks)
 
     def shade(self, blocks: SequenceBlocks, count: int) -> None:
@@ -232,7 +234,7 @@ class StateBlocks:
         """Lets the prefix cache have the shadow of a sequence that is about to release its blocks."""
         own = blocks.states
         if own.shadow != NULL_BLOCK and own.shadow_count <= num_collected:
-            self._publish(blocks, own.shadow, own.shadow_count)
+            self._publish(blocks, own.shadow, own.shadow_count, "end")
 
     @property
     def num_shadows(self) -> int:
@@ -320,7 +322,7 @@ class StateBlocks:
             self.pool.evict()
         return True
 
-    def _publish(self, blocks: SequenceBlocks, block: int, count: int) -> bool:
+    def _publish(self, blocks: SequenceBlocks, block: int, count: int, point: str) -> bool:
         """Makes a held block findable, if its KV is and its tokens are still those of the current weights."""
         if not self.most or blocks.keys is None or not self._current(blocks) or count > len(blocks.token_ids):
             return False
@@ -331,7 +333,7 @@ class StateBlocks:
             if not self._make_room():
                 return False
             self.pool.publish(block, key)
-            self.num_saved += 1
+            self.num_saved[point] = self.num_saved.get(point, 0) + 1
         return True
 
     def _renew(self, blocks: SequenceBlocks) -> None:

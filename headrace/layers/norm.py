@@ -99,11 +99,17 @@ def norm_together(norms: Sequence[ShardedRMSNorm], xs: Sequence[torch.Tensor]) -
 class UnitRMSNorm(nn.Module):
     """``x / rms(x)`` over the last dimension: a norm without weights."""
 
+    plain, offset = True, False
+
     def __init__(self, width: int, eps: float, *, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__()
         self.eps = eps
         self.ones: torch.Tensor
         self.register_buffer("ones", torch.ones(width, dtype=dtype, device=device), persistent=False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.ones
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.ones, self.eps)

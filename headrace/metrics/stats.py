@@ -50,12 +50,16 @@ class EngineStats(msgspec.Struct, kw_only=True):
     prefix_attention_tokens: Annotated[int, MetricSpec("headrace_prefix_cache_attention_tokens")] = 0
     """Prompt tokens of models with state layers whose KV was found in the prefix cache, whether or not a snapshot of the states
     let them be reused, counted when the request begins to run."""
+    prefix_limits: Annotated[dict[str, int], MetricSpec("headrace_prefix_cache_limits", labels="limit")] = {}
+    """Prompts of models with state layers, by what ended the prefix that they reused: no KV of more tokens was found
+    (attention), or no snapshot of the states behind as many tokens as KV (state)."""
     state_blocks: Annotated[int, MetricSpec("headrace_state_blocks_used", gauge=True)] = 0
     """State blocks that sequences own, of models with state layers."""
     state_snapshots: Annotated[int, MetricSpec("headrace_state_snapshots", gauge=True)] = 0
     """Snapshots of states in the prefix cache."""
-    state_snapshots_saved: Annotated[int, MetricSpec("headrace_state_snapshots_saved")] = 0
-    """Snapshots of states stored in the prefix cache."""
+    state_snapshots_saved: Annotated[dict[str, int], MetricSpec("headrace_state_snapshots_saved", labels="point")] = {}
+    """Snapshots of states stored in the prefix cache: at a turn of the conversation, for other samples of a request, at the
+    prompt's last point, at a branch, for their distance (period), where an answer ends or a sequence is preempted (end)."""
     state_snapshots_skipped: Annotated[dict[str, int], MetricSpec("headrace_state_snapshots_skipped", labels="reason")] = {}
     """Snapshots of states not stored: there was no room within state_snapshot_bytes (budget) or at all (memory), or the
     sequence failed or lost its KV before its step was collected (ended)."""

@@ -59,6 +59,8 @@ class AttentionSpec:
     """Rotation of those channels by position, from which cosines and sines are computed."""
     window: int | None = None
     """A token sees itself and the ``window - 1`` tokens before it; None: all."""
+    chunked: bool = False
+    """The window does not slide: a token sees itself and those before it from the last multiple of ``window`` on."""
     soft_cap: float | None = None
     """logits = soft_cap * tanh(logits / soft_cap)."""
     sinks: bool = False
@@ -93,6 +95,8 @@ class AttentionSpec:
             raise ContradictionError(
                 f"{where}: window must be a whole number of at least 1, not {self.window!r}", "sliding_window"
             )
+        if self.chunked and self.window is None:
+            raise ContradictionError(f"{where}: attention in chunks needs their size", "attention_chunk_size")
         beyond = (self.window, self.soft_cap, self.kv_source, self.sinks or None)
         if self.indexer is not None and any(value is not None for value in beyond):
             raise ContradictionError(

@@ -58,10 +58,24 @@ class CacheGroup:
     bytes_per_token: int
     layer_bytes: tuple[int, ...] = ()
     """``bytes_per_token`` of each of ``layers``; none given: it is one run of bytes."""
+    chunked: bool = False
+    """The window does not slide: see ``AttentionSpec.chunked``."""
 
     @property
     def name(self) -> str:
-        return "full" if self.window is None else f"window {self.window}"
+        if self.window is None:
+            return "full"
+        return f"chunk {self.window}" if self.chunked else f"window {self.window}"
+
+    def first_seen(self, position: int) -> int:
+        """Returns the first position that the token at ``position`` sees; later tokens see none before it."""
+        if self.window is None:
+            return 0
+        return position - position % self.window if self.chunked else max(0, position - self.window + 1)
+
+    def unseen_from(self, position: int, window: int) -> int:
+        """Returns the first position whose token sees none before ``position``. ``window``: the group's."""
+        return -(-position // window) * window if self.chunked else position + window - 1
 
     def block_bytes(self, block_size: int) -> int:
         """Returns the bytes of one block in all layers: the sum over the layers, none padded to another.
@@ -122,15 +136,15 @@ def layer_kv(spec: AttentionSpec, dtype: str) -> LayerKV:
 
 
 def cache_groups(specs: Sequence[AttentionSpec], dtype: str) -> tuple[CacheGroup, ...]:
-    """Groups layers by the positions they keep; full attention first, then windows from wide to narrow.
+    """Groups layers by the positions they keep; full attention first, then windows and chunks from wide to narrow.
 
     A layer that reads another's KV is in no group: it costs nothing.
     """
     keepers = [spec for spec in specs if spec.kv_source is None]
-    order = sorted({spec.window for spec in keepers}, key=lambda window: (window is not None, -(window or 0)))
+    kinds = {(spec.window, spec.chunked) for spec in keepers}
     groups = []
-    for index, window in enumerate(order):
-        members = [spec for spec in keepers if spec.window == window]
+    for index, kind in enumerate(sorted(kinds, key=lambda kind: (kind[0] is not None, -(kind[0] or 0), kind[1]))):
+        members = [spec for spec in keepers if (spec.window, spec.chunked) == kind]
         sizes = tuple(layer_kv(spec, dtype).bytes_per_token for spec in members)
-        groups.append(CacheGroup(index, window, tuple(spec.layer for spec in members), sum(sizes), sizes))
+        groups.append(CacheGroup(index, kind[0], tuple(spec.layer for spec in members), sum(sizes), sizes, kind[1]))
     return tuple(groups)

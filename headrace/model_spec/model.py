@@ -91,7 +91,9 @@ def _check_source(spec: AttentionSpec, index: int, layers: Sequence[AttentionSpe
     for field in ("num_kv_heads", "head_dim", "v_head_dim"):
         if getattr(source, field) != getattr(spec, field):
             raise ContradictionError(f"{where} has {field} {getattr(source, field)}, not {getattr(spec, field)}", "kv_source")
-    if source.window is not None and (spec.window is None or spec.window > source.window):
+    if source.window is not None and (
+        spec.window is None or spec.window > source.window or (source.chunked and not spec.chunked)
+    ):
         raise ConfigError(f"{where} keeps a window of {source.window} tokens, which is too few", "kv_source")
 
 

@@ -44,8 +44,8 @@ class DecoderAttention(nn.Module):
         parts = {f"{matrix.name}_proj": matrix.size for matrix in input_matrices(spec)}
         self.qkv_proj = FusedLinear(model.hidden_size, parts, bias=model.attention_bias, dtype=dtype, device=device)
         self.o_proj = RowParallelLinear(spec.out_size, model.hidden_size, bias=model.output_bias, dtype=dtype, device=device)
-        self.q_norm: RMSNorm | None = None
-        self.k_norm: RMSNorm | None = None
+        self.q_norm: RMSNorm | UnitRMSNorm | None = None
+        self.k_norm: RMSNorm | UnitRMSNorm | None = None
         if model.qk_norm:
             self.q_norm = self.norm_class(spec.head_dim, model.norm_eps, dtype=dtype, device=device)
             if spec.kv_source is None:
@@ -192,14 +192,17 @@ class Decoder(nn.Module):
         """Layers with tables for adapters; None: there are no adapters."""
         self.fused: LayersCall | None = None
         """Runs all layers in one call with the same result, in the steps that it supports."""
-        self.rotary = RopeAngles(spec, device)
+        self.rotary = self.build_rotary(device)
 
     def place(self, device: str | torch.device) -> None:
         """Makes everything but parameters on a device, for a model that was built on the meta device."""
-        self.rotary = RopeAngles(self.spec, device)
+        self.rotary = self.build_rotary(device)
         for module in self.modules():
             if isinstance(module, UnitRMSNorm):
                 module.ones = torch.ones_like(module.ones, device=device)
+
+    def build_rotary(self, device: str | torch.device) -> RopeAngles:
+        return RopeAngles(self.spec, device)
 
     @torch.inference_mode()
     def forward(self, inputs: ModelInputs, ctx: ForwardContext) -> torch.Tensor:

@@ -27,7 +27,7 @@ from headrace.kernels.native.library import DTYPES
 from headrace.kernels.native.structs import NativeLayer, NativeMatrix, NativeStep
 from headrace.layers.linear import Linear
 from headrace.layers.mlp import GatedMLP
-from headrace.layers.norm import RMSNorm
+from headrace.layers.norm import RMSNorm, UnitRMSNorm
 from headrace.model_spec import AttentionSpec
 from headrace.models.decoder import Decoder, DecoderAttention, DecoderLayer
 from headrace.quant.native import NativeMethod
@@ -226,5 +226,5 @@ def _matrix(layer: Linear) -> NativeMatrix:
     return NativeMatrix(weights, bias, layer.out_features, method.groups, method.code)
 
 
-def _norm(norm: RMSNorm | None) -> tuple[int | None, float]:
+def _norm(norm: RMSNorm | UnitRMSNorm | None) -> tuple[int | None, float]:
     return (None, 0.0) if norm is None else (norm.weight.data_ptr(), norm.eps)

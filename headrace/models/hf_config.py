@@ -294,6 +294,10 @@ def attending(layers: Sequence[AttentionSpec], mixers: Sequence[BlockSpec]) -> t
     )
 
 
+_SEEN = {"full_attention": "no window", "sliding_attention": "a window", "chunked_attention": "chunks"}
+"""Layer types without states and indexers -> what limits the keys that a token sees."""
+
+
 def _check_windows(config: HFConfig, layers: Sequence[AttentionSpec], mixers: Sequence[BlockSpec]) -> None:
     """Refuses windows that a config asks for and the layers do not have, or do not ask for and have: a family reads
     ``layer_types`` and ``sliding_window`` as transformers' module of it does, which may be not at all.
@@ -309,10 +313,11 @@ def _check_windows(config: HFConfig, layers: Sequence[AttentionSpec], mixers: Se
             kind = "full_attention"
         if kind in INDEXED_TYPES and layer.indexer is not None:
             kind = None
-        if kind not in (None, "full_attention", "sliding_attention"):
+        meant = _SEEN.get(kind or "full_attention")
+        if meant is None:
             raise ConfigError(f"{here}: layer_types {kind!r} is not supported", "layer_types")
-        if kind is not None and (kind == "sliding_attention") != (layer.window is not None):
-            has = "no window" if layer.window is None else "a window"
+        has = "no window" if layer.window is None else "chunks" if layer.chunked else "a window"
+        if kind is not None and meant != has:
             raise ConfigError(f"{here}: layer_types {kind!r}, but such layers of this family have {has}", "layer_types")
         inert = window is None or (isinstance(window, int) and window >= required(config, "max_position_embeddings"))
         if kind is None and layer.window is None and not inert:

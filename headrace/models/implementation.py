@@ -146,7 +146,7 @@ def _with_heads(spec: ModelSpec, heads: Heads) -> ModelSpec:
     return dataclasses.replace(spec, num_classes=heads.classes, tie_word_embeddings=tied)
 
 
-_GEOMETRY = ("num_heads", "num_kv_heads", "head_dim", "v_head_dim", "window", "soft_cap", "sinks")
+_GEOMETRY = ("num_heads", "num_kv_heads", "head_dim", "v_head_dim", "window", "chunked", "soft_cap", "sinks")
 """The fields of a layer that every implementation takes from the configuration."""
 
 
@@ -156,7 +156,7 @@ def _refuse_other_geometry(meant: ModelSpec, seen: AnySpec) -> None:
         ours = ours if ours.mla is None else ours.uncompressed
         if min(one.window or meant.max_position for one in (ours, theirs)) >= meant.max_position:
             # A window that is longer than the context has no effect.
-            ours, theirs = (dataclasses.replace(one, window=None) for one in (ours, theirs))
+            ours, theirs = (dataclasses.replace(one, window=None, chunked=False) for one in (ours, theirs))
         for field in _GEOMETRY:
             if getattr(ours, field) != getattr(theirs, field):
                 raise ConfigError(

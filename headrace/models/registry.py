@@ -52,6 +52,7 @@ _FAMILIES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("deepseek_v32.GLM_FAMILY", ("GlmMoeDsaForCausalLM",), ("glm_moe_dsa",)),
     ("axk2.FAMILY", ("AXK2ForCausalLM",), ("axk2",)),
     ("olmo2.FAMILY", ("Olmo2ForCausalLM",), ("olmo2",)),
+    ("llama4.FAMILY", ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"), ("llama4_text", "llama4")),
     ("lfm2.FAMILY", ("Lfm2ForCausalLM",), ("lfm2",)),
     ("lfm2.MOE_FAMILY", ("Lfm2MoeForCausalLM",), ("lfm2_moe",)),
     ("hybrid.qwen3_next.QWEN3_NEXT", ("Qwen3NextForCausalLM",), ("qwen3_next",)),

@@ -221,6 +221,6 @@ class Simulation:
         query = stats.prefix_query_tokens
         return {
             "prefix_attention_rate": round(stats.prefix_attention_tokens / query, 4) if query else 0.0,
-            "state_snapshots_saved": stats.state_snapshots_saved,
+            "state_snapshots_saved": sum(stats.state_snapshots_saved.values()),
             "state_snapshots_skipped": sum(stats.state_snapshots_skipped.values()),
         }

@@ -39,6 +39,8 @@ class GroupShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     bytes_per_token: Bytes
     window: Tokens | None = None
+    chunked: bool = False
+    """The window does not slide, but begins at multiples of its length."""
 
 
 class StateShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,7 +83,9 @@ class EngineShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         )
 
     def cache(self) -> CacheConfig:
-        groups = tuple(CacheGroup(i, one.window, (i,), one.bytes_per_token) for i, one in enumerate(self.groups))
+        groups = tuple(
+            CacheGroup(i, one.window, (i,), one.bytes_per_token, chunked=one.chunked) for i, one in enumerate(self.groups)
+        )
         states = {} if self.states is None else _states(self.states)
         return CacheConfig(
             block_size=self.block_size,

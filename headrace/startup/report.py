@@ -13,7 +13,7 @@ from headrace.sources.files import ModelFiles
 from headrace.startup import environment
 
 _GEOMETRY = (
-    *("layer", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "window"),
+    *("layer", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "window", "chunked"),
     *("rotary_dim", "soft_cap", "sinks", "kv_source"),
 )
 """Fields of ``AttentionSpec`` that the report shows."""

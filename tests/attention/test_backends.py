@@ -85,9 +85,15 @@ def test_windows(window: int) -> None:
     check(make_case(spec, [(1, 1), (1, 30), (1, 8), (20, 20), (3, 40), (2, 2), (17, 33)], dtype=torch.float64))
 
 
+@pytest.mark.parametrize("chunk", [1, 7, 16, 100])
+def test_chunks(chunk: int) -> None:
+    spec = layer_spec(window=chunk, chunked=True)
+    check(make_case(spec, [(1, 1), (1, 30), (1, 16), (20, 20), (3, 40), (2, 2), (17, 33)]))
+
+
 def test_long_rows_are_cut_into_pieces() -> None:
     """More queries than one mask holds, with a prefix and with a window."""
-    for changes in ({}, {"window": 300}, {"window": 20}, {"v_head_dim": 8}):
+    for changes in ({}, {"window": 300}, {"window": 20}, {"window": 250, "chunked": True}, {"v_head_dim": 8}):
         spec = layer_spec(num_heads=3, num_kv_heads=1, **changes)
         check(make_case(spec, [(600, 600), (1, 900), (530, 700)], block_size=16))
 

@@ -57,6 +57,7 @@ def check(case: Case, device: torch.device, tolerance: float = 2e-5) -> None:
         {"num_heads": 10, "head_dim": 24, "v_head_dim": 8},
         {"num_heads": 7, "num_kv_heads": 1, "head_dim": 192, "v_head_dim": 128},
         {"window": 6},
+        {"window": 6, "chunked": True},
         {"soft_cap": 2.0, "sinks": True},
         {"window": 20, "soft_cap": 5.0, "sinks": True, "num_heads": 2},
     ],

@@ -73,6 +73,9 @@ def test_the_third_sibling_of_a_branch_hits_at_the_fork() -> None:
     found = [run(own, f"{tail}", [*PROMPT[:26], *[tail] * 9]) for tail in (1, 5, 10)]
     assert found == [0, 16, 24], "periodic points are 16 tokens apart here, and a branch is worth one from 6 on"
     own.assert_right()
+    stats = own.scheduler.stats()
+    assert stats.prefix_limits == {"attention": 2, "state": 1}
+    assert stats.state_snapshots_saved["branch"] == 1 and sum(stats.state_snapshots_saved.values()) == stats.state_snapshots
 
 
 def test_shared_lengths_that_fall_are_found_at_the_next() -> None:

@@ -187,6 +187,8 @@ def attention(resources: Resources) -> None:
         attend((2, 12), (64, 64), 1, resources, stored=stored, **extras)
         ends = torch.zeros(512, dtype=torch.int32)
         attend((8, 4), (128, 128), 64, resources, stored=stored, visible_ends=ends)
+    for queries in (1, 64):
+        attend((8, 4), (128, 128), queries, resources, stored=BF16, window=256, chunked=True)
     attend((8, 4), (128, 128), 64, resources, stored=torch.float32)
     attend((1, 16), (576, 512), 64, resources, stored=torch.float32, batch_invariant=True)
     for batch_invariant in (False, True):

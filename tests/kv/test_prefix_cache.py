@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from headrace.errors import EngineError
 from headrace.kv import CacheIdentity, Item, prefix_cache
-from headrace.kv.prefix_cache import BlockKey, KeyChain, PrefixIndex, find_hit, first_visible_block
+from headrace.kv.prefix_cache import BlockKey, KeyChain, PrefixIndex, find_hit
+from headrace.model_spec import CacheGroup
 
 SIZE = 2
 
@@ -132,19 +133,32 @@ def test_adopted_keys_end_comparisons_at_once() -> None:
     assert ours[3].same_history(known[3])
 
 
+def kind(window: int | None) -> CacheGroup:
+    """A cache group with a window, or with chunks of ``-window``."""
+    return CacheGroup(0, None if window is None else abs(window), (0,), 1, chunked=window is not None and window < 0)
+
+
 @pytest.mark.parametrize(
-    ("position", "window", "block"), [(0, None, 0), (99, None, 0), (8, 1, 4), (8, 2, 3), (8, 3, 3), (8, 4, 2), (8, 20, 0)]
+    ("position", "window", "seen"),
+    [
+        *[(0, None, 0), (99, None, 0), (8, 1, 8), (8, 2, 7), (8, 4, 5), (8, 20, 0)],
+        *[(8, -4, 8), (9, -4, 8), (11, -4, 8), (9, -6, 6), (9, -20, 0)],
+    ],
 )
-def test_first_visible_block(position: int, window: int | None, block: int) -> None:
-    assert first_visible_block(position, window, SIZE) == block
+def test_first_seen_position(position: int, window: int | None, seen: int) -> None:
+    group = kind(window)
+    assert group.first_seen(position) == seen
+    if window is not None:
+        first = group.unseen_from(position, abs(window))
+        assert group.first_seen(first) >= position > group.first_seen(first - 1)
 
 
-def brute_force(present: list[list[bool]], windows: list[int | None], most: int) -> int:
+def brute_force(present: list[list[bool]], groups: list[CacheGroup], most: int) -> int:
     """The longest boundary whose visible blocks are there in every group."""
     for boundary in range(most, 0, -1):
         ok = True
-        for there, window in zip(present, windows, strict=True):
-            seen_from = 0 if window is None else max(0, boundary * SIZE - window + 1)
+        for there, group in zip(present, groups, strict=True):
+            seen_from = group.first_seen(boundary * SIZE)
             ok = ok and all(there[p // SIZE] for p in range(seen_from, boundary * SIZE))
         if ok:
             return boundary
@@ -153,22 +167,22 @@ def brute_force(present: list[list[bool]], windows: list[int | None], most: int)
 
 @settings(max_examples=300, derandomize=True, deadline=None, database=None)
 @given(
-    st.lists(st.sampled_from([None, 1, 2, 3, 4, 5, 8, 30]), min_size=1, max_size=3),
+    st.lists(st.sampled_from([None, 1, 2, 3, 4, 5, 8, 30, -2, -3, -6, -30]), min_size=1, max_size=3),
     st.integers(0, 10),
     st.randoms(use_true_random=False),
 )
 def test_the_longest_usable_prefix_is_found(windows: list[int | None], most: int, random: object) -> None:
     choose: Callable[[], float] = random.random  # type: ignore[attr-defined]
-    keys = chain(list(range(20)))
+    keys, groups = chain(list(range(20))), [kind(window) for window in windows]
     present = [[choose() < 0.7 for _ in range(10)] for _ in windows]
     indexes = [PrefixIndex() for _ in windows]
     for index, there in zip(indexes, present, strict=True):
         for i in range(10):
             if there[i]:
                 index.put(keys[i], 100 + i)
-    hit = find_hit(indexes, windows, chain(list(range(20))), most, SIZE)
-    boundary = brute_force(present, windows, most)
+    hit = find_hit(indexes, groups, chain(list(range(20))), most, SIZE)
+    boundary = brute_force(present, groups, most)
     assert hit.num_tokens == boundary * SIZE
-    for blocks, window in zip(hit.blocks, windows, strict=True):
-        first = first_visible_block(hit.num_tokens, window, SIZE)
+    for blocks, group in zip(hit.blocks, groups, strict=True):
+        first = group.first_seen(hit.num_tokens) // SIZE
         assert blocks == [0] * min(first, boundary) + [100 + i for i in range(first, boundary)]

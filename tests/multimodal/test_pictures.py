@@ -387,3 +387,21 @@ def test_an_update_has_no_weights_of_the_encoder() -> None:
     with pytest.raises(ConfigError, match=r"model\.visual\.\S+ is of the vision encoder"):
         own.llm.update_weights(state)
     assert own.llm.update_weights({name: tensor for name, tensor in state.items() if ".visual." not in name}) > 20
+
+
+@pytest.mark.slow
+def test_pictures_that_come_turn_by_turn_continue_from_a_state() -> None:
+    """Text, then a picture behind it, then another: each prompt begins with a snapshot of the one before."""
+    own, words = served("qwen3_5"), "some words before any picture, " * 4
+    first, second = picture(112, 112, 5), picture(112, 60, 6)
+    text = words + PICTURE + "and quite a few more words behind it, " * 4
+    turns: list[tuple[str, list[Any]]] = [(words, []), (text, [first]), (text + PICTURE + "and the end", [first, second])]
+    own.llm.reset_prefix_cache()
+    found = []
+    for said, pictures in turns:
+        case = {"prompt": said} | ({"multi_modal_data": {"image": pictures}} if pictures else {})
+        (output,) = generate(own.llm, case)
+        same(output, own.expected(case))
+        found.append(output.num_cached_tokens or 0)
+    assert found[0] == 0 and found[1] == 64 and found[2] > len(words)
+    own.llm.check_integrity()

@@ -13,7 +13,7 @@ from headrace.attention.backend import AttentionInputs, StepMetadata
 from headrace.cache.fp8 import Fp8LayerCache
 from headrace.cache.layer import LayerCache
 from headrace.kernels.kv_cache import dequantize, reshape_and_cache
-from headrace.model_spec import AttentionSpec, layer_kv
+from headrace.model_spec import AttentionSpec, CacheGroup, layer_kv
 from headrace.model_spec.kv import FP8_KV
 
 
@@ -64,7 +64,7 @@ def make_case(
     free = (1 + torch.randperm(num_blocks - 1, generator=generator)).tolist()
     table = torch.zeros(len(rows), max([*needed, 1]) + wide, dtype=torch.int32)
     for row, (count, length) in enumerate(rows):
-        passed = 0 if spec.window is None else max(0, length - count + 1 - spec.window) // block_size
+        passed = CacheGroup(0, spec.window, (0,), 1, chunked=spec.chunked).first_seen(length - count) // block_size
         for column in range(passed, needed[row]):
             table[row, column] = block = free.pop()
             filled = min(block_size, length - column * block_size)

@@ -15,6 +15,7 @@ def paged_attention(
     *,
     scale: float,
     window: int | None = None,
+    chunked: bool = False,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
@@ -31,6 +32,7 @@ def paged_attention(
         query_start: ``[R + 1]`` int32: first token of each row in the packed batch. Tokens of no row come out as 0.
         seq_lens: ``[R]`` int32: tokens of each row in the cache, this step's included.
         window: a token sees itself and the ``window - 1`` before it; None: all.
+        chunked: the window does not slide: it begins at the last multiple of ``window``.
         soft_cap: ``logits = soft_cap * tanh(logits / soft_cap)``
         sinks: ``[num_heads]``: a logit a head that joins the softmax and carries no value.
         k_scale, v_scale: ``[blocks, block_size, kv_heads]`` float32, for keys and values in e4m3.
@@ -46,7 +48,7 @@ def paged_attention(
         if start == end or not length:
             continue
         # Blocks before the window of a row's first query may belong to another row.
-        low = 0 if window is None else max(0, length - (end - start) + 1 - window)
+        low = int(first_seen(torch.tensor(length - (end - start)), window, chunked))
         blocks = block_tables[row].long()
         k, v = (side[blocks].double().flatten(0, 1)[low:length] for side in (keys, values))
         if k_scale is not None and v_scale is not None:
@@ -58,12 +60,20 @@ def paged_attention(
             low,
             scale=scale,
             window=window,
+            chunked=chunked,
             soft_cap=soft_cap,
             sinks=sinks,
             visible_ends=None if visible_ends is None else visible_ends[start:end],
         )
         out[start:end] = torch.einsum("hgqk,khd->qhgd", shares, v).flatten(1, 2).to(q.dtype)
     return out
+
+
+def first_seen(position: torch.Tensor, window: int | None, chunked: bool) -> torch.Tensor:
+    """Returns the first position that the token at each position sees."""
+    if window is None:
+        return torch.zeros_like(position)
+    return position - position % window if chunked else (position - window + 1).clamp(min=0)
 
 
 def row_weights(
@@ -73,6 +83,7 @@ def row_weights(
     *,
     scale: float,
     window: int | None = None,
+    chunked: bool = False,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
     visible_ends: torch.Tensor | None = None,
@@ -95,8 +106,7 @@ def row_weights(
     position = torch.arange(length - len(q), length, device=q.device)[:, None]
     key = torch.arange(low, length, device=q.device)
     seen = key < (position + 1 if visible_ends is None else visible_ends[:, None])
-    if window is not None:
-        seen &= key > position - window
+    seen &= key >= first_seen(position, window, chunked)
     logits = logits.masked_fill(~seen, -torch.inf)
     if sinks is not None:
         sink = sinks.double().view(kv_heads, -1, 1, 1).expand(*logits.shape[:-1], 1)

@@ -22,7 +22,16 @@ import triton.language as tl
 
 from headrace.kernels.attention.tiling import KEYS_FIRST, Tiling, cut
 from headrace.kernels.attention.triton_splits import merge, partials
-from headrace.kernels.attention.triton_tile import find_row, finish, load_queries, spread, store_output, take_tile, zeros
+from headrace.kernels.attention.triton_tile import (
+    find_row,
+    finish,
+    first_seen,
+    load_queries,
+    spread,
+    store_output,
+    take_tile,
+    zeros,
+)
 from headrace.kernels.kv_cache.triton import scale_strides
 from headrace.kernels.kv_cache.triton_fp8 import OFF, as_bytes, mode
 from headrace.kernels.support import cdiv, power_of_two
@@ -63,7 +72,7 @@ def _key_range(
     """``[low, high)``: of the keys before ``high``, those that queries from ``first`` on see and that belong to the split."""
     low = 0
     if WINDOW:
-        low = tl.maximum(0, context + first - window + 1)
+        low = first_seen(context + first, window, WINDOW)
     if SPLIT:
         if split_tokens > 0:
             low = tl.maximum(low, split * split_tokens)
@@ -122,7 +131,7 @@ def _attend(
     DV: tl.constexpr,
     DV_A: tl.constexpr,
     DV_B: tl.constexpr,
-    WINDOW: tl.constexpr,
+    WINDOW: tl.constexpr,  # 1: it slides; 2: it begins at multiples of its length
     SOFT_CAP: tl.constexpr,
     SINKS: tl.constexpr,
     HAS_ENDS: tl.constexpr,  # a query sees the keys before its entry in ends, not those up to its own
@@ -231,6 +240,7 @@ def paged_attention(
     tokens: range,
     single: bool = False,
     window: int | None = None,
+    chunked: bool = False,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
@@ -288,7 +298,7 @@ def paged_attention(
         BLOCK_SIZE=block_size, HEADS=num_heads, GROUP=group, SHARE=tiling.heads,
         BLOCK_Q=block_q, BLOCK_M=block_m, BLOCK_N=tiling.block_n,
         D=head_dim, D_A=d_a, D_B=d_b, DV=v_head_dim, DV_A=dv_a, DV_B=dv_b,
-        WINDOW=window is not None, SOFT_CAP=soft_cap is not None, SINKS=sinks is not None, HAS_ENDS=has_ends,
+        WINDOW=0 if window is None else 1 + chunked, SOFT_CAP=soft_cap is not None, SINKS=sinks is not None, HAS_ENDS=has_ends,
         FP8=fp8, V_LANE=values.stride(3),
         SINGLE=single, PHASED=not (single or tiling.batch_invariant or window is not None),
         DIRTY=dirty and fp8 != OFF, SPLIT=tiling.merges, KEYS_FIRST=tiling.keys_first,

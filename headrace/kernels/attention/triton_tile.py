@@ -131,6 +131,15 @@ def places(table, start, last_block, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.const
 
 
 @triton.jit
+def first_seen(position, window, WINDOW: tl.constexpr):
+    """The first position that a token sees: of a window that slides, or that begins at multiples of its length."""
+    if WINDOW == 2:
+        return position - position % window
+    else:
+        return tl.maximum(0, position - window + 1)
+
+
+@triton.jit
 def _seen(
     key, present, position, last_seen, window, WINDOW: tl.constexpr, SINGLE: tl.constexpr, KEYS_FIRST: tl.constexpr
 ):  # fmt: skip
@@ -139,7 +148,7 @@ def _seen(
     if not SINGLE:
         seen = seen & (per_key(key, KEYS_FIRST) <= per_query(last_seen, KEYS_FIRST))
         if WINDOW:
-            seen = seen & (per_key(key, KEYS_FIRST) > per_query(position - window, KEYS_FIRST))
+            seen = seen & (per_key(key, KEYS_FIRST) >= per_query(first_seen(position, window, WINDOW), KEYS_FIRST))
     return seen
 
 

@@ -9,7 +9,7 @@ import torch
 
 from headrace.attention.backend import AttentionBackend, AttentionInputs
 from headrace.core.plan import StepPlan
-from headrace.kernels.attention.reference import row_weights
+from headrace.kernels.attention.reference import first_seen, row_weights
 from headrace.pooling_params import PoolingParams
 from headrace.runner.part import RunnerPart, StepExtras, StepHandle
 from headrace.runner.slots import RowArrays
@@ -89,7 +89,7 @@ class _Watching(AttentionBackend):
         length, head = int(step.seq_lens_host[self._row]), self._watched.pooling.query_head
         first = length - (end - start)
         # Blocks before the window of the row's first query may belong to another row.
-        low = 0 if spec.window is None else max(0, first + 1 - spec.window)
+        low = int(first_seen(torch.tensor(first), spec.window, spec.chunked))
         blocks = step.block_tables[cache.group][self._row].long()
         keys = cache.keys[blocks].double().flatten(0, 1)[low:length]
         if cache.k_scale is not None:
@@ -102,6 +102,7 @@ class _Watching(AttentionBackend):
                 low,
                 scale=spec.scale,
                 window=spec.window,
+                chunked=spec.chunked,
                 soft_cap=spec.soft_cap,
                 sinks=None if inputs.sinks is None else inputs.sinks[one : one + 1],
                 visible_ends=None if inputs.visible_ends is None else inputs.visible_ends[start:end],

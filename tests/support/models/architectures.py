@@ -95,7 +95,8 @@ def survey_one(kind: str, device: Device = "cpu") -> Verdict:
                 llm.close()
                 llm, sizes = _engine(folder, device, _STATES), _STATES
         except ConfigError as error:
-            return verdict(False, reason=error.message.split("through transformers: ", 1)[-1])
+            said = error.message.split("through transformers: ", 1)[-1]
+            return verdict(False, reason=said.removeprefix(f"{folder}/config.json: "))
         except Exception as error:
             return verdict(False, fault=_line(error))
         try:

@@ -17,6 +17,8 @@ from transformers import (
     Gemma4ForCausalLM,
     Gemma4ForConditionalGeneration,
     Gemma4TextConfig,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -102,6 +104,17 @@ ERNIE_VL = rope("default", mrope_section=[1, 1, 2]) | {
     "use_bias": True,
 }
 LLAMA3 = rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
+LLAMA4 = {
+    "head_dim": 8,
+    "intermediate_size": 20,
+    "intermediate_size_mlp": 80,
+    "num_local_experts": 4,
+    "attention_chunk_size": 10,
+    "no_rope_layers": [1, 0, 1],
+    "floor_scale": 8,
+}
+
+
 CASES: dict[str, tuple[type[PreTrainedModel], Callable[..., PretrainedConfig], dict]] = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
     "llama-tied": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}),
@@ -113,6 +126,15 @@ CASES: dict[str, tuple[type[PreTrainedModel], Callable[..., PretrainedConfig], d
     "llama-dynamic": (LlamaForCausalLM, LlamaConfig, rope("dynamic", factor=4.0) | {"max_position_embeddings": 32}),
     "llama-llama3": (LlamaForCausalLM, LlamaConfig, LLAMA3),
     "llama-yarn": (LlamaForCausalLM, LlamaConfig, rope("yarn", factor=4.0, original_max_position_embeddings=16)),
+    "llama4": (Llama4ForCausalLM, Llama4TextConfig, LLAMA4),
+    "llama4-dense": (
+        Llama4ForCausalLM,
+        Llama4TextConfig,
+        LLAMA4
+        | {"use_qk_norm": False, "moe_layers": [1], "num_experts_per_tok": 2, "attention_bias": True}
+        | {"attn_temperature_tuning": False}
+        | LLAMA3,
+    ),
     "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": None}),
     "mistral-window": (MistralForCausalLM, MistralConfig, {"sliding_window": 9}),
     "olmo2": (Olmo2ForCausalLM, Olmo2Config, {}),

@@ -248,7 +248,7 @@ class Bench:
         for group in self.groups:
             if group.window is None:
                 continue
-            for index in range((sequence.computed - group.window + 1) // self.block_size):
+            for index in range(group.first_seen(sequence.computed) // self.block_size):
                 block = sequence.tables[group.index][index]
                 if block:
                     self._drop(group.index, block)

@@ -78,6 +78,9 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"topk_method": "greedy"},
     "dots3_note_text": {"shared_experts_intermediate_size": 24, "index_head_dim": 16, "index_n_heads": 2},
+    # Learned factors are relative to this: with one smaller than the random part, logits of attention are in the hundreds, and
+    # transformers' own float32 is 0.0015 from its float64.
+    "dory": {"initializer_range": 0.5},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16},
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "gemma3n_text": {
@@ -113,7 +116,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
     "longcat_flash": {"num_layers": 2, "zero_expert_num": 2, "expert_ffn_hidden_size": 24, "head_dim": 8},
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 2},
-    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], "index_n_heads": 2},
     "mimo_v2_flash": {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
     "modernbert-decoder": {"local_attention": 14},
     "nemotron_h": {

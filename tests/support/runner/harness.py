@@ -35,6 +35,7 @@ from headrace.model_spec import (
 from headrace.model_spec.kv import FP8_KV
 from headrace.models.decoder import Decoder
 from headrace.models.families.gemma4 import Gemma4Spec
+from headrace.models.families.llama4 import Llama4Spec
 from headrace.models.registry import build
 from headrace.models.vision.interface import EncodedItem, device_tensor
 from headrace.outputs import Failure, TokenLogprobs
@@ -110,6 +111,17 @@ FAMILIES: dict[str, ModelSpec] = {
     ),
     "three sizes": _spec(
         [_layer(0, kv_heads=1), _layer(1, window=6, kv_heads=4), _layer(2, window=6), _layer(3, window=17, dim=12, v_dim=20)]
+    ),
+    "chunks": _spec(
+        [_layer(0, window=10, chunked=True), dataclasses.replace(_layer(1), rotary_dim=0, rope=None)],
+        Llama4Spec,
+        architecture="Llama4ForCausalLM",
+        mlps=(
+            MoeSpec(num_experts=4, top_k=1, intermediate_size=12, scoring="sigmoid", normalize=False, shared=DenseSpec(16)),
+            DenseSpec(48),
+        ),
+        unit_qk=True,
+        growth=(8, 0.1),
     ),
     "short convolutions": _spec(
         [_layer(0), _layer(1, window=9, kv_heads=1)],

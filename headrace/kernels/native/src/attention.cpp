@@ -26,7 +26,13 @@ struct Shape {
     int64_t row_width;  // Of a token and head: its values are the last v_width channels, beside the key's or among them.
     int64_t block_size, block_stride, table_width;
     float scale, soft_cap;  // No cap: 0.
-    int64_t window;         // No window: 0.
+    int64_t window;         // No window: 0. Negative: it does not slide, but begins at multiples of -window.
+
+    // The first position that the query at `position` sees.
+    int64_t first_seen(int64_t position) const {
+        if (window < 0) return position - position % -window;
+        return window > 0 ? std::max<int64_t>(0, position - window + 1) : 0;
+    }
 };
 
 template <class T>
@@ -248,9 +254,9 @@ void add_products(const float* weights, int64_t rows, const float* chunk, int64_
         for (int n = 0; n < N; ++n) store(values + i * rows + n * LANES, acc[i][n]);
 }
 
-// Softens a chunk's logits [count, M] for the lanes at `lane`, whose queries stand at `here`.
-inline void soften(float* weights, int64_t rows, int64_t count, int64_t begin, IntVec here, bool whole, const Shape& s,
-                   float* values, float* total, float* max) {
+// Softens a chunk's logits [count, M] for the lanes at `lane`, whose queries stand at `here` and see no key before `low`.
+inline void soften(float* weights, int64_t rows, int64_t count, int64_t begin, IntVec low, IntVec here, bool whole,
+                   const Shape& s, float* values, float* total, float* max) {
     const Vec none = splat(-INFINITY);
     Vec old = load(max), largest = old;
     for (int64_t j = 0; j < count; ++j) {
@@ -258,9 +264,7 @@ inline void soften(float* weights, int64_t rows, int64_t count, int64_t begin, I
         if (s.soft_cap > 0) logit = cap(logit, s.soft_cap);
         if (!whole) {
             IntVec key = splat(int32_t(begin + j));
-            IntVec seen = key <= here;
-            if (s.window > 0) seen = seen & (key > here - int32_t(std::min<int64_t>(s.window, INT32_MAX)));
-            logit = seen ? logit : none;
+            logit = (key <= here) & (key >= low) ? logit : none;
         }
         if (s.soft_cap > 0 || !whole) store(weights + j * rows, logit);
         largest = headrace::max(largest, logit);
@@ -291,10 +295,14 @@ void chunk_of_lanes(const Problem<T>& p, const Task& task, Scratch& scratch, Run
         products<N>(scratch.q + lane, rows, scratch.keys + j * width, p.s.width, weights + j * rows);
     for (int n = 0; n < N; ++n) {
         int64_t from = lane + n * LANES, lowest = first + from / group, highest = first + (from + LANES - 1) / group;
-        IntVec here;
-        for (int i = 0; i < LANES; ++i) here[i] = int32_t(first + (from + i) / group);
-        bool whole = begin + count - 1 <= lowest && (p.s.window <= 0 || begin > highest - p.s.window);
-        soften(weights + n * LANES, rows, count, begin, here, whole, p.s, run.values + from, run.total + from, run.max + from);
+        IntVec low, here;
+        for (int i = 0; i < LANES; ++i) {
+            int64_t at = first + (from + i) / group;
+            low[i] = int32_t(p.s.first_seen(at));
+            here[i] = int32_t(at);
+        }
+        bool whole = begin + count - 1 <= lowest && begin >= p.s.first_seen(highest);
+        soften(weights + n * LANES, rows, count, begin, low, here, whole, p.s, run.values + from, run.total + from, run.max + from);
     }
     for (int64_t i = 0; i < v_width; i += 4)
         add_products<N>(weights, rows, scratch.values + i, count, v_width, run.values + i * rows + lane);
@@ -432,7 +440,7 @@ int64_t make_tasks(const Problem<T>& p, int64_t batch, std::vector<Task>& tasks)
             int64_t first = std::max<int64_t>(0, last - most), lowest = length - queries + first;
             int64_t end = std::max<int64_t>(0, length - queries + last);
             // Blocks behind the window may be gone: nothing of them is read.
-            int64_t begin = p.s.window > 0 ? std::max<int64_t>(0, lowest - p.s.window + 1) : 0;
+            int64_t begin = p.s.first_seen(lowest);
             int64_t parts = queries == 1 ? std::min(MOST_SPLITS, (end - begin + split - 1) / split) : 1;
             int64_t part = parts > 1 ? ((end - begin + parts - 1) / parts + CHUNK - 1) / CHUNK * CHUNK : end - begin;
             for (int64_t h = 0; h < p.s.kv_heads; ++h) {
@@ -481,7 +489,7 @@ void attention(const Problem<T>& p, int64_t batch, int64_t tokens) {
 
 }  // namespace
 
-// rows: `block_stride` elements from block to block. table: the batch's block numbers. window and soft_cap: 0 for none; sinks: null for none. Tokens behind the last row's
+// rows: `block_stride` elements from block to block. table: the batch's block numbers. window and soft_cap: 0 for none (and a window below 0: it begins at multiples of its length); sinks: null for none. Tokens behind the last row's
 // get zeros, and so does a query without keys.
 API void headrace_attention(const void* q, int64_t q_stride, const void* rows, const int32_t* table, const int32_t* starts,
                             const int32_t* lengths, const float* sinks, void* out, int64_t batch, int64_t tokens, int64_t heads,

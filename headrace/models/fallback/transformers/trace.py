@@ -41,6 +41,7 @@ KNOWN = frozenset({"dropout", "is_causal", "position_ids", "s_aux", "scaling", "
 """Arguments of the interface that are understood."""
 _TENSORS = frozenset({"position_ids", "s_aux"})
 """Arguments that may be tensors. Other tensor arguments change which tokens are attended to."""
+_BIASED = "it adds biases by position to the logits (ALiBi, or learned ones), which headrace does not"
 _CARRIES = "it carries a state from token to token (a convolution, a state space or a recurrence)"
 _BIASES = frozenset({"alibi", "position_bias"})
 """Arguments that bring biases on the logits to a module that computes attention by itself."""
@@ -151,7 +152,7 @@ def _passed(model: PreTrainedModel, tokens: int, stateful: bool) -> _Recorder:
         raise Unfit(_CARRIES) if stateful else broken from None
     if not recorder.calls and not recorder.states.calls:
         if biased := _biased(model):
-            raise Unfit("it adds biases by position to the logits (ALiBi, or learned ones), which headrace does not", biased)
+            raise Unfit(_BIASED, biased)
         bypassed = "none of its layers calls transformers' attention interface: its attention, if it has one, is its own"
         raise Unfit(_CARRIES if stateful else bypassed)
     return recorder
@@ -271,6 +272,9 @@ class _Recorder:
         """Notes one call; returns what the model goes on with."""
         path = self._paths[module]
         self._note_body()
+        kinds = (type(part).__name__ for part in module.modules())
+        if indexer := next((kind for kind in kinds if kind.endswith("Indexer")), None):
+            raise Unfit(f"its {indexer} chooses the keys that a token sees, as headrace does in native models alone", path)
         _check_arguments(path, arguments)
         _check_shapes(path, self._tokens, q, k, v)
         window = self._window(path, module, mask, arguments)
@@ -400,6 +404,8 @@ def _check_arguments(path: str, arguments: dict[str, Any]) -> None:
             raise Unfit(f"its {name} is a {type(value).__name__} that is computed in every step", path)
     for name, value in arguments.items():
         if name not in _TENSORS and _holds_tensor(value):
+            if name == "position_bias":
+                raise Unfit(_BIASED, path)
             raise Unfit(f"its attention takes {name}, to which headrace's has no equal", path)
 
 

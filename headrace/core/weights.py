@@ -46,11 +46,41 @@ class GroupSource(msgspec.Struct, frozen=True, array_like=True, tag="group"):
     """Tensors come in packs: one is sent once it has more bytes than this. None: one by one."""
 
 
+class SegmentSource(msgspec.Struct, frozen=True, array_like=True, tag="shm"):
+    """A segment of shared memory with the bytes of a safetensors file."""
+
+    name: str
+
+
+class IpcHandle(msgspec.Struct, frozen=True):
+    """A tensor on a GPU that its process shares, as PyTorch's ``_share_cuda_`` describes its storage."""
+
+    memory_handle: bytes
+    storage_size: int
+    storage_offset: int
+    """Of the storage in its allocation, in bytes."""
+    ref_counter_handle: bytes
+    ref_counter_offset: int
+    event_handle: bytes
+    event_sync_required: bool
+    stride: tuple[int, ...]
+    offset: int
+    """Of the tensor in its storage, in elements."""
+
+
+class IpcSource(msgspec.Struct, frozen=True, array_like=True, tag="ipc"):
+    """Tensors in the memory of the GPUs that the ranks are on."""
+
+    tensors: list[TensorSpec]
+    handles: list[dict[str, IpcHandle]]
+    """Of each tensor, by the UUID of a GPU."""
+
+
 class FilesSource(msgspec.Struct, frozen=True, array_like=True, tag="files"):
     """The files that the engine's model was loaded from."""
 
 
-Source = DiskSource | GroupSource | FilesSource
+Source = DiskSource | GroupSource | SegmentSource | IpcSource | FilesSource
 
 
 class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +95,8 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     protocol: Literal["vllm", "torch"]
     """Keys under which the members find each other in the store: those of vLLM, or those of torch's process groups."""
     backend: Literal["gloo", "nccl"]
+    unique_id: bytes = b""
+    """NCCL's id of the group, with ``vllm`` and ``nccl``; empty: the trainer leaves it in the store."""
 
 
 # Commands

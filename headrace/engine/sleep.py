@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
+import types
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
+from torch import nn
 
 from headrace.core.weights import RankReply, SleepTag
 from headrace.host import pages
@@ -18,6 +22,11 @@ logger = logging.getLogger("headrace.engine")
 
 _CHUNK = 2**28
 """Bytes of a piece of page-locked memory. PyTorch rounds such pieces up to powers of 2."""
+
+_WORTH = 2**18
+"""Bytes from which a tensor of the runner is worth the trouble. Smaller ones share the allocator's segments of 2 MiB."""
+_OWNERS = ("headrace", "flashinfer")
+_CONTAINERS: tuple[Any, ...] = (dict, list, tuple, set, functools.partial, types.MethodType, types.CellType, nn.Module)
 
 
 class HostCopy:
@@ -58,7 +67,8 @@ class ReleasableMemory:
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        storages = {storage.data_ptr(): storage for tensor in tensors for storage in (tensor.untyped_storage(),)}
+        self.tensors = list(tensors)
+        storages = {storage.data_ptr(): storage for tensor in self.tensors for storage in (tensor.untyped_storage(),)}
         self._storages = [(storage, storage.nbytes()) for address, storage in storages.items() if address]
         self._host: HostCopy | None = None
         """Kept for the next time, since locking a gigabyte takes half a second, until values are dropped."""
@@ -148,7 +158,22 @@ class SleepingMemory:
         self._kept = ReleasableMemory([*tensors.kept, *(() if encoder is None else encoder.weights())])
         planes = (plane for cache in self._runner.caches for plane in (cache.rows, cache.index_keys))
         self._kv = ReleasableMemory(plane for plane in planes if plane is not None)
+        taken = [*tensors.weights, *tensors.kept, *self._kept.tensors, *self._kv.tensors]
+        self._others = ReleasableMemory(self._beside(taken))
         self._made = True
+
+    def _beside(self, taken: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Tables, buffers and workspaces of the runner on a GPU. Memory that other processes map stays where it is."""
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in taken}
+        found = owned_tensors(self._runner, beside=None if self._own_weights else self._model)
+        return [
+            tensor
+            for tensor in found
+            if tensor.is_cuda
+            and (storage := tensor.untyped_storage()).resizable()
+            and storage.nbytes() >= _WORTH
+            and storage.data_ptr() not in addresses
+        ]
 
     @torch.inference_mode()
     def release(self, tags: Sequence[SleepTag], *, drop: bool) -> RankReply:
@@ -164,6 +189,8 @@ class SleepingMemory:
                 self._weights.release(keep=not drop)
             if "kv_cache" in tags:
                 self._kv.release(keep=False)
+            if self._weights.released or self._kv.released:
+                self._others.release(keep=True)
         except (RuntimeError, OSError) as error:
             return RankReply(error=f"no memory was given back: {type(error).__name__}: {error}".partition("\n")[0])
         finally:
@@ -180,6 +207,8 @@ class SleepingMemory:
                 self._kept.restore()
             if "kv_cache" in tags:
                 self._kv.restore(zero=True)
+            if not (self._weights.released or self._kv.released):
+                self._others.restore()
         except RuntimeError as error:
             return RankReply(error=f"{type(error).__name__}: {error}".partition("\n")[0])
         return RankReply()
@@ -189,5 +218,25 @@ def _give_back() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+        # Workspaces of cuBLAS, which PyTorch makes again when they are needed. It has no public name for this.
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
     pages.trim()
+
+
+def owned_tensors(root: object, beside: object = None) -> list[torch.Tensor]:
+    """Returns the tensors that an object of this package refers to, itself or through others of this package, of FlashInfer,
+    and containers. ``beside``: an object that is left out, with what only it refers to."""
+    found, seen, left = list[torch.Tensor](), {id(beside)}, [root]
+    while left:
+        one = left.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.Tensor):
+            found.append(one)
+        elif isinstance(one, types.FunctionType):
+            left += [*(one.__closure__ or ()), *(one.__defaults__ or ())]
+        elif isinstance(one, _CONTAINERS) or type(one).__module__.partition(".")[0] in _OWNERS:
+            left += gc.get_referents(one)
+    return found

@@ -20,6 +20,7 @@ from headrace.core.weights import (
     Forget,
     GroupSource,
     GroupSpec,
+    IpcSource,
     JobEnded,
     Join,
     Leave,
@@ -27,13 +28,15 @@ from headrace.core.weights import (
     RankCommand,
     RankReply,
     Receive,
+    SegmentSource,
     Source,
 )
 from headrace.errors import ConfigError
 from headrace.models.kinds import unwritable
 from headrace.models.update import update_plan
 from headrace.weights.checksum import checksum
-from headrace.weights.transport.group import OpenBroadcasts, WeightGroup
+from headrace.weights.transport.group import OpenBroadcasts, WeightGroup, join_group
+from headrace.weights.transport.shared import OpenHandles, OpenSegment
 from headrace.weights.transport.source import OpenFiles, OpenSource
 from headrace.weights.update import WeightUpdate
 
@@ -138,6 +141,10 @@ class WeightReceiver:
                 return self._own()
             case DiskSource(path):
                 return OpenFiles(path)
+            case SegmentSource(name):
+                return OpenSegment(name)
+            case IpcSource():
+                return OpenHandles(source, self._device)
             case GroupSource(name):
                 if name not in self._groups:
                     known = ", ".join(self._groups) or "none"
@@ -172,8 +179,12 @@ class WeightReceiver:
         return RankReply(self._joins[job].done, self._joins[job].error)
 
     def _join(self, spec: GroupSpec, rank: int) -> None:
-        device = next(self._model.parameters()).device
-        self._groups[spec.name] = WeightGroup(spec, rank, device, self._seconds)
+        self._groups[spec.name] = join_group(spec, rank, self._device, self._seconds)
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = next(self._model.parameters()).device
+        return device
 
     def _leave(self, name: str) -> None:
         if (group := self._groups.pop(name, None)) is not None:

@@ -195,7 +195,7 @@ class Weights:
         self, group: str, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], *, packed: bool = False
     ) -> WeightResult:
         """Loads tensors that rank 0 of a group broadcasts in this order. ``packed``: joined to packs of bytes."""
-        tensors = [TensorSpec(*one) for one in zip(names, dtypes, map(tuple, shapes), strict=True)]
+        tensors = tensor_specs(names, dtypes, shapes)
         return await self.load(GroupSource(group, tensors, self._packed_bytes if packed else None))
 
     async def rename(self, version: str) -> WeightResult:
@@ -209,3 +209,8 @@ class Weights:
     async def checksums(self) -> dict[str, int]:
         """64-bit sums of all parameters, by name, rank and replica."""
         return (await self.send(Checksums())).checksums
+
+
+def tensor_specs(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[TensorSpec]:
+    """Returns what a sender announces in three lists of one length."""
+    return [TensorSpec(*one) for one in zip(names, dtypes, map(tuple, shapes), strict=True)]

@@ -84,7 +84,7 @@ def own_weights(model: Any, files: ModelFiles, seed: int, device: torch.device) 
         return name not in fixed and (table.part(name) is not None or table.tied(name) is not None)
 
     try:
-        return OpenCheckpoint(checkpoint, wanted)
+        return OpenCheckpoint(checkpoint, wanted, coded=True)
     except BaseException:
         checkpoint.close()
         raise

@@ -169,6 +169,17 @@ async def _receive(state: Serving, body: _Distributed) -> None:
     await weights.receive(body.group_name, names, dtypes, shapes)
 
 
+@router.post("/update_weights_from_tensor")
+@router.post("/update_weights_from_ipc")
+async def update_weights_from_pickles(request: Request) -> Response:
+    """400: both bring pickles."""
+    message = (
+        "pickled tensors and handles are not read, since a pickle may run anything: use /update_weights_from_distributed or "
+        "_disk, or /update_weights with shm_name or ipc_handles_json"
+    )
+    return JSON({"success": False, "message": message}, 400)
+
+
 @router.get("/get_weight_version")
 async def get_weight_version(request: Request) -> Response:
     return JSON({"weight_version": serving(request).llm.weights.status().version})

@@ -115,6 +115,9 @@ class Resume(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Begin(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Begins an update. Where the engine serves, pauses it (keep) until the update ends."""
 
+    checksums: bool = False
+    """Its end compares what came with the sender's sums."""
+
 
 class Load(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Writes weights. Answered once they are written."""
@@ -129,6 +132,8 @@ class Finish(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The new version's number, unless the engine has a higher one already."""
     version: str | None = None
     """Name of the new version; None: its number."""
+    checksums: dict[str, int] = {}
+    """Name of a tensor -> its sum at the sender. If another tensor came, the weights are torn."""
 
 
 class Fail(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -253,6 +258,15 @@ class Check(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Receive(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Begins to write the tensors of the source that was checked."""
 
+    checksums: bool = False
+    """Keeps the sum of each tensor that comes, until ``Forget``."""
+
+
+class Compare(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Compares sums of tensors with those of what came. The error names those that differ."""
+
+    checksums: dict[str, int]
+
 
 class JobEnded(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Asks whether a job has ended: a load, or the joining of a group."""
@@ -287,7 +301,7 @@ class Restore(msgspec.Struct, frozen=True, array_like=True, tag=True):
     tags: tuple[SleepTag, ...]
 
 
-RankCommand = Check | Receive | JobEnded | Drop | Forget | Missing | Join | Leave | Checksums | Release | Restore
+RankCommand = Check | Receive | Compare | JobEnded | Drop | Forget | Missing | Join | Leave | Checksums | Release | Restore
 
 
 class RankReply(msgspec.Struct, frozen=True, array_like=True):

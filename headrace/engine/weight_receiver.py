@@ -14,6 +14,7 @@ import torch
 from headrace.core.weights import (
     Check,
     Checksums,
+    Compare,
     DiskSource,
     Drop,
     FilesSource,
@@ -31,7 +32,7 @@ from headrace.core.weights import (
     SegmentSource,
     Source,
 )
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, listed
 from headrace.models.kinds import unwritable
 from headrace.models.update import update_plan
 from headrace.weights.checksum import checksum
@@ -89,6 +90,8 @@ class WeightReceiver:
         """The last update: it knows the names of all weights."""
         self._written: dict[str, set[str]] = {}
         """Parameter -> names of its tensors that were written since ``Forget``."""
+        self._sums: dict[str, int] = {}
+        """Sums of tensors that came since ``Forget``, where they are kept."""
 
     def handle(self, command: RankCommand) -> RankReply:
         try:
@@ -106,8 +109,11 @@ class WeightReceiver:
                 except BaseException:
                     opened.close()
                     raise
-            case Receive():
-                self._load = _Job(self._receive, "a load of weights")
+            case Receive(checksums):
+                self._load = _Job(functools.partial(self._receive, checksums), "a load of weights")
+            case Compare(checksums):
+                if differing := [name for name, value in checksums.items() if self._sums.get(name) != value]:
+                    raise ConfigError(f"what came differs from the sender's sums: {listed(differing)}", "checksums")
             case JobEnded(job):
                 return self._ended(job)
             case Drop():
@@ -115,6 +121,7 @@ class WeightReceiver:
                 self._close()
             case Forget():
                 self._written.clear()
+                self._sums.clear()
             case Missing():
                 table = self._table or self._plan([])
                 count, fixed = sum(map(len, self._written.values())), set().union(*unwritable(self._model).values())
@@ -151,13 +158,15 @@ class WeightReceiver:
                     raise ConfigError(f"the engine has joined no group {name} (joined: {known})", "group_name")
                 return OpenBroadcasts(self._groups[name], source)
 
-    def _receive(self) -> None:
+    def _receive(self, checksums: bool) -> None:
         if self._checked is None:
             raise ValueError("no source was checked")
         opened, update = self._checked
         name = ""
         try:
             for name, tensor in opened.tensors():
+                if checksums and isinstance(tensor, torch.Tensor):
+                    self._sums[name] = checksum(tensor)
                 update.put(name, tensor)
             update.finish()
             if torch.cuda.is_available():

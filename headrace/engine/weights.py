@@ -15,6 +15,7 @@ from headrace.core.weights import (
     Begin,
     Check,
     Checksums,
+    Compare,
     Drop,
     Fail,
     FilesSource,
@@ -119,6 +120,8 @@ class WeightControl:
         """An update has begun."""
         self._changed = False
         """A load of the update has begun to write."""
+        self._sums = False
+        """Sums of what comes are kept."""
         self._own_pause = False
         """An update paused the engine, which its end resumes."""
         self._own_sleep = False
@@ -221,7 +224,7 @@ class WeightControl:
                 case Pause(mode):
                     ended = self._on_pause(mode, reply)
                 case Begin():
-                    self._on_begin(reply)
+                    self._on_begin(command, reply)
                 case Load():
                     self._on_load(command, reply)
                 case Sleep():
@@ -297,10 +300,11 @@ class WeightControl:
         for reply in awaiting:
             reply(WeightResult(status=409, error="the engine was resumed before it was paused", weights=self.status))
 
-    def _on_begin(self, reply: Reply) -> None:
+    def _on_begin(self, command: Begin, reply: Reply) -> None:
         if self._damage is None and (self._open or self._begins):
             raise WeightsError("an update is open already", 409)
         self._check_idle()
+        self._sums = command.checksums
         if self._damage is None and (self._pause is None or self._awaiting):
             self._begins = True
             if self._pause is None:
@@ -335,7 +339,7 @@ class WeightControl:
             raise WeightsError(error, 400)
         self._changed = True
         self._load, self._num_tensors = reply, 0
-        self._rank(Receive())
+        self._rank(Receive(self._sums))
         self._apply()
 
     def _on_finish(self, command: Finish) -> WeightResult:
@@ -349,9 +353,18 @@ class WeightControl:
         if lacking:
             what = self._damage[1] if self._damage is not None else "the update is not complete (weights_must_be_complete)"
             raise WeightsError(f"{what}; {len(lacking)} tensors were not written: {', '.join(lacking[:_SHOWN])}", 409)
+        if command.checksums:
+            self._compare(command.checksums)
         self._renew(command.number, command.version)
         missing = found.missing
         return WeightResult(written=found.written, kept=missing[:_SHOWN], num_kept=len(missing))
+
+    def _compare(self, checksums: dict[str, int]) -> None:
+        if not self._sums:
+            raise WeightsError("no sums were kept: the update must begin with checksums", 409)
+        if error := self._rank(Compare(checksums)).error:
+            self._fail(error)
+            raise WeightsError(self.status.reason or error, 409)
 
     def _renew(self, number: int, version: str | None) -> None:
         """The weights are whole, and a new version."""

@@ -12,6 +12,7 @@ from headrace.core.weights import GroupSpec, PauseMode
 from headrace.errors import RequestError, listed
 from headrace.server.errors import JSON
 from headrace.server.routes.rl import (
+    CommandRoute,
     RlBody,
     admin,
     backend_of,
@@ -26,7 +27,7 @@ from headrace.server.routes.rl import (
 )
 from headrace.server.state import Serving, serving
 
-router = APIRouter(dependencies=[Depends(admin)])
+router = APIRouter(dependencies=[Depends(admin)], route_class=CommandRoute)
 
 _MODES: dict[str, PauseMode] = {"abort": "abort", "retract": "recompute", "in_place": "keep"}
 

@@ -15,6 +15,7 @@ from headrace.frontend.adapters import max_loaded
 from headrace.frontend.weights import tensor_specs
 from headrace.server.errors import JSON
 from headrace.server.routes.rl import (
+    CommandRoute,
     RlBody,
     admin,
     backend_of,
@@ -29,7 +30,7 @@ from headrace.server.routes.rl import (
 )
 from headrace.server.state import Serving, serving
 
-router = APIRouter(dependencies=[Depends(admin)])
+router = APIRouter(dependencies=[Depends(admin)], route_class=CommandRoute)
 
 GROUP = "vllm"
 """Name of the one group that these routes join."""
@@ -37,10 +38,12 @@ GROUP = "vllm"
 
 class _Start(RlBody):
     is_checkpoint_format: bool = True
+    checksums: bool = False
 
 
 class _Finish(RlBody):
     weight_version: str | None = None
+    checksums: dict[str, int] = {}
 
 
 class _UpdateInfo(RlBody):
@@ -156,10 +159,12 @@ async def shutdown_weight_transfer_engine(request: Request) -> Response:
 
 @router.post("/start_weight_update")
 async def start_weight_update(request: Request) -> Response:
-    """Begins an update. ``is_checkpoint_format`` says that names are those of checkpoints; other names are not known."""
-    if not (await rl_body(request, _Start)).is_checkpoint_format:
+    """Begins an update, which with ``checksums`` ends with the sender's. ``is_checkpoint_format`` says that names are those of
+    checkpoints; other names are not known."""
+    body = await rl_body(request, _Start)
+    if not body.is_checkpoint_format:
         raise RequestError("tensors are named as in checkpoints: is_checkpoint_format must be true", "is_checkpoint_format")
-    return _done("the update has begun", await serving(request).llm.weights.begin())
+    return _done("the update has begun", await serving(request).llm.weights.begin(checksums=body.checksums))
 
 
 @router.post("/update_weights")
@@ -197,9 +202,10 @@ async def update_weights(request: Request) -> Response:
 
 @router.post("/finish_weight_update")
 async def finish_weight_update(request: Request) -> Response:
-    """Ends the update. 409 after a failure, until an update has written all weights."""
+    """Ends the update. 409 after a failure, until an update has written all weights; or if tensors differ from the sums."""
     body = await rl_body(request, _Finish)
-    return _done("the update is finished", await serving(request).llm.weights.finish(body.weight_version))
+    done = await serving(request).llm.weights.finish(body.weight_version, checksums=body.checksums)
+    return _done("the update is finished", done)
 
 
 @router.get("/weight_info")

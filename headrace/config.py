@@ -227,6 +227,8 @@ class EngineArgs(Checked):
     """Seconds in which a group of a trainer must come together, and in which each of its broadcasts must come."""
     weights_must_be_complete: Annotated[bool, OptionSpec(flags=("--weights-must-be-complete",))] = False
     """Refuse to finish an update of weights that lacks some. Without it, the answer names them, and they keep their values."""
+    heal_from_sibling: Annotated[bool, OptionSpec(flags=("--heal-from-sibling",))] = False
+    """Copy the weights of another replica to one that was started again, in place of waiting for the next update of all."""
     kv_events_config: Annotated[KVEventsConfig, OptionSpec(metavar="JSON", default="no events")] = KVEventsConfig()
     """JSON object that says how changes of the prefix cache are published, such as {"enable_kv_cache_events": true}."""
     attention_backend: Annotated[str, OptionSpec(metavar="NAME")] = "auto"

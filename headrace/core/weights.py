@@ -76,11 +76,17 @@ class IpcSource(msgspec.Struct, frozen=True, array_like=True, tag="ipc"):
     """Of each tensor, by the UUID of a GPU."""
 
 
+class SiblingSource(msgspec.Struct, frozen=True, array_like=True, tag="sibling"):
+    """All weights of a replica, which its ranks send at sockets in a directory."""
+
+    folder: str
+
+
 class FilesSource(msgspec.Struct, frozen=True, array_like=True, tag="files"):
     """The files that the engine's model was loaded from."""
 
 
-Source = DiskSource | GroupSource | SegmentSource | IpcSource | FilesSource
+Source = DiskSource | GroupSource | SegmentSource | IpcSource | SiblingSource | FilesSource
 
 
 class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,6 +178,13 @@ class Leave(msgspec.Struct, frozen=True, array_like=True, tag=True):
     name: str
 
 
+class Export(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Sends all weights to one replica, while this one goes on. Answered at once."""
+
+    folder: str
+    """Where each rank has a socket."""
+
+
 class Checksums(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Asks for the sums of all weights."""
 
@@ -196,7 +209,21 @@ class Wake(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 WeightCommand = (
-    Pause | Resume | Begin | Load | Finish | Fail | Lose | AcceptFiles | Rename | Join | Leave | Checksums | Sleep | Wake
+    Pause
+    | Resume
+    | Begin
+    | Load
+    | Finish
+    | Fail
+    | Lose
+    | AcceptFiles
+    | Rename
+    | Join
+    | Leave
+    | Export
+    | Checksums
+    | Sleep
+    | Wake
 )
 
 
@@ -301,7 +328,9 @@ class Restore(msgspec.Struct, frozen=True, array_like=True, tag=True):
     tags: tuple[SleepTag, ...]
 
 
-RankCommand = Check | Receive | Compare | JobEnded | Drop | Forget | Missing | Join | Leave | Checksums | Release | Restore
+RankCommand = (
+    Check | Receive | Compare | JobEnded | Drop | Forget | Missing | Join | Leave | Export | Checksums | Release | Restore
+)
 
 
 class RankReply(msgspec.Struct, frozen=True, array_like=True):

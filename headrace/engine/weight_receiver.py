@@ -17,6 +17,7 @@ from headrace.core.weights import (
     Compare,
     DiskSource,
     Drop,
+    Export,
     FilesSource,
     Forget,
     GroupSource,
@@ -30,14 +31,16 @@ from headrace.core.weights import (
     RankReply,
     Receive,
     SegmentSource,
+    SiblingSource,
     Source,
 )
 from headrace.errors import ConfigError, listed
-from headrace.models.kinds import unwritable
+from headrace.models.kinds import model_tensors, unwritable
 from headrace.models.update import update_plan
 from headrace.weights.checksum import checksum
 from headrace.weights.transport.group import OpenBroadcasts, WeightGroup, join_group
 from headrace.weights.transport.shared import OpenHandles, OpenSegment
+from headrace.weights.transport.sibling import OpenSibling, send_weights
 from headrace.weights.transport.source import OpenFiles, OpenSource
 from headrace.weights.update import WeightUpdate
 
@@ -90,6 +93,8 @@ class WeightReceiver:
         """The last update: it knows the names of all weights."""
         self._written: dict[str, set[str]] = {}
         """Parameter -> names of its tensors that were written since ``Forget``."""
+        self._whole = False
+        """All weights came from a replica since ``Forget``."""
         self._sums: dict[str, int] = {}
         """Sums of tensors that came since ``Forget``, where they are kept."""
 
@@ -122,16 +127,22 @@ class WeightReceiver:
             case Forget():
                 self._written.clear()
                 self._sums.clear()
+                self._whole = False
             case Missing():
                 table = self._table or self._plan([])
                 count, fixed = sum(map(len, self._written.values())), set().union(*unwritable(self._model).values())
-                return RankReply(written=count, missing=table.unwritten(self._written), fixed=sorted(fixed))
+                missing = [] if self._whole else table.unwritten(self._written)
+                return RankReply(written=count, missing=missing, fixed=sorted(fixed))
             case Join(spec, replica):
                 self._leave(spec.name)
                 rank = spec.rank_offset + replica * self._size + self._rank
                 self._joins[spec.name] = _Job(functools.partial(self._join, spec, rank), f"joining the group {spec.name}")
             case Leave(name):
                 self._leave(name)
+            case Export(folder):
+                tensors = model_tensors(self._model).weights
+                work = functools.partial(send_weights, self._socket(folder), tensors, self._seconds)
+                _Job(work, "sending weights to a replica")
             case Checksums():
                 return RankReply(checksums={name: checksum(value) for name, value in self._model.named_parameters()})
         return RankReply()
@@ -148,6 +159,8 @@ class WeightReceiver:
                 return self._own()
             case DiskSource(path):
                 return OpenFiles(path)
+            case SiblingSource(folder):
+                return OpenSibling(self._socket(folder), self._seconds)
             case SegmentSource(name):
                 return OpenSegment(name)
             case IpcSource():
@@ -164,6 +177,9 @@ class WeightReceiver:
         opened, update = self._checked
         name = ""
         try:
+            if isinstance(opened, OpenSibling):
+                opened.copy(model_tensors(self._model).weights)
+                self._whole = True
             for name, tensor in opened.tensors():
                 if checksums and isinstance(tensor, torch.Tensor):
                     self._sums[name] = checksum(tensor)
@@ -189,6 +205,9 @@ class WeightReceiver:
 
     def _join(self, spec: GroupSpec, rank: int) -> None:
         self._groups[spec.name] = join_group(spec, rank, self._device, self._seconds)
+
+    def _socket(self, folder: str) -> str:
+        return f"{folder}/{self._rank}"
 
     @property
     def _device(self) -> torch.device:

@@ -17,6 +17,7 @@ from headrace.core.weights import (
     Checksums,
     Compare,
     Drop,
+    Export,
     Fail,
     FilesSource,
     Finish,
@@ -266,6 +267,8 @@ class WeightControl:
             case Leave(name):
                 self._rank(command)
                 self._groups.discard(name)
+            case Export():
+                self._rank(command)
             case Wake(tags):
                 self._wake(tags)
             case Checksums():

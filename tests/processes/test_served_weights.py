@@ -399,6 +399,35 @@ def test_two_replicas(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_replica_heals_from_its_sibling(folder: Path, tmp_path: Path) -> None:
+    """Bit for bit, with packed weights too, and without a trainer."""
+    args: dict[str, Any] = {"data_parallel_size": 2, "quantization": "int8", "heal_from_sibling": True, **ALONE}
+    shared = Shared(AsyncLLM(EngineArgs(model=str(folder), **args)))
+    llm, replicas = shared.llm, shared.llm.replicas
+    assert replicas is not None
+
+    async def work() -> None:
+        await until(lambda: all(status.state == "running" for status in replicas.status()))
+        await llm.weights.update_from_disk(write(tmp_path / "one", version_of(folder, 1)), "v1")
+        before = await llm.weights.checksums()
+        pid = replicas.status()[1].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: replicas.status()[1].pid not in (None, pid))
+        await until(lambda: replicas.status()[1].state == "running" and not replicas.status()[1].reason)
+        assert await llm.weights.checksums() == before
+        outputs = await asyncio.gather(*(rollout(llm, 1, 4) for _ in range(8)))
+        assert {version for output in outputs for version, _, _ in spans(output)} == {"v1"}
+        assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
+        assert all(status.routing.accepted for status in replicas.status())
+        await llm.weights.update_from_disk(write(tmp_path / "two", version_of(folder, 2)), "v2")
+        assert llm.weights.status().state == "serving"
+
+    shared.run(work())
+    shared.close()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("transport", ["disk", "gloo"])
 def test_fifty_updates(folder: Path, tmp_path: Path, transport: str, alone: bool) -> None:

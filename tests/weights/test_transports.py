@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import ctypes
 import pickle
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from headrace.errors import ConfigError
 from headrace.server.settings import ServerSettings
 from headrace.weights.transport.nccl import unique_id
 from headrace.weights.transport.shared import OpenHandles, OpenSegment, _check
+from headrace.weights.transport.sibling import OpenSibling, send_weights
 
 
 class ncclUniqueId(ctypes.Structure):
@@ -146,3 +149,33 @@ def test_a_segment_of_shared_memory() -> None:
         link.unlink()
     finally:
         path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_weights_of_a_sibling(tmp_path: Path, same: bool) -> None:
+    """All storages are copied as they lie, each once; another model's are refused before any is."""
+    base = torch.arange(24.0)
+    ours, theirs = [base[:12], base[12:], torch.arange(5)], [torch.zeros(24), torch.zeros(5 if same else 6, dtype=torch.int64)]
+    path = str(tmp_path / "0")
+
+    def send() -> None:
+        with contextlib.suppress(OSError):
+            send_weights(path, ours, 10.0)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    if same:
+        OpenSibling(path, 10.0).copy(theirs)
+        assert torch.equal(theirs[0], base) and theirs[1].tolist() == [0, 1, 2, 3, 4]
+    else:
+        with pytest.raises(ConfigError, match="has others than this one"):
+            OpenSibling(path, 10.0).copy(theirs)
+        assert not theirs[0].any()
+    sender.join()
+
+
+def test_a_sibling_that_does_not_send(tmp_path: Path) -> None:
+    with pytest.raises(OSError):
+        OpenSibling(str(tmp_path / "0"), 0.05).copy([torch.zeros(1)])
+    with pytest.raises(TimeoutError):
+        send_weights(str(tmp_path / "1"), [torch.zeros(1)], 0.05)

@@ -210,7 +210,8 @@ class WeightControl:
         if core.refusal:
             core.hold = True
         else:
-            core.hold = pause is not None and (pause != "wait" or not self._awaiting)
+            # While an update is open, requests do not run to their ends: they stay frozen.
+            core.hold = pause is not None and (pause != "wait" or not self._awaiting or self._open)
             if pause in ("wait", "abort"):
                 core.refusal = f"generation is paused ({pause}) while weights are updated"
         self.tell(self.status)
@@ -465,7 +466,7 @@ class WeightControl:
     def poll(self) -> None:
         """Looks after commands that are under way."""
         core = self._core
-        if self._awaiting and not (core.has_work() if self._pause == "wait" else core.in_flight):
+        if self._awaiting and not (core.in_flight if core.hold else core.has_work()):
             awaiting, self._awaiting = self._awaiting, []
             if self._pause == "recompute":
                 core.preempt_all()

@@ -58,14 +58,14 @@ class IpcHandle(msgspec.Struct, frozen=True):
     memory_handle: bytes
     storage_size: int
     storage_offset: int
-    """Of the storage in its allocation, in bytes."""
+    """Place of the storage in its allocation, in bytes."""
     ref_counter_handle: bytes
     ref_counter_offset: int
     event_handle: bytes
     event_sync_required: bool
     stride: tuple[int, ...]
     offset: int
-    """Of the tensor in its storage, in elements."""
+    """Place of the tensor in its storage, in elements."""
 
 
 class IpcSource(msgspec.Struct, frozen=True, array_like=True, tag="ipc"):
@@ -182,7 +182,7 @@ class Export(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Sends all weights to one replica, while this one goes on. Answered at once."""
 
     folder: str
-    """Where each rank has a socket."""
+    """Has a socket of each rank."""
 
 
 class Checksums(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -147,8 +147,8 @@ class ReplicaWeights:
             replica.send(WeightCall(_UNANSWERED, Sleep(level, tags=tuple(tag for tag in tags if tag in MEMORY_TAGS))))
         if newest.number > replica.weights.number:
             replica.send(WeightCall(_UNANSWERED, Lose(newest.number, newest.version)))
-            if self._heals:
-                self._heal(replica, newest.number)
+        if self._heals and (newest.number > replica.weights.number or replica.weights.state == "lost"):
+            self._heal(replica, newest.number)
 
     def _heal(self, replica: WeighedReplica, number: int) -> None:
         """Copies the weights of a replica that has them whole, and has no update under way."""

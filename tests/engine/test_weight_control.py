@@ -1,4 +1,4 @@
-"""WeightControl under any order of commands, requests and steps: nothing hangs, and no step runs on weights that are not whole."""
+"""WeightControl under any order of commands, requests and steps: nothing hangs, and no step runs on weights that are torn."""
 
 from __future__ import annotations
 

@@ -148,6 +148,15 @@ def test_a_replica_that_starts_again_is_told_what_the_others_have(bench: Bench) 
     assert not first.sent
 
 
+def test_a_replica_that_knows_what_it_lost_gets_it_too() -> None:
+    bench = Bench(heals=True)
+    first, second = bench.replicas
+    first.weights = WeightStatus(state="serving", number=3, version="v3")
+    second.weights = WeightStatus(state="lost", number=3, version="v3", reason="lost")
+    bench.weights.started(second)
+    assert [type(command) for command in second.sent] == [Begin, Load]
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_replica_that_starts_again_gets_the_weights_of_another(whole: bool) -> None:
     """Commands wait meanwhile. Where the copy fails, the replica has lost its weights as before."""

@@ -144,7 +144,7 @@ def joined(http: httpx.Client) -> Trainer:
 
 
 def sync(http: httpx.Client, trainer: Trainer, weights: Weights, number: str) -> Any:
-    """What TRL's client sends for each of its steps."""
+    """What TRL's client sends for each of its steps; ``is_checkpoint_format`` only says how tensors are named."""
     post(http, "/pause?mode=keep")
     assert http.get("/is_paused").json() == {"is_paused": True}
     post(http, "/start_weight_update", {"is_checkpoint_format": True})
@@ -261,7 +261,12 @@ def test_slime(http: httpx.Client, folder: Path, root: Path) -> None:
     post(http, "/destroy_weights_update_group", {"group_name": "slime-pp_0"})
     assert http.get("/weight_info").json()["state"] == "serving"
     assert http.get("/health_generate").status_code == 200
+    # Another name aborts nobody, unless the body says so.
+    rollout = Rollout(http, LONG)
+    until(lambda: running_requests(http))
     post(http, "/update_weight_version", {"new_version": "9"})
+    answer = rollout.wait()
+    assert answer["choices"][0]["finish_reason"] == "length" and [one for one, _, _ in versions(answer)] == ["8", "9"]
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "return_weight_versions": True}
     answer = post(http, "/v1/chat/completions", chat)
     assert [span["version"] for span in answer["choices"][0]["weight_versions"]] == ["9"]

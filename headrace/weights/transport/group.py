@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from headrace.core.weights import GroupSource, GroupSpec
 from headrace.errors import ConfigError
-from headrace.weights.transport.nccl import NcclGroup
+from headrace.weights.transport.nccl import DirectGroup
 from headrace.weights.transport.source import OpenSource, announced
 from headrace.weights.update import TensorFacts
 
@@ -29,7 +29,7 @@ class WeightGroup(Protocol):
 
     spec: GroupSpec
     device: torch.device
-    """Of what is received."""
+    """Device of the tensors that are received."""
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Fills the tensor with that of the trainer. Raises: RuntimeError: it was not sent in time."""
@@ -52,13 +52,13 @@ def join_group(spec: GroupSpec, rank: int, device: torch.device, seconds: float)
     """
     direct = spec.protocol == "vllm" and spec.backend == "nccl"
     if direct and spec.unique_id:
-        return NcclGroup(spec, None, rank, device, seconds)
+        return DirectGroup(spec, None, rank, device, seconds)
     libuv = spec.protocol == "torch"
     timeout = timedelta(seconds=seconds)
     # A client that names no world size is not counted, and the store's host would wait for it in vain.
     store = TCPStore(spec.address, spec.port, spec.world_size, False, timeout, multi_tenant=libuv, use_libuv=libuv)
     if direct:
-        return NcclGroup(spec, store, rank, device, seconds)
+        return DirectGroup(spec, store, rank, device, seconds)
     return TorchGroup(spec, store, rank, device, timeout)
 
 

@@ -1,4 +1,4 @@
-"""NcclGroup: a group of vLLM's kind over NCCL, which is called directly: a communicator of PyTorch cannot be given up alone."""
+"""DirectGroup: a group of vLLM's kind over NCCL, which is called directly: a communicator of PyTorch cannot be given up alone."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def unique_id(pickled: bytes) -> bytes:
     return ids[0]
 
 
-class NcclGroup:
+class DirectGroup:
     """One rank's membership. Nothing waits longer than ``seconds``: then the communicator is given up.
 
     Raises:

@@ -73,7 +73,7 @@ class IpcSource(msgspec.Struct, frozen=True, array_like=True, tag="ipc"):
 
     tensors: list[TensorSpec]
     handles: list[dict[str, IpcHandle]]
-    """Of each tensor, by the UUID of a GPU."""
+    """Handles of each tensor, by the UUID of a GPU."""
 
 
 class SiblingSource(msgspec.Struct, frozen=True, array_like=True, tag="sibling"):

@@ -342,6 +342,8 @@ class EngineArgs(Checked):
     enable_return_routed_experts: Annotated[bool, OptionSpec(flags=("--enable-return-routed-experts",))] = False
     """Record the experts that the routers of a mixture choose, for requests with return_routed_experts; requests to
     /inference/v1/generate have it unless they say false."""
+    enable_return_routed_weights: Annotated[bool, OptionSpec(flags=("--enable-return-routed-weights",))] = False
+    """Record the weights of these experts too, and add them to what these requests get."""
     max_bad_words_num: Annotated[int, OptionSpec(min=0)] = from_environment("HEADRACE_MAX_BAD_WORDS_NUM", 16)
     """Maximum number of `bad_words` in a request. Also set by HEADRACE_MAX_BAD_WORDS_NUM."""
     bad_words_max_len: Annotated[int, OptionSpec(min=1)] = from_environment("HEADRACE_BAD_WORDS_MAX_LEN", 8)

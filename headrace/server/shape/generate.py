@@ -211,8 +211,8 @@ class InferenceAnswer(DataAnswer):
             choice["sampling_mask"] = []
         self._logprobs = [JSONArray() for _ in self._choices]
         self._prompt_logprobs: Any = None
-        self._experts: dict[int, Any] = {}
-        """Index of a finished sample -> its experts, encoded."""
+        self._experts: dict[int, dict[str, Any]] = {}
+        """Index of a finished sample -> fields of its experts."""
         options = body.stream_options
         self._include_usage = options is not None and options.include_usage
         self._continuous_usage = options is not None and options.continuous_usage_stats
@@ -233,7 +233,7 @@ class InferenceAnswer(DataAnswer):
             content = chat_logprobs(IDS, delta.logprobs, self._top)["content"]
         finish: dict[str, Any] = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
         if delta.index in self._experts:
-            finish["routed_experts"] = self._experts[delta.index]
+            finish |= self._experts[delta.index]
         if delta.weight_versions:
             finish["weight_versions"] = [span.json for span in delta.weight_versions]
         masks = {"sampling_mask": [entry.sampling_mask for entry in delta.logprobs or ()]} if self._masks else {}

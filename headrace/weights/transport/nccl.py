@@ -1,4 +1,4 @@
-"""DirectGroup: a group of vLLM's kind over NCCL, which is called directly: a communicator of PyTorch cannot be given up alone."""
+"""DirectGroup: a group of vLLM's kind over NCCL, called directly: a communicator of PyTorch cannot be given up by itself."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ def run_updates(
         await asyncio.to_thread(check, outputs, models, folder, tmp_path, alone=alone)
         await shared.llm.check_integrity()
 
-    shared.run(work())
+    shared.run(work(), 120 + 30 * count)
 
 
 def joined(shared: Shared, trainer: Trainer) -> None:
@@ -490,6 +490,7 @@ def test_a_replica_heals_from_its_sibling(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("transport", ["disk", "shm", "vllm's group", "torch's group"])
 def test_fifty_updates(folder: Path, tmp_path: Path, transport: str, alone: bool) -> None:

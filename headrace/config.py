@@ -411,6 +411,8 @@ class EngineArgs(Checked):
                 "has no time limit",
                 "dp_queue_timeout",
             )
+        if self.data_parallel_size == 1 and self.heal_from_sibling:
+            raise ConfigError("there is no other replica (data_parallel_size is 1)", "heal_from_sibling")
         if self.kv_events_config.enabled and not self.enable_prefix_caching:
             raise ConfigError("there are no events without a prefix cache (enable_prefix_caching)", "kv_events_config")
         named = {self.grammar_backend, self.structured_outputs_config.backend} - {"auto"}

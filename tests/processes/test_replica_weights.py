@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.config import EngineArgs
 from headrace.core.weights import (
     Begin,
     Checksums,
@@ -27,7 +28,7 @@ from headrace.core.weights import (
     WeightResult,
     WeightStatus,
 )
-from headrace.errors import EngineDeadError
+from headrace.errors import ConfigError, EngineDeadError
 from headrace.processes.messages import ToEngine, WeightCall, WeightReply
 from headrace.processes.replica_weights import ReplicaWeights
 
@@ -172,6 +173,12 @@ def test_a_replica_that_starts_again_gets_the_weights_of_another(whole: bool) ->
     bench.weights.answered(1, WeightReply(-1, OK if whole else FAILED))
     assert second.sent[-2:] == [Finish(3, "v3") if whole else Lose(3, "v3"), Begin()]
     assert first.sent[-1] == Begin() and not Path(export.folder).exists()
+
+
+def test_one_engine_has_no_sibling() -> None:
+    with pytest.raises(ConfigError, match="no other replica") as caught:
+        EngineArgs(heal_from_sibling=True)
+    assert caught.value.param == "heal_from_sibling"
 
 
 def test_no_weights_come_from_a_replica_that_changes_its_own() -> None:

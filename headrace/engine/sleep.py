@@ -153,7 +153,7 @@ class SleepingMemory:
         self._model, self._runner, self._own_weights = model, runner, own_weights
         self._made = False
         self._others: ReleasableMemory | None = None
-        """What else the runner has, while it sleeps: tables may be others the next time."""
+        """The rest of the runner's memory while it sleeps: its tables may be others the next time."""
         self._host: HostCopy | None = None
         """Page-locked memory for it, which is kept for the next time."""
 

@@ -227,6 +227,8 @@ class EngineArgs(Checked):
     """Seconds in which a group of a trainer must come together, and in which each of its broadcasts must come."""
     weights_must_be_complete: Annotated[bool, OptionSpec(flags=("--weights-must-be-complete",))] = False
     """Refuse to finish an update of weights that lacks some. Without it, the answer names them, and they keep their values."""
+    heal_from_sibling: Annotated[bool, OptionSpec(flags=("--heal-from-sibling",))] = False
+    """Copy the weights of another replica to one that was started again, in place of waiting for the next update of all."""
     kv_events_config: Annotated[KVEventsConfig, OptionSpec(metavar="JSON", default="no events")] = KVEventsConfig()
     """JSON object that says how changes of the prefix cache are published, such as {"enable_kv_cache_events": true}."""
     attention_backend: Annotated[str, OptionSpec(metavar="NAME")] = "auto"
@@ -340,6 +342,8 @@ class EngineArgs(Checked):
     enable_return_routed_experts: Annotated[bool, OptionSpec(flags=("--enable-return-routed-experts",))] = False
     """Record the experts that the routers of a mixture choose, for requests with return_routed_experts; requests to
     /inference/v1/generate have it unless they say false."""
+    enable_return_routed_weights: Annotated[bool, OptionSpec(flags=("--enable-return-routed-weights",))] = False
+    """Record the weights of these experts too, and add them to what these requests get."""
     max_bad_words_num: Annotated[int, OptionSpec(min=0)] = from_environment("HEADRACE_MAX_BAD_WORDS_NUM", 16)
     """Maximum number of `bad_words` in a request. Also set by HEADRACE_MAX_BAD_WORDS_NUM."""
     bad_words_max_len: Annotated[int, OptionSpec(min=1)] = from_environment("HEADRACE_BAD_WORDS_MAX_LEN", 8)
@@ -407,6 +411,8 @@ class EngineArgs(Checked):
                 "has no time limit",
                 "dp_queue_timeout",
             )
+        if self.data_parallel_size == 1 and self.heal_from_sibling:
+            raise ConfigError("there is no other replica (data_parallel_size is 1)", "heal_from_sibling")
         if self.kv_events_config.enabled and not self.enable_prefix_caching:
             raise ConfigError("there are no events without a prefix cache (enable_prefix_caching)", "kv_events_config")
         named = {self.grammar_backend, self.structured_outputs_config.backend} - {"auto"}

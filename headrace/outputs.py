@@ -138,10 +138,16 @@ class ExpertLayers(msgspec.Struct, array_like=True, frozen=True):
     top_k: int
     wide: bool
     """A number has 16 bits, not 8."""
+    weighted: bool = False
+    """The weights of experts are recorded too."""
 
     @property
     def token_bytes(self) -> int:
         return len(self.layers) * self.top_k * (2 if self.wide else 1)
+
+    @property
+    def weight_bytes(self) -> int:
+        return len(self.layers) * self.top_k * 4
 
 
 class RoutedExperts(msgspec.Struct, array_like=True, frozen=True):
@@ -150,6 +156,8 @@ class RoutedExperts(msgspec.Struct, array_like=True, frozen=True):
     data: bytes
     """``[tokens, layers with experts, top_k]``: ids in the router's order, uint8 or little-endian uint16."""
     shape: ExpertLayers
+    weights: bytes = b""
+    """The same of weights by which the experts' results are multiplied, little-endian float32, where they are recorded."""
 
 
 EventKind = Literal["reasoning", "content", "call_started", "arguments", "call_ended"]

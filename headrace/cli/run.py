@@ -414,6 +414,8 @@ def _sample(sample: Any) -> dict[str, Any]:
     if sample.routed_experts is not None:
         shape = msgspec.structs.asdict(sample.routed_experts.shape)
         record["routed_experts"] = {"data": base64.b64encode(sample.routed_experts.data).decode(), **shape}
+        if sample.routed_experts.weights:
+            record["routed_experts"]["weights"] = base64.b64encode(sample.routed_experts.weights).decode()
     return record
 
 

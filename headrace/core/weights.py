@@ -46,11 +46,47 @@ class GroupSource(msgspec.Struct, frozen=True, array_like=True, tag="group"):
     """Tensors come in packs: one is sent once it has more bytes than this. None: one by one."""
 
 
+class SegmentSource(msgspec.Struct, frozen=True, array_like=True, tag="shm"):
+    """A segment of shared memory with the bytes of a safetensors file."""
+
+    name: str
+
+
+class IpcHandle(msgspec.Struct, frozen=True):
+    """A tensor on a GPU that its process shares, as PyTorch's ``_share_cuda_`` describes its storage."""
+
+    memory_handle: bytes
+    storage_size: int
+    storage_offset: int
+    """Place of the storage in its allocation, in bytes."""
+    ref_counter_handle: bytes
+    ref_counter_offset: int
+    event_handle: bytes
+    event_sync_required: bool
+    stride: tuple[int, ...]
+    offset: int
+    """Place of the tensor in its storage, in elements."""
+
+
+class IpcSource(msgspec.Struct, frozen=True, array_like=True, tag="ipc"):
+    """Tensors in the memory of the GPUs that the ranks are on."""
+
+    tensors: list[TensorSpec]
+    handles: list[dict[str, IpcHandle]]
+    """Handles of each tensor, by the UUID of a GPU."""
+
+
+class SiblingSource(msgspec.Struct, frozen=True, array_like=True, tag="sibling"):
+    """All weights of a replica, which its ranks send at sockets in a directory."""
+
+    folder: str
+
+
 class FilesSource(msgspec.Struct, frozen=True, array_like=True, tag="files"):
     """The files that the engine's model was loaded from."""
 
 
-Source = DiskSource | GroupSource | FilesSource
+Source = DiskSource | GroupSource | SegmentSource | IpcSource | SiblingSource | FilesSource
 
 
 class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +101,8 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     protocol: Literal["vllm", "torch"]
     """Keys under which the members find each other in the store: those of vLLM, or those of torch's process groups."""
     backend: Literal["gloo", "nccl"]
+    unique_id: bytes = b""
+    """NCCL's id of the group, with ``vllm`` and ``nccl``; empty: the trainer leaves it in the store."""
 
 
 # Commands
@@ -83,6 +121,9 @@ class Resume(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Begin(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Begins an update. Where the engine serves, pauses it (keep) until the update ends."""
 
+    checksums: bool = False
+    """Its end compares what came with the sender's sums."""
+
 
 class Load(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Writes weights. Answered once they are written."""
@@ -97,6 +138,8 @@ class Finish(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The new version's number, unless the engine has a higher one already."""
     version: str | None = None
     """Name of the new version; None: its number."""
+    checksums: dict[str, int] = {}
+    """Name of a tensor -> its sum at the sender. If another tensor came, the weights are torn."""
 
 
 class Fail(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -135,6 +178,13 @@ class Leave(msgspec.Struct, frozen=True, array_like=True, tag=True):
     name: str
 
 
+class Export(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Sends all weights to one replica, while this one goes on. Answered at once."""
+
+    folder: str
+    """Has a socket of each rank."""
+
+
 class Checksums(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Asks for the sums of all weights."""
 
@@ -159,7 +209,21 @@ class Wake(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 WeightCommand = (
-    Pause | Resume | Begin | Load | Finish | Fail | Lose | AcceptFiles | Rename | Join | Leave | Checksums | Sleep | Wake
+    Pause
+    | Resume
+    | Begin
+    | Load
+    | Finish
+    | Fail
+    | Lose
+    | AcceptFiles
+    | Rename
+    | Join
+    | Leave
+    | Export
+    | Checksums
+    | Sleep
+    | Wake
 )
 
 
@@ -221,6 +285,15 @@ class Check(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Receive(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Begins to write the tensors of the source that was checked."""
 
+    checksums: bool = False
+    """Keeps the sum of each tensor that comes, until ``Forget``."""
+
+
+class Compare(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Compares sums of tensors with those of what came. The error names those that differ."""
+
+    checksums: dict[str, int]
+
 
 class JobEnded(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Asks whether a job has ended: a load, or the joining of a group."""
@@ -255,7 +328,9 @@ class Restore(msgspec.Struct, frozen=True, array_like=True, tag=True):
     tags: tuple[SleepTag, ...]
 
 
-RankCommand = Check | Receive | JobEnded | Drop | Forget | Missing | Join | Leave | Checksums | Release | Restore
+RankCommand = (
+    Check | Receive | Compare | JobEnded | Drop | Forget | Missing | Join | Leave | Export | Checksums | Release | Restore
+)
 
 
 class RankReply(msgspec.Struct, frozen=True, array_like=True):

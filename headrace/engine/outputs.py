@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
+import numpy as np
 
 from headrace.core.sequence import Sequence, SequenceUpdate
 from headrace.engine.parsed_text import ParsedText, Parsing
@@ -295,7 +296,12 @@ class SequenceText:
         chosen = self._sequence.routed_experts
         if chosen is None or self._experts is None:
             return None
-        return RoutedExperts(chosen.first(self._sequence.num_prompt + self._num_shown - 1), self._experts)
+        data = chosen.first(self._sequence.num_prompt + self._num_shown - 1)
+        if not self._experts.weighted:
+            return RoutedExperts(data, self._experts)
+        rows = np.frombuffer(data, np.uint8).reshape(-1, self._experts.token_bytes + self._experts.weight_bytes)
+        ids, weights = np.split(rows, [self._experts.token_bytes], axis=1)
+        return RoutedExperts(ids.tobytes(), self._experts, weights.tobytes())
 
     def _weight_versions(self) -> list[WeightSpan]:
         """Versions that the tokens come from, or where there are none, the present one."""

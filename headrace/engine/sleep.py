@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
+import types
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
+from torch import nn
 
 from headrace.core.weights import RankReply, SleepTag
 from headrace.host import pages
@@ -19,11 +23,17 @@ logger = logging.getLogger("headrace.engine")
 _CHUNK = 2**28
 """Bytes of a piece of page-locked memory. PyTorch rounds such pieces up to powers of 2."""
 
+_WORTH = 2**18
+"""Bytes from which a tensor of the runner is worth the trouble. Smaller ones share the allocator's segments of 2 MiB."""
+_OWNERS = ("headrace", "flashinfer")
+_CONTAINERS: tuple[Any, ...] = (dict, list, tuple, set, functools.partial, types.MethodType, types.CellType, nn.Module)
+
 
 class HostCopy:
     """Page-locked memory for the bytes of several tensors, one after the other."""
 
     def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
         self._chunks = [
             torch.empty(min(_CHUNK, nbytes - start), dtype=torch.uint8, pin_memory=True) for start in range(0, nbytes, _CHUNK)
         ]
@@ -57,17 +67,19 @@ class ReleasableMemory:
     On a CPU it stays at its addresses, and its pages are freed. On a GPU it is freed, and taken again at other addresses.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor], host: HostCopy | None = None) -> None:
+        """``host``: of another, which is taken over where it has the size."""
         storages = {storage.data_ptr(): storage for tensor in tensors for storage in (tensor.untyped_storage(),)}
         self._storages = [(storage, storage.nbytes()) for address, storage in storages.items() if address]
-        self._host: HostCopy | None = None
+        self.host = host
         """Kept for the next time, since locking a gigabyte takes half a second, until values are dropped."""
         self.released = False
         self._saved = False
 
     @property
-    def nbytes(self) -> int:
-        return sum(nbytes for _, nbytes in self._storages)
+    def addresses(self) -> set[int]:
+        """Addresses of what is there."""
+        return {storage.data_ptr() for storage, _ in self._storages}
 
     def release(self, *, keep: bool) -> None:
         """Gives the memory back. What was kept before is lost unless ``keep``.
@@ -79,10 +91,12 @@ class ReleasableMemory:
             RuntimeError: the host has no memory for the values; nothing was given back.
         """
         if not keep:
-            self._host, self._saved = None, False
+            self.host, self._saved = None, False
         elif not self.released and (gpu := self._on_gpu()):
-            self._host = self._host or HostCopy(sum(nbytes for _, nbytes in gpu))
-            self._host.save([_bytes(storage) for storage, _ in gpu])
+            needed = sum(nbytes for _, nbytes in gpu)
+            if self.host is None or self.host.nbytes != needed:
+                self.host = HostCopy(needed)
+            self.host.save([_bytes(storage) for storage, _ in gpu])
             self._saved = True
         self.released = True
         for storage, nbytes in self._storages:
@@ -106,8 +120,8 @@ class ReleasableMemory:
         for storage, nbytes in gpu:
             if storage.nbytes() != nbytes:
                 storage.resize_(nbytes)
-        if self._saved and self._host is not None:
-            self._host.restore([_bytes(storage) for storage, _ in gpu])
+        if self._saved and self.host is not None:
+            self.host.restore([_bytes(storage) for storage, _ in gpu])
         elif zero:
             for storage, nbytes in self._storages:
                 if storage.device.type == "cuda":
@@ -138,6 +152,10 @@ class SleepingMemory:
         """``own_weights``: they are the engine's, and may sleep."""
         self._model, self._runner, self._own_weights = model, runner, own_weights
         self._made = False
+        self._others: ReleasableMemory | None = None
+        """The rest of the runner's memory while it sleeps: its tables may be others the next time."""
+        self._host: HostCopy | None = None
+        """Page-locked memory for it, which is kept for the next time."""
 
     def _make(self) -> None:
         """Looks for the tensors when they first sleep: adapters and encoders are there by then."""
@@ -149,6 +167,19 @@ class SleepingMemory:
         planes = (plane for cache in self._runner.caches for plane in (cache.rows, cache.index_keys))
         self._kv = ReleasableMemory(plane for plane in planes if plane is not None)
         self._made = True
+
+    def _beside(self) -> list[torch.Tensor]:
+        """Tables, buffers and workspaces of the runner on a GPU. Memory that other processes map stays where it is."""
+        addresses = self._weights.addresses | self._kept.addresses | self._kv.addresses
+        found = owned_tensors(self._runner, beside=None if self._own_weights else self._model)
+        return [
+            tensor
+            for tensor in found
+            if tensor.is_cuda
+            and (storage := tensor.untyped_storage()).resizable()
+            and storage.nbytes() >= _WORTH
+            and storage.data_ptr() not in addresses
+        ]
 
     @torch.inference_mode()
     def release(self, tags: Sequence[SleepTag], *, drop: bool) -> RankReply:
@@ -164,6 +195,9 @@ class SleepingMemory:
                 self._weights.release(keep=not drop)
             if "kv_cache" in tags:
                 self._kv.release(keep=False)
+            if self._others is None and (self._weights.released or self._kv.released):
+                self._others = ReleasableMemory(self._beside(), self._host)
+                self._others.release(keep=True)
         except (RuntimeError, OSError) as error:
             return RankReply(error=f"no memory was given back: {type(error).__name__}: {error}".partition("\n")[0])
         finally:
@@ -180,6 +214,9 @@ class SleepingMemory:
                 self._kept.restore()
             if "kv_cache" in tags:
                 self._kv.restore(zero=True)
+            if self._others is not None and not (self._weights.released or self._kv.released):
+                self._others.restore()
+                self._host, self._others = self._others.host, None
         except RuntimeError as error:
             return RankReply(error=f"{type(error).__name__}: {error}".partition("\n")[0])
         return RankReply()
@@ -189,5 +226,25 @@ def _give_back() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+        # Workspaces of cuBLAS, which PyTorch makes again when they are needed. It has no public name for this.
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
     pages.trim()
+
+
+def owned_tensors(root: object, beside: object = None) -> list[torch.Tensor]:
+    """Returns the tensors that an object of this package refers to, itself or through others of this package, of FlashInfer,
+    and containers. ``beside``: an object that is left out, with what only it refers to."""
+    found, seen, left = list[torch.Tensor](), {id(beside)}, [root]
+    while left:
+        one = left.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.Tensor):
+            found.append(one)
+        elif isinstance(one, types.FunctionType):
+            left += [*(one.__closure__ or ()), *(one.__defaults__ or ())]
+        elif isinstance(one, _CONTAINERS) or type(one).__module__.partition(".")[0] in _OWNERS:
+            left += gc.get_referents(one)
+    return found

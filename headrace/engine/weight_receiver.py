@@ -14,12 +14,15 @@ import torch
 from headrace.core.weights import (
     Check,
     Checksums,
+    Compare,
     DiskSource,
     Drop,
+    Export,
     FilesSource,
     Forget,
     GroupSource,
     GroupSpec,
+    IpcSource,
     JobEnded,
     Join,
     Leave,
@@ -27,13 +30,17 @@ from headrace.core.weights import (
     RankCommand,
     RankReply,
     Receive,
+    SegmentSource,
+    SiblingSource,
     Source,
 )
-from headrace.errors import ConfigError
-from headrace.models.kinds import unwritable
+from headrace.errors import ConfigError, listed
+from headrace.models.kinds import model_tensors, unwritable
 from headrace.models.update import update_plan
 from headrace.weights.checksum import checksum
-from headrace.weights.transport.group import OpenBroadcasts, WeightGroup
+from headrace.weights.transport.group import OpenBroadcasts, WeightGroup, join_group
+from headrace.weights.transport.shared import OpenHandles, OpenSegment
+from headrace.weights.transport.sibling import OpenSibling, send_weights
 from headrace.weights.transport.source import OpenFiles, OpenSource
 from headrace.weights.update import WeightUpdate
 
@@ -86,6 +93,10 @@ class WeightReceiver:
         """The last update: it knows the names of all weights."""
         self._written: dict[str, set[str]] = {}
         """Parameter -> names of its tensors that were written since ``Forget``."""
+        self._whole = False
+        """All weights came from a replica since ``Forget``."""
+        self._sums: dict[str, int] = {}
+        """Sums of tensors that came since ``Forget``, where they are kept."""
 
     def handle(self, command: RankCommand) -> RankReply:
         try:
@@ -103,8 +114,11 @@ class WeightReceiver:
                 except BaseException:
                     opened.close()
                     raise
-            case Receive():
-                self._load = _Job(self._receive, "a load of weights")
+            case Receive(checksums):
+                self._load = _Job(functools.partial(self._receive, checksums), "a load of weights")
+            case Compare(checksums):
+                if differing := [name for name, value in checksums.items() if self._sums.get(name) != value]:
+                    raise ConfigError(f"what came differs from the sender's sums: {listed(differing)}", "checksums")
             case JobEnded(job):
                 return self._ended(job)
             case Drop():
@@ -112,16 +126,23 @@ class WeightReceiver:
                 self._close()
             case Forget():
                 self._written.clear()
+                self._sums.clear()
+                self._whole = False
             case Missing():
                 table = self._table or self._plan([])
                 count, fixed = sum(map(len, self._written.values())), set().union(*unwritable(self._model).values())
-                return RankReply(written=count, missing=table.unwritten(self._written), fixed=sorted(fixed))
+                missing = [] if self._whole else table.unwritten(self._written)
+                return RankReply(written=count, missing=missing, fixed=sorted(fixed))
             case Join(spec, replica):
                 self._leave(spec.name)
                 rank = spec.rank_offset + replica * self._size + self._rank
                 self._joins[spec.name] = _Job(functools.partial(self._join, spec, rank), f"joining the group {spec.name}")
             case Leave(name):
                 self._leave(name)
+            case Export(folder):
+                tensors = model_tensors(self._model).weights
+                work = functools.partial(send_weights, self._socket(folder), tensors, self._seconds)
+                _Job(work, "sending weights to a replica")
             case Checksums():
                 return RankReply(checksums={name: checksum(value) for name, value in self._model.named_parameters()})
         return RankReply()
@@ -138,19 +159,30 @@ class WeightReceiver:
                 return self._own()
             case DiskSource(path):
                 return OpenFiles(path)
+            case SiblingSource(folder):
+                return OpenSibling(self._socket(folder), self._seconds)
+            case SegmentSource(name):
+                return OpenSegment(name)
+            case IpcSource():
+                return OpenHandles(source, self._device)
             case GroupSource(name):
                 if name not in self._groups:
                     known = ", ".join(self._groups) or "none"
                     raise ConfigError(f"the engine has joined no group {name} (joined: {known})", "group_name")
                 return OpenBroadcasts(self._groups[name], source)
 
-    def _receive(self) -> None:
+    def _receive(self, checksums: bool) -> None:
         if self._checked is None:
             raise ValueError("no source was checked")
         opened, update = self._checked
         name = ""
         try:
+            if isinstance(opened, OpenSibling):
+                opened.copy(model_tensors(self._model).weights)
+                self._whole = True
             for name, tensor in opened.tensors():
+                if checksums and isinstance(tensor, torch.Tensor):
+                    self._sums[name] = checksum(tensor)
                 update.put(name, tensor)
             update.finish()
             if torch.cuda.is_available():
@@ -172,8 +204,15 @@ class WeightReceiver:
         return RankReply(self._joins[job].done, self._joins[job].error)
 
     def _join(self, spec: GroupSpec, rank: int) -> None:
-        device = next(self._model.parameters()).device
-        self._groups[spec.name] = WeightGroup(spec, rank, device, self._seconds)
+        self._groups[spec.name] = join_group(spec, rank, self._device, self._seconds)
+
+    def _socket(self, folder: str) -> str:
+        return f"{folder}/{self._rank}"
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = next(self._model.parameters()).device
+        return device
 
     def _leave(self, name: str) -> None:
         if (group := self._groups.pop(name, None)) is not None:

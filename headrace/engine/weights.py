@@ -15,7 +15,9 @@ from headrace.core.weights import (
     Begin,
     Check,
     Checksums,
+    Compare,
     Drop,
+    Export,
     Fail,
     FilesSource,
     Finish,
@@ -119,6 +121,8 @@ class WeightControl:
         """An update has begun."""
         self._changed = False
         """A load of the update has begun to write."""
+        self._sums = False
+        """Sums of what comes are kept."""
         self._own_pause = False
         """An update paused the engine, which its end resumes."""
         self._own_sleep = False
@@ -206,7 +210,8 @@ class WeightControl:
         if core.refusal:
             core.hold = True
         else:
-            core.hold = pause is not None and (pause != "wait" or not self._awaiting)
+            # While an update is open, requests do not run to their ends: they stay frozen.
+            core.hold = pause is not None and (pause != "wait" or not self._awaiting or self._open)
             if pause in ("wait", "abort"):
                 core.refusal = f"generation is paused ({pause}) while weights are updated"
         self.tell(self.status)
@@ -221,7 +226,7 @@ class WeightControl:
                 case Pause(mode):
                     ended = self._on_pause(mode, reply)
                 case Begin():
-                    self._on_begin(reply)
+                    self._on_begin(command, reply)
                 case Load():
                     self._on_load(command, reply)
                 case Sleep():
@@ -263,6 +268,8 @@ class WeightControl:
             case Leave(name):
                 self._rank(command)
                 self._groups.discard(name)
+            case Export():
+                self._rank(command)
             case Wake(tags):
                 self._wake(tags)
             case Checksums():
@@ -297,10 +304,11 @@ class WeightControl:
         for reply in awaiting:
             reply(WeightResult(status=409, error="the engine was resumed before it was paused", weights=self.status))
 
-    def _on_begin(self, reply: Reply) -> None:
+    def _on_begin(self, command: Begin, reply: Reply) -> None:
         if self._damage is None and (self._open or self._begins):
             raise WeightsError("an update is open already", 409)
         self._check_idle()
+        self._sums = command.checksums
         if self._damage is None and (self._pause is None or self._awaiting):
             self._begins = True
             if self._pause is None:
@@ -335,7 +343,7 @@ class WeightControl:
             raise WeightsError(error, 400)
         self._changed = True
         self._load, self._num_tensors = reply, 0
-        self._rank(Receive())
+        self._rank(Receive(self._sums))
         self._apply()
 
     def _on_finish(self, command: Finish) -> WeightResult:
@@ -349,9 +357,18 @@ class WeightControl:
         if lacking:
             what = self._damage[1] if self._damage is not None else "the update is not complete (weights_must_be_complete)"
             raise WeightsError(f"{what}; {len(lacking)} tensors were not written: {', '.join(lacking[:_SHOWN])}", 409)
+        if command.checksums:
+            self._compare(command.checksums)
         self._renew(command.number, command.version)
         missing = found.missing
         return WeightResult(written=found.written, kept=missing[:_SHOWN], num_kept=len(missing))
+
+    def _compare(self, checksums: dict[str, int]) -> None:
+        if not self._sums:
+            raise WeightsError("no sums were kept: the update must begin with checksums", 409)
+        if error := self._rank(Compare(checksums)).error:
+            self._fail(error)
+            raise WeightsError(self.status.reason or error, 409)
 
     def _renew(self, number: int, version: str | None) -> None:
         """The weights are whole, and a new version."""
@@ -449,7 +466,7 @@ class WeightControl:
     def poll(self) -> None:
         """Looks after commands that are under way."""
         core = self._core
-        if self._awaiting and not (core.has_work() if self._pause == "wait" else core.in_flight):
+        if self._awaiting and not (core.in_flight if core.hold else core.has_work()):
             awaiting, self._awaiting = self._awaiting, []
             if self._pause == "recompute":
                 core.preempt_all()

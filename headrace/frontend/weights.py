@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -149,18 +149,24 @@ class Weights:
         awake and its weights are whole."""
         return await self.send(Wake(None if tags is None else tuple(tags)))
 
-    async def begin(self) -> WeightResult:
-        """Begins an update. An engine that serves is paused (keep) until ``finish``."""
-        return await self.send(Begin())
+    async def begin(self, *, checksums: bool = False) -> WeightResult:
+        """Begins an update. An engine that serves is paused (keep) until ``finish``. ``checksums``: which will have them."""
+        return await self.send(Begin(checksums))
 
     async def load(self, source: Source) -> WeightResult:
         """Writes the weights of a source, all or some. If that fails once something may be written, the weights are torn:
         nothing is generated until an update has written all of them."""
         return await self.send(Load(source))
 
-    async def finish(self, version: str | None = None) -> WeightResult:
-        """Ends the update. ``version``: its name, which answers report; None: its number."""
-        return await self.send(Finish(0, version))
+    async def finish(self, version: str | None = None, *, checksums: Mapping[str, int] | None = None) -> WeightResult:
+        """Ends the update.
+
+        Args:
+            version: its name, which answers report; None: its number.
+            checksums: sums of tensors as they were sent, by name, as ``headrace.weights.checksum`` makes them. Where another
+                tensor came the weights are torn (409).
+        """
+        return await self.send(Finish(0, version, dict(checksums or {})))
 
     async def fail(self, reason: str = "it was given up") -> WeightResult:
         """Gives the open update up."""
@@ -195,7 +201,7 @@ class Weights:
         self, group: str, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], *, packed: bool = False
     ) -> WeightResult:
         """Loads tensors that rank 0 of a group broadcasts in this order. ``packed``: joined to packs of bytes."""
-        tensors = [TensorSpec(*one) for one in zip(names, dtypes, map(tuple, shapes), strict=True)]
+        tensors = tensor_specs(names, dtypes, shapes)
         return await self.load(GroupSource(group, tensors, self._packed_bytes if packed else None))
 
     async def rename(self, version: str) -> WeightResult:
@@ -209,3 +215,8 @@ class Weights:
     async def checksums(self) -> dict[str, int]:
         """64-bit sums of all parameters, by name, rank and replica."""
         return (await self.send(Checksums())).checksums
+
+
+def tensor_specs(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[TensorSpec]:
+    """Returns what a sender announces in three lists of one length."""
+    return [TensorSpec(*one) for one in zip(names, dtypes, map(tuple, shapes), strict=True)]

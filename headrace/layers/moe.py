@@ -39,6 +39,8 @@ class ExpertRouter(nn.Module):
         """Each token's result is bitwise independent of the other tokens."""
         self.record: torch.Tensor | None = None
         """``[tokens of any step, top_k]`` of integers: takes the experts of each step's tokens. None: nobody asks for them."""
+        self.record_weights: torch.Tensor | None = None
+        """The same of float32 weights."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``[T, hidden]`` -> experts ``[T, top_k]`` int32, weights ``[T, top_k]`` float32."""
@@ -46,6 +48,8 @@ class ExpertRouter(nn.Module):
         experts, weights = route(logits, self.spec, self.e_score_correction_bias)
         if self.record is not None:
             self.record[: len(experts)].copy_(experts)
+        if self.record_weights is not None:
+            self.record_weights[: len(weights)].copy_(weights)
         return experts, weights
 
 

@@ -1,7 +1,7 @@
 """The tensors of a model by kind: which of them an update writes, and which must survive when their memory is given back.
 
-Everything else that a model refers to on its device is small and made of its configuration, as rotary tables are: it stays
-where it is.
+Everything else that a model refers to on its device is made of its configuration, as rotary tables are. On a GPU it is kept
+while the engine sleeps, with the runner's own tables and buffers.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def own_weights(model: Any, files: ModelFiles, seed: int, device: torch.device) 
         return name not in fixed and (table.part(name) is not None or table.tied(name) is not None)
 
     try:
-        return OpenCheckpoint(checkpoint, wanted)
+        return OpenCheckpoint(checkpoint, wanted, coded=True)
     except BaseException:
         checkpoint.close()
         raise

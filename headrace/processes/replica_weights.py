@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol, cast
 
@@ -11,12 +12,14 @@ import msgspec
 from headrace.core.weights import (
     MEMORY_TAGS,
     Begin,
+    Export,
     Fail,
     Finish,
     Join,
     Load,
     Lose,
     Pause,
+    SiblingSource,
     Sleep,
     Wake,
     WeightCommand,
@@ -28,8 +31,8 @@ from headrace.processes.messages import ToEngine, WeightCall, WeightReply
 
 _STATES = ("serving", "paused", "open", "writing", "asleep", "hollow", "lost", "torn")
 """From the best to the worst: a set of replicas is in the worst state of them."""
-_UNANSWERED = 0
-"""Number of calls that wait for no answer."""
+_UNANSWERED, _COPIED = 0, -1
+"""Numbers of calls that wait for no answer, and of that which copies a replica's weights."""
 
 
 class WeighedReplica(Protocol):
@@ -54,17 +57,33 @@ class _Call:
     results: dict[int, WeightResult]
 
 
+@dataclasses.dataclass
+class _Healing:
+    sibling: int
+    number: int
+    version: str
+    folder: tempfile.TemporaryDirectory[str]
+
+
 class ReplicaWeights:
     """Sends each command to every replica, and answers once all have.
 
     Args:
         answer: takes the answers.
+        heals: a replica that was started again gets the weights of another.
     """
 
-    def __init__(self, replicas: Sequence[WeighedReplica], answer: Callable[[WeightReply], None]) -> None:
+    def __init__(
+        self, replicas: Sequence[WeighedReplica], answer: Callable[[WeightReply], None], *, heals: bool = False
+    ) -> None:
         self._replicas = replicas
         self._answer = answer
+        self._heals = heals
         self._calls: dict[int, _Call] = {}
+        self._healing: dict[int, _Healing] = {}
+        """Replica that gets the weights of another -> how."""
+        self._held: list[WeightCall] = []
+        """Commands that wait until no weights are copied."""
 
     def status(self) -> WeightStatus:
         """State of all replicas that run: the worst of them."""
@@ -81,6 +100,9 @@ class ReplicaWeights:
         """Raises: EngineDeadError: no replica runs, or one that must join a group does not."""
         command = message.command
         up = [replica for replica in self._replicas if replica.up]
+        if self._healing and not isinstance(command, Pause):
+            self._held.append(message)
+            return
         if not up or (isinstance(command, Join) and len(up) < len(self._replicas)):
             raise EngineDeadError(f"{len(up)} of {len(self._replicas)} replicas are up")
         if isinstance(command, Finish):
@@ -94,6 +116,8 @@ class ReplicaWeights:
 
     def answered(self, number: int, reply: WeightReply) -> None:
         """Takes one replica's answer."""
+        if reply.call == _COPIED:
+            self._copied(number, reply.result)
         if (call := self._calls.get(reply.call)) is not None and number in call.unanswered:
             call.unanswered.discard(number)
             call.results[number] = reply.result
@@ -101,6 +125,7 @@ class ReplicaWeights:
 
     def lost(self, number: int) -> None:
         """A replica is gone. Its next engine has the weights of its files."""
+        self._end_healing(number)
         for call in list(self._calls.values()):
             if number in call.unanswered:
                 call.unanswered.discard(number)
@@ -122,6 +147,39 @@ class ReplicaWeights:
             replica.send(WeightCall(_UNANSWERED, Sleep(level, tags=tuple(tag for tag in tags if tag in MEMORY_TAGS))))
         if newest.number > replica.weights.number:
             replica.send(WeightCall(_UNANSWERED, Lose(newest.number, newest.version)))
+        if self._heals and (newest.number > replica.weights.number or replica.weights.state == "lost"):
+            self._heal(replica, newest.number)
+
+    def _heal(self, replica: WeighedReplica, number: int) -> None:
+        """Copies the weights of a replica that has them whole, and has no update under way."""
+        for sibling in self._replicas:
+            weights = sibling.weights
+            if sibling is replica or not sibling.up or weights.number != number or weights.state not in ("serving", "paused"):
+                continue
+            folder = tempfile.TemporaryDirectory(prefix="headrace-", ignore_cleanup_errors=True)
+            self._healing[replica.number] = _Healing(sibling.number, number, weights.version, folder)
+            sibling.send(WeightCall(_UNANSWERED, Export(folder.name)))
+            replica.send(WeightCall(_UNANSWERED, Begin()))
+            replica.send(WeightCall(_COPIED, Load(SiblingSource(folder.name))))
+            return
+
+    def _copied(self, number: int, result: WeightResult) -> None:
+        if (healing := self._healing.get(number)) is not None:
+            whole = result.status == 200
+            end = Finish(healing.number, healing.version) if whole else Lose(healing.number, healing.version)
+            self._replicas[number].send(WeightCall(_UNANSWERED, end))
+            self._end_healing(number)
+
+    def _end_healing(self, number: int) -> None:
+        if (healing := self._healing.pop(number, None)) is not None:
+            healing.folder.cleanup()
+        if not self._healing:
+            held, self._held = self._held, []
+            for message in held:
+                try:
+                    self.send(message)
+                except EngineDeadError as error:
+                    self._answer(WeightReply(message.call, WeightResult(status=503, error=str(error))))
 
     def _end(self, call: _Call) -> None:
         if call.unanswered:

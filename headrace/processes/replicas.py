@@ -155,7 +155,7 @@ class ReplicaSet:
                 on_turn=functools.partial(self._on_turn, replica.number),
             )
         self._calls: dict[int, _Call] = {}
-        self._weights = ReplicaWeights(self._replicas, client.on_message)
+        self._weights = ReplicaWeights(self._replicas, client.on_message, heals=args.heal_from_sibling)
         self._drains: list[Control] = []
         """Calls to fan out once nothing waits."""
         self._expiry: asyncio.TimerHandle | None = None

@@ -33,6 +33,10 @@ class PackedMethod(LinearMethod):
         Raises:
             OverflowError: the method does not hold them.
         """
+        self.reload(layer, parts)
+
+    def reload(self, layer: Linear, parts: Sequence[StoredMatrix]) -> None:
+        """Loads the matrices that it was loaded from, with their codes, into the memory that holds the present ones."""
         device = next(layer.buffers()).device
         other = Linear(layer.in_features, layer.out_features, dtype=self.dtype, device="meta")
         method = self.fresh()

@@ -169,6 +169,8 @@ def recorded_experts(args: EngineArgs, model: AnySpec, sparse: bool) -> ExpertLa
     """
     name = "enable_return_routed_experts"
     if not args.enable_return_routed_experts:
+        if args.enable_return_routed_weights:
+            raise ConfigError("enable_return_routed_weights needs enable_return_routed_experts", "enable_return_routed_weights")
         return None
     if not isinstance(model, ModelSpec):
         raise ConfigError(f"{name} is for native models: another library chooses the experts of this one", name)
@@ -180,7 +182,7 @@ def recorded_experts(args: EngineArgs, model: AnySpec, sparse: bool) -> ExpertLa
     if any(mixture.vision is not None for mixture in mixtures.values()):
         raise ConfigError(f"{name}: this model has experts of its own for pictures, which is not supported", name)
     top_k, most = (max(getattr(mixture, field) for mixture in mixtures.values()) for field in ("top_k", "num_experts"))
-    return ExpertLayers([*mixtures], len(model.mlps), top_k, most > 256)
+    return ExpertLayers([*mixtures], len(model.mlps), top_k, most > 256, args.enable_return_routed_weights)
 
 
 def kv_dtype(args: EngineArgs, model: AnySpec, dtype: str, device: DeviceFacts) -> str:

@@ -38,6 +38,8 @@ from headrace.server.store import ResponseStore
 from headrace.text.fim import find_fim
 
 if TYPE_CHECKING:
+    from starlette.responses import Response
+
     from headrace.frontend.async_llm import AsyncLLM
 
 logger = logging.getLogger("headrace.server")
@@ -157,6 +159,8 @@ class Serving(ServerState):
         """Version that the update of SGLang's routes will have."""
         self.weight_sums: dict[str, int] | None = None
         """Sums of the weights at the last snapshot of SGLang's routes."""
+        self.command_answers: dict[tuple[str, str], asyncio.Future[Response]] = {}
+        """Answers to the last commands of trainers, by path and ``X-Request-Id``."""
         self.pause_watch: asyncio.Task[None] | None = None
 
     def renew(self, llm: AsyncLLM) -> None:

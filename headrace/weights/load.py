@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import nn
@@ -17,17 +16,16 @@ from torch import nn
 from headrace.errors import ConfigError, listed
 from headrace.layers.linear import Linear
 from headrace.layers.moe import Experts
-from headrace.layers.stored import Codes, StoredMatrix
+from headrace.layers.stored import StoredMatrix
 from headrace.model_spec import ModelSpec
-from headrace.parallel.shards import Cut
 from headrace.quant.convert import Conversion, Converter
 from headrace.quant.formats.find import find_scheme
 from headrace.quant.ignored import ignored
 from headrace.quant.registry import find, head_quantization
 from headrace.sources.files import ModelFiles
 from headrace.weights.checkpoint import Checkpoint, DummyCheckpoint
-from headrace.weights.experts import expert_parts, stored_experts
-from headrace.weights.names import HEAD, NameTable, Slice, layer_names
+from headrace.weights.matrices import load_expert, stored_experts, stored_parts
+from headrace.weights.names import HEAD, NameTable, layer_names
 from headrace.weights.report import LoadReport, decisions, memory
 from headrace.weights.safetensors import SafetensorsCheckpoint
 from headrace.weights.scaled import ScaledCheckpoint
@@ -232,11 +230,7 @@ class _Loader:
             if part is None or part.empty:
                 continue
             if experts is not None:
-                parts = [(0, one) for one in self._stored(name, split=False)]
-                if experts.method.takes_codes:
-                    parts = expert_parts(self._checkpoint, name, part)
-                for row, stored in parts:
-                    experts.method.load(experts, parameter.rpartition(".")[2], stored, part.index, part.start + row)
+                load_expert(self._checkpoint, name, part, experts, parameter.rpartition(".")[2])
             else:
                 held = part.read(partial(self._checkpoint.read, name))
                 part.view(self._parameters[parameter]).copy_(held)
@@ -284,31 +278,8 @@ class _Loader:
                         self._read(name)
         return conversions
 
-    def _stored(self, name: str, *, split: bool = True) -> list[StoredMatrix]:
-        """The matrix of a tensor, or the parts that a rank holds of it; without ``split``, these as one matrix of floats."""
-        checkpoint, target = self._checkpoint, self._table.part(name)
-        kind = checkpoint.tensors[name].kind
-        if target is None or (target.layout is None and target.part is None):
-            codes, spec = partial(checkpoint.codes, name), partial(checkpoint.spec, name)
-            return [StoredMatrix(kind, partial(checkpoint.read, name), codes, spec)]
-        part = target.part
-        if target.layout is not None or part is None or not split:
-            return [StoredMatrix(kind, lambda: target.read(partial(checkpoint.read, name)))]
-        along: Literal["outputs", "inputs"] = "outputs" if part.axis == 0 else "inputs"
-        parts = [self._cut(name, part.axis, Cut(along, start, stop, part.shape[part.axis])) for start, stop in part.ranges]
-        if part.padding:
-            padding = dataclasses.replace(part, ranges=())
-            parts.append(StoredMatrix(kind, lambda: padding.read(partial(checkpoint.read, name), None)))
-        return parts
-
-    def _cut(self, name: str, axis: int, cut: Cut) -> StoredMatrix:
-        def codes() -> Codes | None:
-            whole = self._checkpoint.codes(name)
-            return None if whole is None else whole.cut(cut)
-
-        where = Slice(axis, ((cut.start, cut.stop),))
-        spec = partial(self._checkpoint.spec, name)
-        return StoredMatrix(self._checkpoint.tensors[name].kind, lambda: self._checkpoint.read(name, where), codes, spec)
+    def _stored(self, name: str) -> list[StoredMatrix]:
+        return stored_parts(self._checkpoint, name, self._table.part(name))
 
     def _check_ties(self) -> None:
         """Checks that a tied tensor in the checkpoint equals what it is tied to."""

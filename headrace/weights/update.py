@@ -12,6 +12,7 @@ from headrace.layers.linear import Linear
 from headrace.layers.moe import Experts
 from headrace.layers.stored import StoredMatrix
 from headrace.quant.packed import PackedMethod
+from headrace.weights.matrices import CodedTensor, load_expert
 from headrace.weights.names import NameTable, Target
 
 Named = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -64,7 +65,7 @@ class WeightUpdate:
         self._parameters, self._packed, self._experts = parameters, packed or {}, experts or {}
         self._missing = dict.fromkeys(given)
         """Tensors that have not come."""
-        self._held: dict[str, dict[str, torch.Tensor]] = {}
+        self._held: dict[str, dict[str, torch.Tensor | CodedTensor]] = {}
         """Parameter -> the tensors that wait for the others that are packed as one matrix with them."""
         self._ties: dict[str, torch.Tensor] = {}
         """Tied tensors, which are compared at the end."""
@@ -129,13 +130,13 @@ class WeightUpdate:
             raise ConfigError(f"the model ties {name} to {place.parameter}, and the update gives it another value", "tensors")
 
     @torch.inference_mode()
-    def put(self, name: str, value: torch.Tensor) -> None:
-        """Writes a tensor, rounded as loading rounds it. One that is packed with others is written with the last of them."""
+    def put(self, name: str, value: torch.Tensor | CodedTensor) -> None:
+        """Writes a tensor, rounded as loading rounds it; one of codes as loading writes it. One that is packed with others is
+        written with the last of them."""
         del self._missing[name]
-        value = value.detach()
         if (part := self._table.part(name)) is None:
             if self._table.tied(name) is not None:
-                self._ties[name] = value
+                self._ties[name] = value.read() if isinstance(value, CodedTensor) else value.detach()
             return
         if parameter := part.parameter if part.parameter in self._packed else None:
             held = self._held.setdefault(parameter, {})
@@ -147,17 +148,29 @@ class WeightUpdate:
         if part.parameter in self._experts:
             if not part.empty:
                 layer, matrix = self._experts[part.parameter], part.parameter.rpartition(".")[2]
-                layer.method.load_floats(layer, matrix, part.take(value), part.index, part.start)
+                if isinstance(value, CodedTensor):
+                    load_expert(value.checkpoint, name, part, layer, matrix)
+                else:
+                    layer.method.load_floats(layer, matrix, part.take(value), part.index, part.start)
         elif not self._is_packed(part.parameter):
-            part.fill(self._parameters[part.parameter].data, value)
+            part.fill(self._parameters[part.parameter].data, value.read() if isinstance(value, CodedTensor) else value.detach())
         self.count += 1
         self.written.setdefault(part.parameter, set()).add(name)
 
-    def _pack(self, layer: Linear, values: Mapping[str, torch.Tensor]) -> None:
+    def _pack(self, layer: Linear, values: Mapping[str, torch.Tensor | CodedTensor]) -> None:
         device = next(layer.buffers()).device
-        parts = [(cast(Target, self._table.part(name)), value) for name, value in values.items()]
-        stored = [_stored(part, value, device) for part, value in parts if not part.empty]
-        cast(PackedMethod, layer.method).rewrite(layer, stored)
+        stored = list[StoredMatrix]()
+        for name, value in values.items():
+            part = cast(Target, self._table.part(name))
+            if isinstance(value, CodedTensor):
+                stored += value.parts(part)
+            elif not part.empty:
+                stored.append(_stored(part, value.detach(), device))
+        method = cast(PackedMethod, layer.method)
+        if any(isinstance(value, CodedTensor) for value in values.values()):
+            method.reload(layer, stored)
+        else:
+            method.rewrite(layer, stored)
 
     def finish(self) -> None:
         """Compares tied tensors with what they are tied to.

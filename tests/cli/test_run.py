@@ -240,7 +240,7 @@ def test_a_file_with_bad_lines(tmp_path: Path) -> None:
     assert found[0]["id"] == "first" and found[4]["id"] == 5
     assert found[2]["outputs"][0]["logprobs"] == [{"5": {"logprob": -0.5, "rank": 1, "decoded_token": "x"}}]
     assert found[2]["outputs"][0]["sampling_mask"] == [[5, 6]]
-    experts = {"data": "YWI=", "layers": [1], "num_layers": 2, "top_k": 1, "wide": False}
+    experts = {"data": "YWI=", "layers": [1], "num_layers": 2, "top_k": 1, "wide": False, "weighted": False}
     assert found[2]["outputs"][0]["routed_experts"] == experts
     assert [record["error"]["param"] for record in found[3:6]] == ["prompt", "top_k", "topk"]
     assert "error: line 4: prompt: token id 666" in result.stderr and "error: line 10: not JSON" in result.stderr

@@ -17,7 +17,7 @@ from headrace import LLM, SamplingParams
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError, RequestError
 from headrace.frontend.limits import check_limits
-from headrace.layers.moe import ExpertRouter
+from headrace.layers.moe import ExpertRouter, Experts
 from headrace.outputs import ExpertLayers, RoutedExperts
 from headrace.resolve.model import recorded_experts
 from headrace.server.shape.generate import routed_int32, routed_npy, routed_raw
@@ -97,6 +97,41 @@ def test_they_are_what_the_routers_chose(llm: LLM, monkeypatch: pytest.MonkeyPat
     assert len({*map(tuple, rows(result.outputs[0].routed_experts).reshape(-1, 2).tolist())}) > 5
 
 
+def test_with_their_weights_they_replay_a_layer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids and weights that come back, of a prompt in chunks, make of a layer's inputs its very outputs."""
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    forward = Experts.forward
+
+    def watched(self: Experts, x: torch.Tensor, *routed: torch.Tensor) -> torch.Tensor:
+        out = forward(self, x, *routed)
+        seen.append((x.clone(), out.clone()))
+        return out
+
+    with build(folder, enable_return_routed_weights=True, max_num_batched_tokens=8) as llm:
+        monkeypatch.setattr(Experts, "forward", watched)
+        [result] = llm.generate(PROMPTS[0], params(max_tokens=4))
+        monkeypatch.undo()
+        routed = result.outputs[0].routed_experts
+        assert routed is not None and routed.shape.weighted
+        ids = torch.frombuffer(bytearray(routed.data), dtype=torch.uint8).view(-1, 2, 2).int()
+        weights = torch.frombuffer(bytearray(routed.weights), dtype=torch.float32).view(-1, 2, 2)
+        mixtures = [module for module in llm._engine.executor.model.modules() if isinstance(module, Experts)]  # type: ignore[union-attr]
+        assert len(mixtures) == 2
+        for layer, mixture in enumerate(mixtures):
+            at = 0
+            for x, out in seen[layer::2]:
+                own = slice(at, at + len(x))
+                assert torch.equal(mixture(x, ids[own, layer].contiguous(), weights[own, layer].contiguous()), out)
+                at += len(x)
+            assert at == len(ids) == len(weights)
+    encoded = routed_int32(routed, 0, len(ids) + 1), routed_raw(routed)
+    sent = np.frombuffer(base64.b64decode(encoded[0]["routed_weights"]), "<f4").reshape(len(ids), 3, 2)
+    assert np.array_equal(sent[:, [0, 2]], weights.numpy()) and not sent[:, 1].any()
+    assert encoded[1]["routed_weights"]["dtype"] == "float32"
+    with pytest.raises(ConfigError, match="needs enable_return_routed_experts"):
+        build(folder, enable_return_routed_experts=False, enable_return_routed_weights=True)
+
+
 def same(found: list[tuple[list[int], np.ndarray]], expected: list[tuple[list[int], np.ndarray]]) -> None:
     assert len(found) == len(expected) == 9
     for (tokens, experts), (other_tokens, other) in zip(found, expected, strict=True):
@@ -137,9 +172,9 @@ def test_encodings() -> None:
         routed = RoutedExperts(chosen.tobytes(), ExpertLayers([0, 2], 3, 2, wide))
         whole = np.zeros((3, 3, 2), dtype)
         whole[:, [0, 2]] = chosen
-        npy = np.load(io.BytesIO(base64.b64decode(routed_npy(routed))))
+        npy = np.load(io.BytesIO(base64.b64decode(routed_npy(routed)["routed_experts"])))
         assert npy.dtype == dtype and np.array_equal(npy, whole)
-        raw = routed_raw(routed)
+        raw = routed_raw(routed)["routed_experts"]
         assert (raw["shape"], raw["start"], raw["dtype"]) == ([3, 3, 2], 0, dtype)
         assert base64.b64decode(raw["data"]) == whole.tobytes()
         meta = routed_int32(routed, 1, 4)

@@ -15,6 +15,7 @@ from support.models.tiny_llama import write_config, write_model
 
 from headrace import LLM, SamplingParams
 from headrace.core.weights import Begin, DiskSource, Finish, Load, Pause, Resume, Sleep
+from headrace.engine.sleep import owned_tensors
 from headrace.errors import ConfigError, UnavailableError, WeightsError
 from headrace.host import pages
 
@@ -177,6 +178,17 @@ def test_random_weights_are_made_again(folder: Path) -> None:
     llm.reload_weights()
     assert outputs_of(llm) == before
     llm.close()
+
+
+def test_the_tensors_that_a_runner_owns(llm: LLM) -> None:
+    """Tables, buffers and KV are found wherever they are held, and nothing of a model that the caller keeps."""
+    executor: Any = llm._engine.executor
+    runner, model = executor.runner, executor.model
+    found = {id(tensor) for tensor in owned_tensors(runner)}
+    expected = [runner.slots.token_ids.tensor, *(table.tensor for table in runner.slots.block_tables), *model.parameters()]
+    assert {id(tensor) for tensor in (*expected, *(cache.rows for cache in runner.caches))} <= found
+    others = {id(tensor) for tensor in owned_tensors(runner, beside=model)}
+    assert id(runner.slots.token_ids.tensor) in others and not others & {id(tensor) for tensor in model.parameters()}
 
 
 class Measured:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Iterator
 from types import FunctionType, ModuleType
 
@@ -68,3 +69,22 @@ def test_nothing_is_left_of_the_old_weights(name: str) -> None:
     assert weight_update(model, weights).write() == len(weights)
     assert not torch.equal(logits(model), before)
     torch.testing.assert_close(logits(model), logits(other), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "gpt-oss"])
+def test_any_order_and_split_gives_the_same_weights(name: str) -> None:
+    """Parts of a fused matrix in loads of their own, in whatever order, one tensor at a time or all."""
+    _, config_class, changes = CASES[name]
+    spec = registry.model_spec(config_class(**SMALL | changes))
+    model, other = random_model(spec), random_model(spec, seed=1)
+    weights = {table_name: value.clone() for table_name, value in export(registry.name_table(spec), other)}
+    for seed in range(4):
+        choose, names = random.Random(seed), list(weights)
+        choose.shuffle(names)
+        for dropped in model_tensors(model).weights:
+            dropped.data.fill_(torch.nan)
+        size = (1, 2, 7, len(names))[seed]
+        for first in range(0, len(names), size):
+            weight_update(model, {one: weights[one] for one in names[first : first + size]}).write()
+        for (where, ours), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+            assert torch.equal(ours, theirs), where

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
+from headrace.config import EngineArgs
 from headrace.core.weights import (
     Begin,
     Checksums,
     DiskSource,
+    Export,
     Fail,
     Finish,
     GroupSpec,
@@ -17,6 +20,7 @@ from headrace.core.weights import (
     Load,
     Lose,
     Pause,
+    SiblingSource,
     Sleep,
     SleepTag,
     Wake,
@@ -24,7 +28,7 @@ from headrace.core.weights import (
     WeightResult,
     WeightStatus,
 )
-from headrace.errors import EngineDeadError
+from headrace.errors import ConfigError, EngineDeadError
 from headrace.processes.messages import ToEngine, WeightCall, WeightReply
 from headrace.processes.replica_weights import ReplicaWeights
 
@@ -45,10 +49,10 @@ class FakeReplica:
 
 
 class Bench:
-    def __init__(self) -> None:
+    def __init__(self, *, heals: bool = False) -> None:
         self.replicas = [FakeReplica(number) for number in range(2)]
         self.answers: list[WeightReply] = []
-        self.weights = ReplicaWeights(self.replicas, self.answers.append)
+        self.weights = ReplicaWeights(self.replicas, self.answers.append, heals=heals)
 
     def call(self, command: WeightCommand, *results: WeightResult) -> WeightResult | None:
         self.weights.send(WeightCall(1, command))
@@ -143,6 +147,52 @@ def test_a_replica_that_starts_again_is_told_what_the_others_have(bench: Bench) 
     bench.weights.started(second)
     assert second.sent == [Pause("wait"), Lose(3, "v3")]
     assert not first.sent
+
+
+def test_a_replica_that_knows_what_it_lost_gets_it_too() -> None:
+    bench = Bench(heals=True)
+    first, second = bench.replicas
+    first.weights = WeightStatus(state="serving", number=3, version="v3")
+    second.weights = WeightStatus(state="lost", number=3, version="v3", reason="lost")
+    bench.weights.started(second)
+    assert [type(command) for command in second.sent] == [Begin, Load]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_replica_that_starts_again_gets_the_weights_of_another(whole: bool) -> None:
+    """Commands wait meanwhile. Where the copy fails, the replica has lost its weights as before."""
+    bench = Bench(heals=True)
+    first, second = bench.replicas
+    first.weights = WeightStatus(state="serving", number=3, version="v3")
+    bench.weights.started(second)
+    (export,) = first.sent
+    assert isinstance(export, Export) and Path(export.folder).is_dir()
+    assert second.sent == [Lose(3, "v3"), Begin(), Load(SiblingSource(export.folder))]
+    assert bench.call(Begin()) is None and bench.call(Pause("keep"), OK, OK) == OK
+    assert bench.last == [Pause("keep"), Pause("keep")]
+    bench.weights.answered(1, WeightReply(-1, OK if whole else FAILED))
+    assert second.sent[-2:] == [Finish(3, "v3") if whole else Lose(3, "v3"), Begin()]
+    assert first.sent[-1] == Begin() and not Path(export.folder).exists()
+
+
+def test_one_engine_has_no_sibling() -> None:
+    with pytest.raises(ConfigError, match="no other replica") as caught:
+        EngineArgs(heal_from_sibling=True)
+    assert caught.value.param == "heal_from_sibling"
+
+
+def test_no_weights_come_from_a_replica_that_changes_its_own() -> None:
+    bench = Bench(heals=True)
+    first, second = bench.replicas
+    first.weights = WeightStatus(state="open", number=3, version="v3")
+    bench.weights.started(second)
+    assert second.sent == [Lose(3, "v3")] and not first.sent
+    first.weights = WeightStatus(state="serving", number=3, version="v3")
+    bench.weights.started(second)
+    bench.weights.send(WeightCall(7, Begin()))
+    second.up = False
+    bench.weights.lost(1)
+    assert first.sent[-1] == Begin(), "what waited goes to the replicas that are left"
 
 
 def test_the_state_of_all_is_the_worst(bench: Bench) -> None:

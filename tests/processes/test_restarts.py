@@ -226,6 +226,22 @@ def test_a_stopped_engine_is_found_out_and_replaced(make: Callable[..., AsyncLLM
 
 
 @pytest.mark.slow
+def test_a_long_pause_is_not_a_stuck_engine(make: Callable[..., AsyncLLM]) -> None:
+    async def work() -> None:
+        async with make(seconds=0.01, step_timeout=0.6) as llm:
+            pid = llm.engine_pid
+            task = asyncio.create_task(collect(llm.generate("a", params(60))))
+            await until(lambda: llm.stats.num_running == 1)
+            await llm.weights.pause("keep")
+            await asyncio.sleep(3 * 0.6)
+            assert llm.health().ok and llm.engine_pid == pid and not task.done()
+            await llm.weights.resume()
+            assert (await task).finished and llm.engine_pid == pid
+
+    run(work())
+
+
+@pytest.mark.slow
 def test_a_step_that_computes_for_many_timeouts_is_not_stuck(make: Callable[..., AsyncLLM]) -> None:
     async def work() -> None:
         async with make("prompts", step_timeout=0.6) as llm:

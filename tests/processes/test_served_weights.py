@@ -20,10 +20,11 @@ from support.trainer import Trainer
 
 from headrace import LLM, AsyncLLM, SamplingParams
 from headrace.config import EngineArgs
-from headrace.core.weights import DiskSource, GroupSpec
+from headrace.core.weights import DiskSource, GroupSpec, SegmentSource
 from headrace.errors import EngineDeadError, UnavailableError, WeightsError
 from headrace.option_groups import WeightTransferConfig
 from headrace.outputs import RequestOutput
+from headrace.weights.checksum import checksum
 from processes.async_engine import Shared, until
 
 COMPANY: dict[str, Any] = {
@@ -140,7 +141,7 @@ def spans(output: RequestOutput) -> list[tuple[str, int, int]]:
 
 
 async def updates_under_load(
-    llm: AsyncLLM, folder: Path, tmp_path: Path, count: int, first: int, trainer: Trainer | None
+    llm: AsyncLLM, folder: Path, tmp_path: Path, count: int, first: int, trainer: Trainer | None, segment: bool
 ) -> tuple[list[RequestOutput], dict[str, Weights]]:
     """Requests keep arriving while ``count`` updates go through; pauses are of every mode that keeps requests."""
     served = llm.weights.status().version
@@ -163,17 +164,23 @@ async def updates_under_load(
         await begun.wait()
         await llm.weights.pause(mode)  # type: ignore[arg-type]
         assert llm.weights.status().state == "paused"
-        if trainer is None:
+        if trainer is None and segment:
+            path = write(tmp_path / f"step-{step}", weights) / "model.safetensors"
+            (place := Path("/dev/shm") / f"headrace-test-{os.getpid()}-{step}").write_bytes(path.read_bytes())
+            await llm.weights.begin(checksums=True)
+            await llm.weights.load(SegmentSource(place.name))
+            place.unlink()
+            done = await llm.weights.finish(f"v{step}", checksums={name: checksum(one) for name, one in weights.items()})
+        elif trainer is None:
             path = write(tmp_path / f"step-{step}", weights)
             done = await llm.weights.update_from_disk(path, f"v{step}")
             shutil.rmtree(path)
         else:
             await llm.weights.begin()
             names = list(weights)
-            trainer.beside(lambda weights=weights: trainer.send(weights, PACK))  # type: ignore[misc]
-            await llm.weights.receive(
-                "g", names, [str(weights[name].dtype) for name in names], [weights[name].shape for name in names], packed=True
-            )
+            trainer.beside(lambda weights=weights: trainer.send(weights, PACK if trainer.packs else None))  # type: ignore[misc]
+            dtypes, shapes = [str(weights[name].dtype) for name in names], [weights[name].shape for name in names]
+            await llm.weights.receive("g", names, dtypes, shapes, packed=trainer.packs)
             trainer.wait()
             done = await llm.weights.finish(f"v{step}")
         assert (done.written, done.num_kept) == (len(weights), 0)
@@ -187,10 +194,18 @@ async def updates_under_load(
 
 
 def run_updates(
-    shared: Shared, folder: Path, tmp_path: Path, count: int, first: int, trainer: Trainer | None, *, alone: bool = True
+    shared: Shared,
+    folder: Path,
+    tmp_path: Path,
+    count: int,
+    first: int,
+    trainer: Trainer | None,
+    *,
+    alone: bool = True,
+    segment: bool = False,
 ) -> None:
     async def work() -> None:
-        outputs, models = await updates_under_load(shared.llm, folder, tmp_path, count, first, trainer)
+        outputs, models = await updates_under_load(shared.llm, folder, tmp_path, count, first, trainer, segment)
         seen = {version for output in outputs for version, _, _ in spans(output)}
         assert seen == set(models)
         assert any(len(spans(output)) > 1 for output in outputs), "no sequence met an update"
@@ -200,7 +215,7 @@ def run_updates(
         await asyncio.to_thread(check, outputs, models, folder, tmp_path, alone=alone)
         await shared.llm.check_integrity()
 
-    shared.run(work())
+    shared.run(work(), 120 + 30 * count)
 
 
 def joined(shared: Shared, trainer: Trainer) -> None:
@@ -212,7 +227,7 @@ def joined(shared: Shared, trainer: Trainer) -> None:
             port=trainer.port,
             rank_offset=1,
             world_size=trainer.world_size,
-            protocol="vllm",
+            protocol="vllm" if trainer.packs else "torch",
             backend="gloo",
         )
         assert (await shared.llm.weights.join(spec)).weights.groups == ["g"]
@@ -314,6 +329,53 @@ def test_weights_are_torn_until_all_are_written(shared: Shared, folder: Path, tm
 
 
 @pytest.mark.slow
+def test_groups_are_joined_in_any_order(shared: Shared) -> None:
+    """Trainers join several, each in its own order: none waits for another."""
+
+    async def work() -> None:
+        trainers = {name: Trainer(2, (name, f"{name}/", "cpu/")) for name in ("one", "two")}
+        joins = []
+        for name, trainer in trainers.items():
+            port = trainer.port
+            spec = GroupSpec(
+                name=name, address="127.0.0.1", port=port, rank_offset=1, world_size=2, protocol="torch", backend="gloo"
+            )
+            joins.append(asyncio.create_task(shared.llm.weights.join(spec)))
+        for name in reversed(trainers):
+            await asyncio.to_thread(trainers[name].join)
+        await asyncio.gather(*joins)
+        assert set(shared.llm.weights.status().groups) >= {"one", "two"}
+        for name, trainer in trainers.items():
+            await shared.llm.weights.leave(name)
+            trainer.close()
+
+    shared.run(work())
+
+
+@pytest.mark.slow
+def test_values_that_never_came(shared: Shared, folder: Path, tmp_path: Path) -> None:
+    """A broadcast of uninitialised memory is noticed by its NaN, and is no success."""
+    trainer = Trainer(2, ("g", "g/", "cpu/"))
+    joined(shared, trainer)
+
+    async def work() -> None:
+        new = version_of(folder, 0)
+        name = list(new)[-1]
+        sent = new | {name: torch.full_like(new[name], torch.nan).view(torch.int32).fill_(-1).view(torch.float32)}
+        await shared.llm.weights.begin()
+        trainer.beside(lambda: trainer.send(sent))
+        with pytest.raises(WeightsError, match=f"values of {name} did not come") as caught:
+            await shared.llm.weights.receive("g", list(new), ["float32"] * len(new), [one.shape for one in new.values()])
+        assert (caught.value.status, shared.llm.weights.status().state) == (503, "torn")
+        trainer.wait()
+        await shared.llm.weights.update_from_disk(write(tmp_path / "whole", new))
+        assert shared.llm.health().ok
+
+    shared.run(work())
+    trainer.close()
+
+
+@pytest.mark.slow
 def test_a_group_that_does_not_come_together(shared: Shared) -> None:
     """The engine serves meanwhile, and says so in time."""
 
@@ -399,14 +461,44 @@ def test_two_replicas(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_replica_heals_from_its_sibling(folder: Path, tmp_path: Path) -> None:
+    """Bit for bit, with packed weights too, and without a trainer."""
+    args: dict[str, Any] = {"data_parallel_size": 2, "quantization": "int8", "heal_from_sibling": True, **ALONE}
+    shared = Shared(AsyncLLM(EngineArgs(model=str(folder), **args)))
+    llm, replicas = shared.llm, shared.llm.replicas
+    assert replicas is not None
+
+    async def work() -> None:
+        await until(lambda: all(status.state == "running" for status in replicas.status()))
+        await llm.weights.update_from_disk(write(tmp_path / "one", version_of(folder, 1)), "v1")
+        before = await llm.weights.checksums()
+        pid = replicas.status()[1].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: replicas.status()[1].pid not in (None, pid))
+        await until(lambda: replicas.status()[1].state == "running" and not replicas.status()[1].reason)
+        assert await llm.weights.checksums() == before
+        outputs = await asyncio.gather(*(rollout(llm, 1, 4) for _ in range(8)))
+        assert {version for output in outputs for version, _, _ in spans(output)} == {"v1"}
+        assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
+        assert all(status.routing.accepted for status in replicas.status())
+        await llm.weights.update_from_disk(write(tmp_path / "two", version_of(folder, 2)), "v2")
+        assert llm.weights.status().state == "serving"
+
+    shared.run(work())
+    shared.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("alone", [True, False])
-@pytest.mark.parametrize("transport", ["disk", "gloo"])
+@pytest.mark.parametrize("transport", ["disk", "shm", "vllm's group", "torch's group"])
 def test_fifty_updates(folder: Path, tmp_path: Path, transport: str, alone: bool) -> None:
     args = ALONE if alone else COMPANY
     shared = Shared(AsyncLLM(EngineArgs(model=str(folder), weight_transfer_config=TRANSFER, **args)))
     trainer = None
-    if transport == "gloo":
-        trainer = Trainer(2)
+    if transport.endswith("group"):
+        trainer = Trainer(2) if transport == "vllm's group" else Trainer(2, ("g", "g/", "cpu/"))
         joined(shared, trainer)
-    run_updates(shared, folder, tmp_path, 50, 0, trainer, alone=alone)
+    run_updates(shared, folder, tmp_path, 50, 0, trainer, alone=alone, segment=transport == "shm")
     shared.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import threading
 import time
@@ -15,14 +16,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.models.tiny_llama import write_model
 from support.server.fakes import FakeLLM
-from support.server.harness import Api, Running, running
+from support.server.harness import Api, Running, client, running
 from support.trainer import Trainer
 
 from headrace.config import EngineArgs
 from headrace.core.weights import WeightResult, WeightStatus
+from headrace.errors import WeightsError
 from headrace.frontend.async_llm import AsyncLLM
 from headrace.option_groups import WeightTransferConfig
 from headrace.server.settings import ServerSettings
+from headrace.weights.checksum import checksum
 
 PACK = 50_000
 ASK: dict[str, Any] = {
@@ -141,7 +144,7 @@ def joined(http: httpx.Client) -> Trainer:
 
 
 def sync(http: httpx.Client, trainer: Trainer, weights: Weights, number: str) -> Any:
-    """What TRL's client sends for each of its steps."""
+    """What TRL's client sends for each of its steps; ``is_checkpoint_format`` only says how tensors are named."""
     post(http, "/pause?mode=keep")
     assert http.get("/is_paused").json() == {"is_paused": True}
     post(http, "/start_weight_update", {"is_checkpoint_format": True})
@@ -258,7 +261,12 @@ def test_slime(http: httpx.Client, folder: Path, root: Path) -> None:
     post(http, "/destroy_weights_update_group", {"group_name": "slime-pp_0"})
     assert http.get("/weight_info").json()["state"] == "serving"
     assert http.get("/health_generate").status_code == 200
+    # Another name aborts nobody, unless the body says so.
+    rollout = Rollout(http, LONG)
+    until(lambda: running_requests(http))
     post(http, "/update_weight_version", {"new_version": "9"})
+    answer = rollout.wait()
+    assert answer["choices"][0]["finish_reason"] == "length" and [one for one, _, _ in versions(answer)] == ["8", "9"]
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "return_weight_versions": True}
     answer = post(http, "/v1/chat/completions", chat)
     assert [span["version"] for span in answer["choices"][0]["weight_versions"]] == ["9"]
@@ -279,6 +287,44 @@ def test_sums_of_weights(http: httpx.Client, folder: Path, root: Path) -> None:
     assert len(compared["differing"]) == len(sums[1])
 
 
+def test_a_segment_with_sums_and_repeated_commands(http: httpx.Client, folder: Path, root: Path) -> None:
+    """A command with the id of one that succeeded is answered as that was; other tensors than the sender's are torn weights."""
+    weights = weights_of(folder, 9)
+    sums = {name: checksum(value) for name, value in weights.items()}
+    segment = Path("/dev/shm") / f"headrace-test-{root.parent.name}"
+
+    def send(step: str, path: str, body: Any = None, status: int = 200) -> Any:
+        answer = http.post(path, json=body or {}, headers={"X-Request-Id": step})
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    def update(run: str, sent: Weights, status: int) -> Any:
+        save_file(sent, segment, metadata={"format": "pt"})
+        for _ in range(2):
+            send(f"{run}-begin", "/start_weight_update", {"checksums": True})
+            send(f"{run}-send", "/update_weights", {"update_info": {"shm_name": segment.name}})
+        segment.unlink()
+        send(f"{run}-send", "/update_weights", {"update_info": {"shm_name": segment.name}})
+        return send(f"{run}-end", "/finish_weight_update", {"weight_version": run, "checksums": sums}, status)
+
+    before = http.get("/weight_info").json()["number"]
+    assert update("whole", weights, 200) == send("whole-end", "/finish_weight_update")
+    assert http.get("/weight_info").json()["number"] == before + 1
+    assert versions(post(http, "/v1/completions", ASK)) == [("whole", 0, 6)]
+    name = sorted(weights)[-1]
+    other = weights | {name: weights[name].flip(0)}
+    refused = update("other", other, 409)["error"]["message"]
+    assert "torn" in refused and name in refused and "differs from the sender's sums" in refused
+    assert "torn" in send("other-end", "/finish_weight_update", {}, 409)["error"]["message"], "failures are not repeated"
+    assert http.get("/ready").status_code == 503
+    update("again", weights, 200)
+    assert versions(post(http, "/v1/completions", ASK)) == [("again", 0, 6)]
+    post(http, "/start_weight_update")
+    unasked = post(http, "/finish_weight_update", {"checksums": sums}, 409)
+    assert "must begin with checksums" in unasked["error"]["message"]
+    post(http, "/finish_weight_update")
+
+
 class FakeWeights:
     """Pauses nothing."""
 
@@ -287,6 +333,32 @@ class FakeWeights:
 
     def status(self) -> WeightStatus:
         return WeightStatus()
+
+
+def test_a_repeated_command_waits_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes while the first is under way is not another, and one after a failure is."""
+    llm, calls = FakeLLM(), list[str]()
+
+    class Slow(FakeWeights):
+        async def resume(self) -> WeightResult:
+            calls.append("resume")
+            await asyncio.sleep(0.01)
+            if len(calls) == 1:
+                raise WeightsError("an update is open", 409)
+            return WeightResult()
+
+    monkeypatch.setattr(llm, "weights", Slow(), raising=False)
+
+    async def ask() -> list[int]:
+        async with client(llm, ServerSettings(enable_rl_api=True)) as http:
+            one = {"X-Request-Id": "one"}
+            both = await asyncio.gather(*(http.post("/resume", headers=one) for _ in range(2)))
+            again = await asyncio.gather(*(http.post("/resume", headers=one) for _ in range(2)))
+            last, other = await http.post("/resume", headers=one), await http.post("/resume", headers={"X-Request-Id": "two"})
+            return [answer.status_code for answer in (*both, *again, last, other)]
+
+    assert asyncio.run(ask()) == [409, 409, 200, 200, 200, 200]
+    assert len(calls) == 3
 
 
 @pytest.mark.parametrize(

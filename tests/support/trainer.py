@@ -25,6 +25,8 @@ class Trainer:
         self.port = free_port()
         self.world_size = world_size
         self._prefixes = prefixes
+        self.packs = len(prefixes) == 1
+        """The group is of vLLM's kind, whose tensors come in packs."""
         self._timeout = timedelta(seconds=seconds)
         self._thread: threading.Thread | None = None
         self.errors: list[Exception] = []

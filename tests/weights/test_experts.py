@@ -19,8 +19,9 @@ from headrace.errors import ConfigError
 from headrace.layers.moe import Experts
 from headrace.models import registry
 from headrace.models.decoder import Decoder
+from headrace.models.kinds import model_tensors, own_weights
 from headrace.models.size import weight_bytes
-from headrace.models.update import weight_update
+from headrace.models.update import update_plan, weight_update
 from headrace.parallel.layout import ParallelSizes, shard_model
 from headrace.quant.experts import CodedExperts
 from headrace.quant.registry import QUANTIZATIONS, STORED, find
@@ -402,3 +403,21 @@ def test_new_values_of_kept_codes(name: str, kept: bool, tmp_path: Path) -> None
     assert isinstance(experts, Experts)
     meant = torch.stack([new[f"model.layers.0.mlp.experts.{each}.down_proj.weight"] for each in range(4)])
     assert 0 < (experts.method.dequantize(experts, "down_proj") - meant).norm() / meant.norm() < 0.04
+
+
+def test_codes_of_files_are_read_again(tmp_path: Path) -> None:
+    """Experts in FP8 that were dropped have their tiles again, and the matrices beside them, bit for bit."""
+    hf_config = saved(tmp_path, Qwen3MoeConfig, QWEN, "blocks")
+    model, _ = loaded(hf_config, tmp_path, "stored")
+    before = {name: one.clone().flatten().view(torch.uint8) for name, one in model.named_buffers()}
+    for dropped in model_tensors(model).weights:
+        dropped.untyped_storage().fill_(0)
+    source = own_weights(model, files(hf_config, "safetensors", [tmp_path / "model.safetensors"]), 0, torch.device("cpu"))
+    update = update_plan(model, source.facts)
+    for name, tensor in source.tensors():
+        update.put(name, tensor)
+    update.finish()
+    source.close()
+    assert any("experts" in name for name in before)
+    for name, one in model.named_buffers():
+        assert torch.equal(before[name], one.flatten().view(torch.uint8)), name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +12,13 @@ import torch
 from headrace.errors import ConfigError
 from headrace.models import registry
 from headrace.models.decoder import Decoder
-from headrace.models.update import weight_update
+from headrace.models.kinds import model_tensors, own_weights
+from headrace.models.update import update_plan, weight_update
 from headrace.weights.checkpoint import DummyCheckpoint
 from headrace.weights.load import load_weights
 
 from .models import config, files, spec
+from .test_compressed_tensors import model_files
 
 CPU = torch.device("cpu")
 
@@ -64,3 +68,28 @@ def test_parts_of_one_matrix_come_together() -> None:
     rows = model.layers[0].self_attn.qkv_proj.parts["q_proj"]
     with pytest.raises(ConfigError, match=f"{q} is packed as one matrix with {names[1]}, {names[2]}"):
         weight_update(model, {q: torch.zeros(rows, model.spec.hidden_size)})
+
+
+@pytest.mark.parametrize(("preset", "quantization"), [("W4A16_ASYM", "int4"), ("FP8", "fp8"), ("FP8", "none")])
+def test_codes_of_files_are_read_again(preset: str, quantization: str, tmp_path: Path) -> None:
+    """Weights that were dropped have the very codes of the files again, which floats would be rounded to anew."""
+    model_files(tmp_path, preset, ["lm_head"])
+    raw = json.loads((tmp_path / "config.json").read_text())
+    hf_config = config(quantization_config=raw["quantization_config"])
+    found = files(hf_config, "safetensors", [tmp_path / "model.safetensors"])
+    model = registry.build(spec(hf_config), "bfloat16", "cpu", to_load=True)
+    load_weights(model, registry.name_table(model.spec), found, device=CPU, quantization=quantization)
+    places = {name: tensor.data_ptr() for name, tensor in held(model).items()}
+    before = {name: tensor.clone() for name, tensor in held(model).items()}
+    for tensor in model_tensors(model).weights:
+        tensor.data.untyped_storage().fill_(0)
+    source = own_weights(model, found, 0, CPU)
+    update = update_plan(model, source.facts)
+    for name, tensor in source.tensors():
+        update.put(name, tensor)
+    update.finish()
+    source.close()
+    assert not update.unwritten(update.written)
+    for name, tensor in held(model).items():
+        assert same(before[name], tensor), name
+        assert tensor.data_ptr() == places[name]

@@ -29,10 +29,14 @@ class RecordedExperts:
     """Place behind the last token of each sequence in ``experts``."""
     experts: torch.Tensor
     """``[tokens, layers, top_k]``"""
+    weights: torch.Tensor | None
+    """The same, float32; None: they are not recorded."""
 
     def lists(self) -> dict[int, bytes]:
-        """seq_id -> its tokens' choices, in the form of ``RoutedExperts.data``."""
-        data, starts = self.experts.numpy(), [0, *self.ends]
+        """seq_id -> its tokens' choices: of each its ids, in the form of ``RoutedExperts.data``, and then its weights."""
+        recorded = [self.experts] if self.weights is None else [self.experts, self.weights]
+        data = np.concatenate([one.flatten(1).numpy().view(np.uint8) for one in recorded], axis=1)
+        starts = [0, *self.ends]
         return {seq: data[start:end].tobytes() for seq, start, end in zip(self.seq_ids, starts, self.ends, strict=False)}
 
 
@@ -50,14 +54,16 @@ class ExpertRecorder(RunnerPart):
         dtype = torch.int16 if shape.wide else torch.uint8
         self._experts = torch.zeros(len(shape.layers), most, shape.top_k, dtype=dtype, device=config.device)
         """``[layers, tokens of a step, top_k]``"""
-        for router, own in zip(routers, self._experts, strict=True):
-            router.record = own[:, : router.spec.top_k]
+        self._weights = torch.zeros(self._experts.shape, device=config.device) if shape.weighted else None
+        for index, router in enumerate(routers):
+            router.record = self._experts[index, :, : router.spec.top_k]
+            router.record_weights = None if self._weights is None else self._weights[index, :, : router.spec.top_k]
         self._wanted = np.zeros(scheduler.max_num_seqs, dtype=np.bool_)
         """slot -> whether its sequence asks."""
 
     @property
     def nbytes(self) -> int:
-        return self._experts.nbytes
+        return self._experts.nbytes + (0 if self._weights is None else self._weights.nbytes)
 
     def release(self, slots: Sequence[int]) -> None:
         self._wanted[list(slots)] = False
@@ -74,5 +80,10 @@ class ExpertRecorder(RunnerPart):
         counts = rows.counts[wanted]
         ends = np.cumsum(counts)
         tokens = np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1])
-        chosen = self._experts.index_select(1, upload(tokens, self._experts.device)).transpose(0, 1).contiguous()
-        step.routed.append(RecordedExperts(rows.seq_ids[wanted].tolist(), ends.tolist(), to_host(chosen)))
+        places = upload(tokens, self._experts.device)
+
+        def taken(recorded: torch.Tensor) -> torch.Tensor:
+            return to_host(recorded.index_select(1, places).transpose(0, 1).contiguous())
+
+        weights = None if self._weights is None else taken(self._weights)
+        step.routed.append(RecordedExperts(rows.seq_ids[wanted].tolist(), ends.tolist(), taken(self._experts), weights))

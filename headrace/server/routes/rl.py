@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request
+from fastapi.routing import APIRoute
 from starlette.responses import Response
 
 from headrace.core.weights import GroupSpec
@@ -24,12 +25,45 @@ logger = logging.getLogger("headrace.server")
 T = TypeVar("T", bound=msgspec.Struct)
 
 _REMINDER_SECONDS = 60.0
+_REMEMBERED = 64
+"""Commands whose answers are kept for clients that send them again."""
 
 
 def admin(request: Request) -> None:
     """Raises: ApiError 403: the request's key is not an admin's."""
     if serving(request).settings.api_keys and not request.scope.get(ADMIN):
         raise ApiError(403, "this route needs an admin key (--admin-key)", code="admin_key_needed")
+
+
+class CommandRoute(APIRoute):
+    """A route whose commands may be sent again: one with the ``X-Request-Id`` of an earlier one that succeeded, or is under
+    way, gets its answer, and nothing is done twice."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def once(request: Request) -> Response:
+            name = request.headers.get("x-request-id")
+            if name is None or request.method != "POST":
+                return await handle(request)
+            admin(request)
+            key, answers = (f"{request.url.path}?{request.url.query}", name), serving(request).command_answers
+            if (command := answers.get(key)) is None:
+                command = answers[key] = asyncio.ensure_future(handle(request))
+                while len(answers) > _REMEMBERED:
+                    del answers[next(iter(answers))]
+            try:
+                # A client that goes away leaves the command to those that ask again.
+                answer = await asyncio.shield(command)
+            except Exception:
+                answers.pop(key, None)
+                raise
+            if answer.status_code != 200:
+                answers.pop(key, None)
+            # Middleware adds headers to the answer that it sends.
+            return Response(answer.body, answer.status_code, media_type=answer.media_type)
+
+        return once
 
 
 class RlBody(msgspec.Struct, forbid_unknown_fields=True):

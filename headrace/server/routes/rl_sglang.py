@@ -12,6 +12,7 @@ from headrace.core.weights import GroupSpec, PauseMode
 from headrace.errors import RequestError, listed
 from headrace.server.errors import JSON
 from headrace.server.routes.rl import (
+    CommandRoute,
     RlBody,
     admin,
     backend_of,
@@ -26,7 +27,7 @@ from headrace.server.routes.rl import (
 )
 from headrace.server.state import Serving, serving
 
-router = APIRouter(dependencies=[Depends(admin)])
+router = APIRouter(dependencies=[Depends(admin)], route_class=CommandRoute)
 
 _MODES: dict[str, PauseMode] = {"abort": "abort", "retract": "recompute", "in_place": "keep"}
 
@@ -167,6 +168,17 @@ async def _receive(state: Serving, body: _Distributed) -> None:
     if weights.status().state != "open":
         await weights.begin()
     await weights.receive(body.group_name, names, dtypes, shapes)
+
+
+@router.post("/update_weights_from_tensor")
+@router.post("/update_weights_from_ipc")
+async def update_weights_from_pickles(request: Request) -> Response:
+    """400: both bring pickles."""
+    message = (
+        "pickled tensors and handles are not read, since a pickle may run anything: use /update_weights_from_distributed or "
+        "_disk, or /update_weights with shm_name or ipc_handles_json"
+    )
+    return JSON({"success": False, "message": message}, 400)
 
 
 @router.get("/get_weight_version")

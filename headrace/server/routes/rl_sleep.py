@@ -10,10 +10,10 @@ from starlette.responses import PlainTextResponse, Response
 from headrace.core.weights import MEMORY_TAGS, PauseMode, SleepTag
 from headrace.errors import RequestError
 from headrace.server.errors import JSON, shown
-from headrace.server.routes.rl import RlBody, admin, query_word, rl_body, sglang_answer
+from headrace.server.routes.rl import CommandRoute, RlBody, admin, query_word, rl_body, sglang_answer
 from headrace.server.state import Serving, serving
 
-router = APIRouter(dependencies=[Depends(admin)])
+router = APIRouter(dependencies=[Depends(admin)], route_class=CommandRoute)
 disabled = APIRouter()
 """Stands for the router where there is no RL API."""
 

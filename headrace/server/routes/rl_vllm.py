@@ -9,11 +9,13 @@ import msgspec
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from headrace.core.weights import GroupSpec, PauseMode, WeightResult
+from headrace.core.weights import GroupSpec, IpcHandle, IpcSource, PauseMode, SegmentSource, WeightResult
 from headrace.errors import RequestError
 from headrace.frontend.adapters import max_loaded
+from headrace.frontend.weights import tensor_specs
 from headrace.server.errors import JSON
 from headrace.server.routes.rl import (
+    CommandRoute,
     RlBody,
     admin,
     backend_of,
@@ -28,7 +30,7 @@ from headrace.server.routes.rl import (
 )
 from headrace.server.state import Serving, serving
 
-router = APIRouter(dependencies=[Depends(admin)])
+router = APIRouter(dependencies=[Depends(admin)], route_class=CommandRoute)
 
 GROUP = "vllm"
 """Name of the one group that these routes join."""
@@ -36,10 +38,12 @@ GROUP = "vllm"
 
 class _Start(RlBody):
     is_checkpoint_format: bool = True
+    checksums: bool = False
 
 
 class _Finish(RlBody):
     weight_version: str | None = None
+    checksums: dict[str, int] = {}
 
 
 class _UpdateInfo(RlBody):
@@ -47,6 +51,10 @@ class _UpdateInfo(RlBody):
     dtype_names: list[str] = []
     shapes: list[list[int]] = []
     packed: bool | None = None
+    shm_name: str | None = None
+    ipc_handles_json: list[dict[str, IpcHandle]] | None = None
+    ipc_handles: Any = None
+    ipc_handles_pickled: Any = None
 
 
 class _Update(RlBody):
@@ -55,11 +63,12 @@ class _Update(RlBody):
 
 
 class _InitInfo(RlBody):
-    master_address: str
-    master_port: int
     rank_offset: int
     world_size: int
+    master_address: str = ""
+    master_port: int = 0
     packed: bool = True
+    nccl_unique_id_b64: bytes = b""
 
 
 class _Init(RlBody):
@@ -122,12 +131,10 @@ async def init_weight_transfer_engine(request: Request) -> Response:
     """Joins the trainer's group. Answered once all members are there."""
     info, state = (await rl_body(request, _Init)).init_info, serving(request)
     backend = backend_of(state)
-    if backend != "gloo":
-        raise RequestError(
-            "groups of vLLM's kind are joined over gloo: start the server with --weight-transfer-config "
-            '\'{"backend": "gloo"}\', or use /init_weights_update_group, or files',
-            "init_info",
-        )
+    if len(info.nccl_unique_id_b64) not in (0, 128) or bool(info.nccl_unique_id_b64) == bool(info.master_address):
+        raise RequestError("give either master_address and master_port, or the 128 bytes of nccl_unique_id_b64", "init_info")
+    if info.nccl_unique_id_b64 and backend != "nccl":
+        raise RequestError(f"nccl_unique_id_b64 goes with the backend nccl, and this server has {backend}", "init_info")
     group = GroupSpec(
         name=GROUP,
         address=info.master_address,
@@ -136,6 +143,7 @@ async def init_weight_transfer_engine(request: Request) -> Response:
         world_size=info.world_size,
         protocol="vllm",
         backend=backend,
+        unique_id=info.nccl_unique_id_b64,
     )
     await join(state, group)
     state.packed = info.packed
@@ -151,15 +159,17 @@ async def shutdown_weight_transfer_engine(request: Request) -> Response:
 
 @router.post("/start_weight_update")
 async def start_weight_update(request: Request) -> Response:
-    """Begins an update. ``is_checkpoint_format`` says that names are those of checkpoints; other names are not known."""
-    if not (await rl_body(request, _Start)).is_checkpoint_format:
+    """Begins an update, which with ``checksums`` ends with the sender's. ``is_checkpoint_format`` says that names are those of
+    checkpoints; other names are not known."""
+    body = await rl_body(request, _Start)
+    if not body.is_checkpoint_format:
         raise RequestError("tensors are named as in checkpoints: is_checkpoint_format must be true", "is_checkpoint_format")
-    return _done("the update has begun", await serving(request).llm.weights.begin())
+    return _done("the update has begun", await serving(request).llm.weights.begin(checksums=body.checksums))
 
 
 @router.post("/update_weights")
 async def update_weights(request: Request) -> Response:
-    """Writes the tensors that the trainer broadcasts (update_info), or all of a directory in an update of its own
+    """Writes the tensors that the trainer broadcasts or shares (update_info), or all of a directory in an update of its own
     (weight_dir)."""
     body, state = await rl_body(request, _Update), serving(request)
     info, folder = body.update_info, body.weight_dir
@@ -168,10 +178,23 @@ async def update_weights(request: Request) -> Response:
         return _done("the weights were updated", await state.llm.weights.update_from_disk(path))
     if info is None or folder is not None:
         raise RequestError("give either update_info or weight_dir", "update_info")
+    if info.ipc_handles is not None or info.ipc_handles_pickled is not None:
+        raise RequestError(
+            "pickled handles are not read, since a pickle may run anything: send ipc_handles_json, as "
+            "headrace.weights.transport.shared.ipc_handle makes them",
+            "update_info",
+        )
+    if info.shm_name is not None:
+        return _done("the weights were written", await state.llm.weights.load(SegmentSource(info.shm_name)))
     if not info.names:  # As before.
-        info = msgspec.structs.replace(state.announced or info, packed=info.packed)
+        info = msgspec.structs.replace(state.announced or info, packed=info.packed, ipc_handles_json=info.ipc_handles_json)
     state.announced = info
     check_announced(info.names, info.dtype_names, info.shapes)
+    if (handles := info.ipc_handles_json) is not None:
+        if len(handles) != len(info.names):
+            raise RequestError(f"there are {len(info.names)} names and {len(handles)} handles", "update_info")
+        tensors = tensor_specs(info.names, info.dtype_names, info.shapes)
+        return _done("the weights were written", await state.llm.weights.load(IpcSource(tensors, handles)))
     packed = state.packed if info.packed is None else info.packed
     result = await state.llm.weights.receive(GROUP, info.names, info.dtype_names, info.shapes, packed=packed)
     return _done("the weights were written", result)
@@ -179,9 +202,10 @@ async def update_weights(request: Request) -> Response:
 
 @router.post("/finish_weight_update")
 async def finish_weight_update(request: Request) -> Response:
-    """Ends the update. 409 after a failure, until an update has written all weights."""
+    """Ends the update. 409 after a failure, until an update has written all weights; or if tensors differ from the sums."""
     body = await rl_body(request, _Finish)
-    return _done("the update is finished", await serving(request).llm.weights.finish(body.weight_version))
+    done = await serving(request).llm.weights.finish(body.weight_version, checksums=body.checksums)
+    return _done("the update is finished", done)
 
 
 @router.get("/weight_info")

@@ -21,10 +21,17 @@ from headrace.server.sse import DataAnswer
 from headrace.server.state import ServedModel, Serving
 
 
-def _array(routed: RoutedExperts) -> npt.NDArray[np.integer[Any]]:
-    """``[tokens, layers of the model, top_k]`` uint8 or uint16; layers without experts have zeros."""
+def _arrays(routed: RoutedExperts) -> dict[str, npt.NDArray[Any]]:
+    """``[tokens, layers of the model, top_k]`` each: ids, and float32 weights where they are recorded."""
+    kinds: dict[str, tuple[bytes, Any]] = {"routed_experts": (routed.data, "<u2" if routed.shape.wide else np.uint8)}
+    if routed.shape.weighted:
+        kinds["routed_weights"] = routed.weights, "<f4"
+    return {name: _whole(np.frombuffer(data, dtype), routed) for name, (data, dtype) in kinds.items()}
+
+
+def _whole(numbers: npt.NDArray[Any], routed: RoutedExperts) -> npt.NDArray[Any]:
     shape = routed.shape
-    chosen = np.frombuffer(routed.data, dtype="<u2" if shape.wide else np.uint8).reshape(-1, len(shape.layers), shape.top_k)
+    chosen = numbers.reshape(-1, len(shape.layers), shape.top_k)
     if len(shape.layers) == shape.num_layers:
         return chosen
     array = np.zeros((len(chosen), shape.num_layers, shape.top_k), dtype=chosen.dtype)
@@ -38,23 +45,30 @@ def _base64(data: bytes) -> str:
 
 def routed_int32(routed: RoutedExperts, start: int, num_tokens: int) -> dict[str, Any]:
     """SGLang's fields of ``meta_info``: int32 from token ``start`` on, of the first ``num_tokens`` tokens but the last."""
-    return {
-        "routed_experts": _base64(_array(routed)[start : num_tokens - 1].astype("<i4").tobytes()),
-        "routed_experts_start_len": start,
+    parts = {name: array[start : num_tokens - 1] for name, array in _arrays(routed).items()}
+    encoded = {
+        name: _base64(part.tobytes() if name == "routed_weights" else part.astype("<i4").tobytes())
+        for name, part in parts.items()
     }
+    return {**encoded, "routed_experts_start_len": start}
 
 
-def routed_npy(routed: RoutedExperts) -> str:
+def routed_npy(routed: RoutedExperts) -> dict[str, Any]:
     """vLLM's form: a NumPy file."""
-    file = io.BytesIO()
-    np.save(file, _array(routed))
-    return _base64(file.getvalue())
+    encoded: dict[str, Any] = {}
+    for name, array in _arrays(routed).items():
+        file = io.BytesIO()
+        np.save(file, array)
+        encoded[name] = _base64(file.getvalue())
+    return encoded
 
 
 def routed_raw(routed: RoutedExperts) -> dict[str, Any]:
     """prime-rl's form."""
-    array = _array(routed)
-    return {"data": _base64(array.tobytes()), "shape": list(array.shape), "start": 0, "dtype": array.dtype.name}
+    return {
+        name: {"data": _base64(array.tobytes()), "shape": list(array.shape), "start": 0, "dtype": array.dtype.name}
+        for name, array in _arrays(routed).items()
+    }
 
 
 class GenerateAnswer(DataAnswer):
@@ -248,8 +262,8 @@ class InferenceAnswer(DataAnswer):
             choice["sampling_mask"] = []
         self._logprobs = [JSONArray() for _ in self._choices]
         self._prompt_logprobs: Any = None
-        self._experts: dict[int, Any] = {}
-        """Index of a finished sample -> its experts, encoded."""
+        self._experts: dict[int, dict[str, Any]] = {}
+        """Index of a finished sample -> fields of its experts."""
         options = body.stream_options
         self._include_usage = options is not None and options.include_usage
         self._continuous_usage = options is not None and options.continuous_usage_stats
@@ -270,7 +284,7 @@ class InferenceAnswer(DataAnswer):
             content = chat_logprobs(IDS, delta.logprobs, self._top)["content"]
         finish: dict[str, Any] = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
         if delta.index in self._experts:
-            finish["routed_experts"] = self._experts[delta.index]
+            finish |= self._experts[delta.index]
         if delta.weight_versions:
             finish["weight_versions"] = [span.json for span in delta.weight_versions]
         masks = {"sampling_mask": [entry.sampling_mask for entry in delta.logprobs or ()]} if self._masks else {}

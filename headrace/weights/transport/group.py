@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import distributed as dist
@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from headrace.core.weights import GroupSource, GroupSpec
 from headrace.errors import ConfigError
+from headrace.weights.transport.nccl import DirectGroup
 from headrace.weights.transport.source import OpenSource, announced
 from headrace.weights.update import TensorFacts
 
@@ -23,20 +24,49 @@ _SENDER = 0
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class WeightGroup:
-    """One rank's membership.
+class WeightGroup(Protocol):
+    """One rank's membership."""
+
+    spec: GroupSpec
+    device: torch.device
+    """Device of the tensors that are received."""
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Fills the tensor with that of the trainer. Raises: RuntimeError: it was not sent in time."""
+        ...
+
+    def close(self) -> None:
+        """Leaves the group. A transfer that is under way fails."""
+        ...
+
+
+def join_group(spec: GroupSpec, rank: int, device: torch.device, seconds: float) -> WeightGroup:
+    """Joins the group as ``rank``.
+
+    Args:
+        device: of the model, and with nccl of what is received.
+        seconds: in which members come together, and each broadcast comes.
 
     Raises:
         Exception: the members did not come together in time.
     """
+    direct = spec.protocol == "vllm" and spec.backend == "nccl"
+    if direct and spec.unique_id:
+        return DirectGroup(spec, None, rank, device, seconds)
+    libuv = spec.protocol == "torch"
+    timeout = timedelta(seconds=seconds)
+    # A client that names no world size is not counted, and the store's host would wait for it in vain.
+    store = TCPStore(spec.address, spec.port, spec.world_size, False, timeout, multi_tenant=libuv, use_libuv=libuv)
+    if direct:
+        return DirectGroup(spec, store, rank, device, seconds)
+    return TorchGroup(spec, store, rank, device, timeout)
 
-    def __init__(self, spec: GroupSpec, rank: int, device: torch.device, seconds: float) -> None:
-        """``rank``: in the group. ``device``: of the model, and with nccl of what is received."""
+
+class TorchGroup(WeightGroup):
+    """A group over a backend of PyTorch."""
+
+    def __init__(self, spec: GroupSpec, store: Store, rank: int, device: torch.device, timeout: timedelta) -> None:
         self.spec = spec
-        timeout = timedelta(seconds=seconds)
-        libuv = spec.protocol == "torch"
-        # A client that names no world size is not counted, and the store's host would wait for it in vain.
-        store = TCPStore(spec.address, spec.port, spec.world_size, False, timeout, multi_tenant=libuv, use_libuv=libuv)
         self.device = device if spec.backend == "nccl" else torch.device("cpu")
         prefixed = _prefixed(store, spec)
         if spec.backend == "gloo":
@@ -47,13 +77,11 @@ class WeightGroup:
             self._group = dist.ProcessGroupNCCL(prefixed, rank, spec.world_size, options)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Fills the tensor with that of the trainer. Raises: RuntimeError: it was not sent in time."""
         options = dist.BroadcastOptions()
         options.rootRank = _SENDER
         self._group.broadcast([tensor], options).wait()
 
     def close(self) -> None:
-        """Leaves the group. A transfer that is under way fails."""
         self._group.abort()
 
 

@@ -12,6 +12,7 @@ import torch
 from headrace.core.weights import TensorSpec
 from headrace.errors import ConfigError
 from headrace.weights.checkpoint import Checkpoint
+from headrace.weights.matrices import CodedTensor
 from headrace.weights.safetensors import SafetensorsCheckpoint
 from headrace.weights.update import TensorFacts
 
@@ -22,7 +23,7 @@ _KINDS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F
 class OpenSource(Protocol):
     facts: list[TensorFacts]
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor | CodedTensor]]:
         """Reads all tensors, each once. A tensor is valid until the next is read.
 
         Raises:
@@ -34,23 +35,31 @@ class OpenSource(Protocol):
 
 
 class OpenCheckpoint(OpenSource):
-    """Tensors of a checkpoint of floats, under the names that a model has for them.
+    """Tensors of a checkpoint, under the names that a model has for them.
 
     Args:
         wanted: whether an update takes the tensor of a name.
+        coded: tensors that are stored as codes are taken too.
 
     Raises:
         ConfigError: a tensor is stored as codes.
     """
 
-    def __init__(self, checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, wanted: Callable[[str], bool] = lambda name: True, *, coded: bool = False
+    ) -> None:
         self._checkpoint = checkpoint
         stored = {name: one for name, one in checkpoint.tensors.items() if wanted(name)}
-        self.facts = [TensorFacts(name, _dtype(name, one.kind), one.shape) for name, one in stored.items()]
+        self._coded = {name for name, one in stored.items() if one.kind not in _KINDS} if coded else set[str]()
+        self.facts = [
+            TensorFacts(name, torch.float32 if name in self._coded else _dtype(name, one.kind), one.shape)
+            for name, one in stored.items()
+        ]
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor | CodedTensor]]:
         for fact in self.facts:
-            yield fact.name, self._checkpoint.read(fact.name)
+            coded = fact.name in self._coded
+            yield fact.name, CodedTensor(self._checkpoint, fact.name) if coded else self._checkpoint.read(fact.name)
 
     def close(self) -> None:
         self._checkpoint.close()
@@ -69,7 +78,7 @@ class OpenFiles(OpenCheckpoint):
             checkpoint = SafetensorsCheckpoint(files)
         except ConfigError as error:
             raise ConfigError(error.message, "path") from error
-        super().__init__(checkpoint, lambda name: True)
+        super().__init__(checkpoint)
 
 
 def _files(folder: Path) -> list[Path]:

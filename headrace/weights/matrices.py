@@ -1,17 +1,21 @@
-"""The stored matrices of experts, and a rank's parts of their codes."""
+"""The stored matrices of layers and experts, and a rank's parts of them."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Literal
+
+import torch
 
 from headrace.layers.moe import Experts
 from headrace.layers.stored import Codes, StoredMatrix
 from headrace.parallel.shards import Cut
 from headrace.quant.experts import cut_experts, take_experts, take_rows
 from headrace.weights.checkpoint import Checkpoint
-from headrace.weights.names import NameTable, Target
+from headrace.weights.names import NameTable, Slice, Target
 
 
 def stored_experts(checkpoint: Checkpoint, table: NameTable, path: str, layer: Experts) -> Mapping[str, Sequence[StoredMatrix]]:
@@ -20,6 +24,59 @@ def stored_experts(checkpoint: Checkpoint, table: NameTable, path: str, layer: E
         matrix: [_whole(checkpoint, name, table.part(name)) for name in table.names(f"{path}.{matrix}")]
         for matrix in layer.shapes
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class CodedTensor:
+    """A tensor of a checkpoint that is stored as codes."""
+
+    checkpoint: Checkpoint
+    name: str
+
+    def parts(self, target: Target) -> list[StoredMatrix]:
+        return stored_parts(self.checkpoint, self.name, target)
+
+    def read(self) -> torch.Tensor:
+        """Reads its floats."""
+        return self.checkpoint.read(self.name)
+
+
+def stored_parts(checkpoint: Checkpoint, name: str, target: Target | None, *, split: bool = True) -> list[StoredMatrix]:
+    """The matrix of a tensor, or the parts that a rank holds of it; without ``split``, these as one matrix of floats."""
+    kind = checkpoint.tensors[name].kind
+    if target is None or (target.layout is None and target.part is None):
+        codes, spec = partial(checkpoint.codes, name), partial(checkpoint.spec, name)
+        return [StoredMatrix(kind, partial(checkpoint.read, name), codes, spec)]
+    part = target.part
+    if target.layout is not None or part is None or not split:
+        return [StoredMatrix(kind, lambda: target.read(partial(checkpoint.read, name)))]
+    along: Literal["outputs", "inputs"] = "outputs" if part.axis == 0 else "inputs"
+    cuts = [Cut(along, start, stop, part.shape[part.axis]) for start, stop in part.ranges]
+    parts = [_matrix_part(checkpoint, name, part.axis, cut) for cut in cuts]
+    if part.padding:
+        padding = dataclasses.replace(part, ranges=())
+        parts.append(StoredMatrix(kind, lambda: padding.read(partial(checkpoint.read, name), None)))
+    return parts
+
+
+def _matrix_part(checkpoint: Checkpoint, name: str, axis: int, cut: Cut) -> StoredMatrix:
+    def codes() -> Codes | None:
+        whole = checkpoint.codes(name)
+        return None if whole is None else whole.cut(cut)
+
+    where = Slice(axis, ((cut.start, cut.stop),))
+    spec = partial(checkpoint.spec, name)
+    return StoredMatrix(checkpoint.tensors[name].kind, lambda: checkpoint.read(name, where), codes, spec)
+
+
+def load_expert(checkpoint: Checkpoint, name: str, target: Target, experts: Experts, matrix: str) -> None:
+    """Loads a tensor that is a matrix of experts, or some of its rows."""
+    if experts.method.takes_codes:
+        parts = expert_parts(checkpoint, name, target)
+    else:
+        parts = [(0, one) for one in stored_parts(checkpoint, name, target, split=False)]
+    for row, stored in parts:
+        experts.method.load(experts, matrix, stored, target.index, target.start + row)
 
 
 def expert_parts(checkpoint: Checkpoint, name: str, target: Target) -> list[tuple[int, StoredMatrix]]:

@@ -1,0 +1,177 @@
+"""WeightControl under any order of commands, requests and steps: nothing hangs, and no step runs on weights that are torn."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from support.engine.fakes import CONTEXT, FakeRunner, make_core
+
+from headrace.config import EngineArgs
+from headrace.core.weights import (
+    Begin,
+    Check,
+    DiskSource,
+    Fail,
+    Finish,
+    Forget,
+    JobEnded,
+    Load,
+    Missing,
+    Pause,
+    RankCommand,
+    RankReply,
+    Receive,
+    Release,
+    Restore,
+    Resume,
+    Sleep,
+    Wake,
+    WeightCommand,
+    WeightResult,
+)
+from headrace.errors import QueueFullError, UnavailableError
+from headrace.frontend.prepare import input_processor
+from headrace.outputs import OutputDelta
+from headrace.sampling_params import SamplingParams
+from headrace.startup.text import ModelText
+
+NAMES = {"a", "b"}
+COMMANDS: tuple[WeightCommand, ...] = (
+    *(Pause(mode) for mode in ("keep", "recompute", "wait", "abort")),
+    *(Resume(), Begin(), Finish(0)) * 3,
+    *(Load(DiskSource(path)) for path in ("whole", "half", "refused", "failing")),
+    Fail("given up"),
+    Sleep(1),
+    Sleep(2, "keep"),
+    Wake(),
+    Wake(("weights",)),
+)
+
+
+class Ranks(FakeRunner):
+    """Two tensors, which are right or wrong. A load ends after a few looks at it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.right, self.written, self.here = set(NAMES), set[str](), True
+        self._path, self._looks = "", 0
+
+    def weights(self, command: RankCommand) -> RankReply:
+        match command:
+            case Check(DiskSource(path)):
+                self._path = path
+                return RankReply(error="it does not fit" if path == "refused" else "")
+            case Receive():
+                self._looks, self.right = 3, set[str]() if self._path != "half" else self.right - {"a"}
+            case JobEnded():
+                return self._ended()
+            case Forget():
+                self.written.clear()
+            case Missing():
+                return RankReply(written=len(self.written), missing=sorted(NAMES - self.written))
+            case Release(tags, drop) if "weights" in tags:
+                self.here, self.right = False, set() if drop else self.right
+            case Restore(tags) if "weights" in tags:
+                self.here = True
+        return RankReply()
+
+    def _ended(self) -> RankReply:
+        assert self._looks > 0
+        self._looks -= 1
+        if self._looks:
+            return RankReply(done=False)
+        self.written |= {"whole": NAMES, "half": {"a"}}.get(self._path, set())
+        self.right |= {"whole": NAMES, "half": {"a"}}.get(self._path, set())
+        return RankReply(error="it broke" if self._path == "failing" else "")
+
+    def execute(self, plan: Any) -> Any:
+        assert self.here and not self._looks and self.right == NAMES, "a step on weights that are not whole"
+        return super().execute(plan)
+
+
+class World:
+    def __init__(self, text: ModelText, depth: int) -> None:
+        self.core, self.ranks = make_core(None, depth=depth), Ranks()
+        self.core.executor = self.ranks
+        self.inputs = input_processor(text, EngineArgs(), vocab_size=272, max_model_len=CONTEXT)
+        self.open: set[str] = set()
+        """Requests without an end."""
+        self.count = self.given = 0
+        """Commands that were given, and not answered; requests."""
+
+    def add(self) -> None:
+        name, self.given = f"{self.given}", self.given + 1
+        params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+        request = self.inputs.request({"prompt_token_ids": [1, 2, 3]}, params, request_id=name)
+        try:
+            self.core.add(request)
+            self.open.add(name)
+        except (UnavailableError, QueueFullError):
+            pass
+
+    def command(self, command: WeightCommand) -> None:
+        answers = list[WeightResult]()
+        self.count += 1
+
+        def reply(result: WeightResult) -> None:
+            assert not answers, "two answers"
+            answers.append(result)
+            self.count -= 1
+            assert result.status in (200, 400, 409, 503)
+            if isinstance(command, (Pause, Sleep)) and result.status == 200:
+                assert not self.core.in_flight
+
+        self.fold(self.core.weights.submit(command, reply))
+
+    def turn(self) -> None:
+        """One turn of the engine's process."""
+        if self.core.weights.busy:
+            self.core.weights.poll()
+        if self.core.runnable():
+            self.fold(self.core.step())
+
+    def fold(self, deltas: list[OutputDelta]) -> None:
+        self.open -= {delta.request_id for delta in deltas if delta.finish_reason is not None}
+
+    def until_answered(self) -> None:
+        for _ in range(500):
+            if not self.count:
+                return
+            self.turn()
+        raise AssertionError(f"{self.count} commands were not answered")
+
+
+@pytest.mark.parametrize(("depth", "times"), [(1, 50), (2, 100), pytest.param(2, 1000, marks=pytest.mark.slow)])
+def test_any_interleaving(text: ModelText, depth: int, times: int) -> None:
+    """Of pauses, resumes twice and at any time, updates that fail or are not whole, sleep, and requests that come meanwhile."""
+    states = set[str]()
+    for seed in range(times):
+        choose, world = random.Random(seed), World(text, depth)
+        number = 0
+        for _ in range(30):
+            what = choose.random()
+            if what < 0.25:
+                world.add()
+            elif what < 0.6:
+                world.turn()
+            else:
+                world.command(choose.choice(COMMANDS))
+            status = world.core.weights.status
+            assert status.number >= number
+            number = status.number
+            states.add(status.state)
+        world.until_answered()
+        # The way out of whatever state: wake, a whole update, resume.
+        for command in (Wake(), Begin(), Load(DiskSource("whole")), Finish(0), Resume()):
+            world.command(command)
+            world.until_answered()
+        assert world.core.weights.status.state == "serving", seed
+        for _ in range(500):
+            if not world.open:
+                break
+            world.turn()
+        assert not world.open, "a request was told nothing"
+        world.core.check_integrity()
+    assert states == {"serving", "paused", "open", "writing", "asleep", "hollow", "torn"}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from headrace.kernels.linear.fp8_reference import Activations, Fp8Rows
-from headrace.kernels.lora import Segment, expand, shrink
+from headrace.kernels.lora import LowRank, Segment, expand, shrink
 
 ExpertProduct = Callable[[int, torch.Tensor], torch.Tensor]
 """(expert, x ``[T, in]``) -> the product with the expert's matrix, ``[T, out]``."""
@@ -102,22 +102,18 @@ class LoraTables:
             a[first : first + rank].copy_(part.a)
             b[part.row : part.row + len(part.b), :rank].copy_(part.b)
 
-    def shrink(self, x: Activations, *, batch_invariant: bool = False) -> torch.Tensor | None:
-        """The products of A with ``x [T, in_features]`` for ``expand``; None: no token has an adapter.
+    def added(self, x: Activations, *, batch_invariant: bool = False) -> LowRank | None:
+        """What adapters add to the layer's product of ``x [T, in_features]``; None: no token has an adapter.
 
-        On a GPU this kernel runs while that of the layer's own product, which follows, begins to read weights.
+        On a GPU A's kernel runs while that of the layer's own product, which follows, begins to read weights.
         """
         rows = self._rows
         if not rows.segments:
             return None
         # Merged weights would multiply the rounded rows too.
         x = x.floats() if isinstance(x, Fp8Rows) else x
-        return shrink(x, self.a, rows.segments, rows.places, batch_invariant=batch_invariant)
-
-    def expand(self, low: torch.Tensor, y: torch.Tensor, *, batch_invariant: bool = False) -> None:
-        """Adds to the layer's product ``y [T, out_features]``, in place, for tokens with adapters."""
-        rows = self._rows
-        expand(low, self.b, self.ends, rows.segments, y, rows.places, batch_invariant=batch_invariant)
+        low = shrink(x, self.a, rows.segments, rows.places, batch_invariant=batch_invariant)
+        return LowRank(low, self.b, self.ends, rows.segments, rows.places)
 
     def of_expert(self, expert: int, count: int, place: int, x: torch.Tensor, y: torch.Tensor) -> None:
         """Adds to ``y [T, outputs]``, an expert's product of ``x``, on a CPU. The tables have the matrices of ``count`` experts
@@ -126,7 +122,7 @@ class LoraTables:
         a = self.a[place, expert * width : (expert + 1) * width]
         b = self.b[place, expert * outputs : (expert + 1) * outputs]
         every = (Segment(0, len(x), 0),)
-        expand(shrink(x, a[None], every), b[None], self.ends[: len(self.ends) // count], every, y)
+        expand(LowRank(shrink(x, a[None], every), b[None], self.ends[: len(self.ends) // count], every, None), y)
 
 
 @dataclasses.dataclass(frozen=True)

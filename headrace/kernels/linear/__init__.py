@@ -9,11 +9,14 @@ import torch
 
 from headrace.kernels import gpu
 from headrace.kernels.linear.reference import linear_by_head_ref, linear_float32_ref, linear_ref
+from headrace.kernels.lora import LowRank, expand
 
 if TYPE_CHECKING:
     from headrace.kernels.linear import triton as kernels
     from headrace.kernels.linear import triton_matmul as matmul_kernels
+    from headrace.kernels.lora import triton_added
 else:
+    triton_added = gpu.Late("headrace.kernels.lora.triton_added")
     kernels = gpu.Late(f"{__name__}.triton")
     matmul_kernels = gpu.Late(f"{__name__}.triton_matmul")
 
@@ -23,6 +26,10 @@ measured (see benchmarks/). The first line that a weight fits in counts."""
 _MOST_FEW = max(rows for _, rows in FEW_ROWS)
 _ALIGNED = 16
 """Numbers from row to row of a factor: of multiples of these the Triton kernel for several rows reads 16 bytes at once."""
+_ADAPTED_ROWS = 64
+"""Most rows with which a kernel that adds what adapters add is faster than a library's product and another kernel."""
+_TILE_OUTPUTS = 128
+"""Outputs of the widest tile of these kernels."""
 
 
 def linear(
@@ -51,6 +58,28 @@ def linear(
     if exact and out_dtype == torch.float32 and not x.is_cuda and x.itemsize < 4:
         return linear_float32_ref(x, weight, bias)
     return linear_ref(x, weight, bias, out_dtype)
+
+
+def linear_adapted(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    added: LowRank,
+    *,
+    batch_invariant: bool = False,
+    exact: bool = False,
+) -> torch.Tensor:
+    """``linear`` with what adapters add, before it is rounded where one kernel does both."""
+    fits = x.ndim == 2 and weight.dtype == x.dtype and gpu.takes(x) and triton_added.takes(added, _TILE_OUTPUTS)
+    if fits and not batch_invariant and few_rows(x, weight):
+        return kernels.linear(x, weight, bias, out_dtype=out_dtype, added=added)
+    # Whether a result is rounded once or twice must not depend on the number of rows.
+    if fits and x.itemsize == 2 and (batch_invariant or len(x) <= _ADAPTED_ROWS):
+        return matmul_kernels.matmul(x, weight, bias, out_dtype, added)
+    y = linear(x, weight, bias, out_dtype, batch_invariant=batch_invariant, exact=exact)
+    expand(added, y, batch_invariant=batch_invariant)
+    return y
 
 
 def linear_by_head(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, batch_invariant: bool = False) -> None:

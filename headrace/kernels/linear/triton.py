@@ -18,6 +18,9 @@ import triton
 import triton.language as tl
 
 from headrace.kernels.linear.triton_matmul import check_factors
+from headrace.kernels.lora import triton_added
+from headrace.kernels.lora.reference import LowRank
+from headrace.kernels.lora.triton_added import with_added, with_added_to_one
 from headrace.kernels.support import cdiv, power_of_two
 from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import announce, options, wait
@@ -84,16 +87,29 @@ def _single(
     weight,
     bias,
     y,
+    low,
+    b,
+    places,
     weight_row: tl.int64,
+    b_place: tl.int64,
     IN: tl.constexpr,
     OUT: tl.constexpr,
     OUTPUTS: tl.constexpr,
     CHANNELS: tl.constexpr,
     BIAS: tl.constexpr,
+    ADAPTED: tl.constexpr,
+    END_0: tl.constexpr,
+    END_1: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_P: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SHARES: tl.constexpr,
+    SHARES_P: tl.constexpr,
     PDL: tl.constexpr,
 ):
     announce(PDL)
-    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    first = tl.program_id(0) * OUTPUTS
+    output = first + tl.arange(0, OUTPUTS)
     present = output < OUT
     channel = tl.arange(0, CHANNELS)
     base = weight + output.to(tl.int64)[:, None] * weight_row
@@ -110,6 +126,10 @@ def _single(
             part = tl.load(base + ahead[None, :], mask=present[:, None] & (ahead < IN)[None, :], other=0.0)
         sums += here.to(tl.float32) * factor[None, :]
     result = tl.sum(sums, 1)
+    if ADAPTED:
+        result = with_added_to_one(
+            result, low, b, places, first, output, present, b_place, END_0, END_1, RANK, RANK_P, WIDTH, SHARES, SHARES_P
+        )  # fmt: skip
     result = _finish(result, bias, output, present, y.dtype.element_ty, BIAS)
     tl.store(y + output, result, mask=present)
 
@@ -162,10 +182,14 @@ def _several(
     weight,
     bias,
     y,
+    low,
+    b,
+    places,
     rows,
     out,
     x_row: tl.int64,
     weight_row: tl.int64,
+    b_place: tl.int64,
     IN: tl.constexpr,
     OUTPUTS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -174,6 +198,15 @@ def _several(
     WARPS: tl.constexpr,
     ROWS_P: tl.constexpr,
     BIAS: tl.constexpr,
+    ADAPTED: tl.constexpr,
+    END_0: tl.constexpr,
+    END_1: tl.constexpr,
+    RANK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SHARES: tl.constexpr,
+    NUM_PLACES: tl.constexpr,
+    PLACES: tl.constexpr,
+    COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -216,8 +249,15 @@ def _several(
         right = tl.reshape(tl.permute(right, (2, 1, 5, 6, 4, 7, 0, 3)), (WARPS, CHANNELS // WARPS, OUTPUTS))
         sums = tl.dot(left, right, sums, input_precision=PRECISION)
     result = tl.sum(sums, 0)
-    row = tl.arange(0, max(ROWS_P, 16))[:, None]
-    output = first + tl.arange(0, OUTPUTS)[None, :]
+    token = tl.arange(0, max(ROWS_P, 16))
+    output = first + tl.arange(0, OUTPUTS)
+    if ADAPTED:
+        result = with_added(
+            tl.trans(result), low, b, places, token, rows, first, output, output < out, b_place, END_0, END_1, RANK, WIDTH,
+            SHARES, NUM_PLACES, PLACES, COLUMNS, PRECISION,
+        )  # fmt: skip
+        result = tl.trans(result)
+    row, output = token[:, None], output[None, :]
     mask = (row < rows) & (output < out)
     result = _finish(result, bias, output, mask, y.dtype.element_ty, BIAS)
     tl.store(y + row * out + output, result, mask=mask)
@@ -229,6 +269,7 @@ def linear(
     bias: torch.Tensor | None = None,
     tiling: LinearTiling | None = None,
     out_dtype: torch.dtype | None = None,
+    added: LowRank | None = None,
 ) -> torch.Tensor:
     """``x W^T + bias`` for a few rows.
 
@@ -238,6 +279,7 @@ def linear(
         bias: ``[out]``
         tiling: None: ``choose_tiling``'s.
         out_dtype: what the product is rounded to; None: x's dtype.
+        added: what adapters add before that, with parts of multiples of the tile's outputs.
 
     Returns:
         ``[rows, out]``
@@ -258,17 +300,22 @@ def linear(
     sizes = {"IN": in_features, "OUTPUTS": tiling.outputs, "CHANNELS": tiling.channels, "BIAS": bias is not None}
     launch = {"num_warps": tiling.num_warps, "num_stages": 1, **options(x.device)}
     tensors = (x, weight, x if bias is None else bias, y)
+    *adapters, b_place = triton_added.tensors(added, y)
+    constants = triton_added.sizes(added)
     if not tiling.ahead:
-        _single[grid](*tensors, weight.stride(0), OUT=out_features, **sizes, **launch)
+        names = ("ADAPTED", "END_0", "END_1", "RANK", "WIDTH", "SHARES")
+        padded = {f"{name}_P": power_of_two(max(constants[name], 1)) for name in ("RANK", "SHARES")}
+        sizes |= {name: constants[name] for name in names} | padded
+        _single[grid](*tensors, *adapters, weight.stride(0), b_place, OUT=out_features, **sizes, **launch)
     else:
-        strides = (x.stride(0), weight.stride(0))
+        strides = (x.stride(0), weight.stride(0), b_place)
         rest = max(cdiv(in_features, tiling.channels) - tiling.ahead, 0)
         shape = {
             "AHEAD": tiling.ahead,
             "NEAR": min(tiling.near, power_of_two(rest)) if rest else 0,
             "WARPS": tiling.num_warps,
             "ROWS_P": max(power_of_two(rows), 8),
+            "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
         }
-        precision = "ieee" if x.dtype == torch.float32 else "tf32"
-        _several[grid](*tensors, rows, out_features, *strides, **sizes, **shape, **launch, PRECISION=precision)
+        _several[grid](*tensors, *adapters, rows, out_features, *strides, **sizes, **constants, **shape, **launch)
     return y

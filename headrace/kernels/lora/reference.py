@@ -19,7 +19,7 @@ class Segment(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LowRank:
-    """What adapters add to the product of a layer, ``B low``, with the adapter of each token."""
+    """The addition of adapters to the product of a layer, ``B low``, with the adapter of each token."""
 
     low: torch.Tensor
     """``[shares, T, width]`` float32: A's products, to be summed over shares; anything for tokens without an adapter."""

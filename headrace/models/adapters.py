@@ -70,8 +70,6 @@ class AdapterTargets:
     """Names of matrices that may have adapters, without the path before them; empty: all that can."""
     memory: torch.Tensor
     """``[places, numbers]``: what all layers have of the adapter in each place."""
-    whole_steps: bool = True
-    """Whether adapters of experts could be added, if not for the device."""
 
     @property
     def nbytes(self) -> int:
@@ -138,13 +136,7 @@ class AdapterTargets:
     def _refusal(self, name: str, target: Target | None) -> str:
         if not self._allowed(name):
             return f"--lora-target-modules has {', '.join(self.modules)} alone"
-        if target is None:
-            return "the model has no such matrix"
-        if target.parameter.rpartition(".")[2] in EXPERTS:
-            return (
-                "adapters of experts run on CPUs alone" if self.whole_steps else "adapters of these experts are not supported"
-            )
-        return "adapters of this matrix are not supported"
+        return "the model has no such matrix" if target is None else "adapters of this matrix are not supported"
 
 
 def _key(target: Target) -> str:
@@ -182,15 +174,13 @@ def add_tables(
     max_rank: int,
     dtype: torch.dtype,
     device: str | torch.device,
-    *,
-    experts: bool,
 ) -> AdapterTargets:
-    """Gives the matrices of a model's layers tables for adapters. ``experts``: those of experts too, which is for CPUs.
+    """Gives the matrices of a model's layers tables for adapters.
 
     Raises:
         ConfigError: one of ``modules`` is no matrix of the model.
     """
-    rows, shapes, known, whole_steps = LoraRows(), dict[str, tuple[int, tuple[int, ...], int]](), set[str](), True
+    rows, shapes, known = LoraRows(), dict[str, tuple[int, tuple[int, ...], int]](), set[str]()
     mixtures: dict[str, Experts] = {}
 
     def wanted(parameter: str, *more: str) -> bool:
@@ -204,10 +194,10 @@ def add_tables(
                 shapes[path] = layer.in_features, _sizes(layer), 1
         elif isinstance(layer, Experts):
             asked = [wanted(f"{path}.{parameter}", parameter) for parameter in EXPERTS]
-            whole_steps = whole_steps and layer.whole_steps
-            if experts and layer.whole_steps and any(asked):
+            if layer.whole_steps and any(asked):
                 mixtures[path], inner = layer, layer.spec.intermediate_size
-                for parameter, sizes in zip(EXPERTS, ((inner, inner), (layer.shapes["down_proj"][1],)), strict=True):
+                first = (inner,) * (layer.spec.first_outputs // inner)
+                for parameter, sizes in zip(EXPERTS, (first, (layer.shapes["down_proj"][1],)), strict=True):
                     shapes[f"{path}.{parameter}"] = layer.shapes[parameter][2], sizes, layer.spec.num_held
     if unknown := sorted(set(modules) - known):
         raise ConfigError(
@@ -224,8 +214,8 @@ def add_tables(
             layer.lora = tables
     for path, mixture in mixtures.items():
         both = (layers[f"{path}.{parameter}"].tables for parameter in EXPERTS)
-        mixture.lora = ExpertTables(rows, mixture.spec.num_held, *both)
-    return AdapterTargets(names, rows, layers, modules, memory, whole_steps)
+        mixture.lora = ExpertTables(rows, *both)
+    return AdapterTargets(names, rows, layers, modules, memory)
 
 
 def adapter_targets(model: Any) -> AdapterTargets | None:

@@ -20,7 +20,7 @@ import triton.language as tl
 from headrace.kernels.linear.triton_matmul import check_factors
 from headrace.kernels.lora import triton_added
 from headrace.kernels.lora.reference import LowRank
-from headrace.kernels.lora.triton_added import with_added, with_added_to_one
+from headrace.kernels.lora.triton_added import early_b, part_of, with_added
 from headrace.kernels.support import cdiv, power_of_two
 from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import announce, options, wait
@@ -114,6 +114,10 @@ def _single(
     channel = tl.arange(0, CHANNELS)
     base = weight + output.to(tl.int64)[:, None] * weight_row
     sums = tl.zeros([OUTPUTS, CHANNELS], tl.float32)
+    if ADAPTED:
+        place = tl.load(places)
+        column, share = tl.arange(0, RANK_P), tl.arange(0, SHARES_P)
+        own = (column < RANK) & (place >= 0)
     # Each tile of the weight is loaded while the one before is summed; the first, while the previous kernel still runs.
     part = tl.load(base + channel[None, :], mask=present[:, None] & (channel < IN)[None, :], other=0.0)
     wait(PDL)
@@ -124,12 +128,16 @@ def _single(
         if start + CHANNELS < IN:
             ahead = inside + CHANNELS
             part = tl.load(base + ahead[None, :], mask=present[:, None] & (ahead < IN)[None, :], other=0.0)
+        if ADAPTED and start == max((IN - 1) // CHANNELS - 1, 0) * CHANNELS:
+            lines = b + place * b_place + output.to(tl.int64)[:, None] * RANK + column[None, :]
+            right = tl.load(lines, mask=present[:, None] & own[None, :], other=0.0)
+            at = share[:, None] * WIDTH + part_of(first, END_0, END_1) * RANK + column[None, :]
+            left = tl.load(low + at, mask=(share < SHARES)[:, None] & own[None, :], other=0.0)
         sums += here.to(tl.float32) * factor[None, :]
     result = tl.sum(sums, 1)
     if ADAPTED:
-        result = with_added_to_one(
-            result, low, b, places, first, output, present, b_place, END_0, END_1, RANK, RANK_P, WIDTH, SHARES, SHARES_P
-        )  # fmt: skip
+        added = result + tl.sum(right.to(tl.float32) * tl.sum(left, 0)[None, :], 1)
+        result = tl.where(place >= 0, added, result)
     result = _finish(result, bias, output, present, y.dtype.element_ty, BIAS)
     tl.store(y + output, result, mask=present)
 
@@ -205,8 +213,8 @@ def _several(
     WIDTH: tl.constexpr,
     SHARES: tl.constexpr,
     NUM_PLACES: tl.constexpr,
-    PLACES: tl.constexpr,
     COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -223,6 +231,10 @@ def _several(
     line, run = _places(ROWS_P, CHANNELS, WARPS)
     x_at = run[:, None] + within
     factors = x + (tl.minimum(line, rows - 1).to(tl.int64) * x_row)[:, None] + x_at
+    token = tl.arange(0, max(ROWS_P, 16))
+    if ADAPTED:
+        place = tl.load(places + token, mask=token < rows, other=-1)
+        output = first + tl.arange(0, OUTPUTS)
     parts = ()
     for ahead in tl.static_range(min(AHEAD, COUNT)):
         parts += (_tile(weights, weight_at, ahead * CHANNELS, IN, CHANNELS, "evict_first"),)
@@ -238,6 +250,8 @@ def _several(
     for step in tl.static_range(COUNT):
         if step + AHEAD < COUNT:
             parts += (_tile(weights, weight_at, (step + AHEAD) * CHANNELS, IN, CHANNELS, "evict_first"),)
+        if ADAPTED and step == max(COUNT - _X_AHEAD, 0):  # Few tiles are in flight: there is room in the registers.
+            early = early_b(b, place, output, output < out, b_place, RANK, NUM_PLACES, COLUMNS, EARLY)
         if step + _X_AHEAD < COUNT:
             lefts += (_tile(factors, x_at, (step + _X_AHEAD) * CHANNELS, IN, CHANNELS, ""),)
         left = _pieces(lefts[step], ROWS_P, CHANNELS, WARPS)
@@ -249,12 +263,11 @@ def _several(
         right = tl.reshape(tl.permute(right, (2, 1, 5, 6, 4, 7, 0, 3)), (WARPS, CHANNELS // WARPS, OUTPUTS))
         sums = tl.dot(left, right, sums, input_precision=PRECISION)
     result = tl.sum(sums, 0)
-    token = tl.arange(0, max(ROWS_P, 16))
     output = first + tl.arange(0, OUTPUTS)
     if ADAPTED:
         result = with_added(
-            tl.trans(result), low, b, places, token, rows, first, output, output < out, b_place, END_0, END_1, RANK, WIDTH,
-            SHARES, NUM_PLACES, PLACES, COLUMNS, PRECISION,
+            tl.trans(result), early, low, b, place, token, rows, first, output, output < out, b_place, END_0, END_1, RANK,
+            WIDTH, SHARES, NUM_PLACES, COLUMNS, EARLY, PRECISION,
         )  # fmt: skip
         result = tl.trans(result)
     row, output = token[:, None], output[None, :]

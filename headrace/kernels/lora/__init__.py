@@ -9,14 +9,14 @@ import torch
 
 from headrace.kernels import gpu
 from headrace.kernels.lora import reference
-from headrace.kernels.lora.reference import LowRank, Segment
+from headrace.kernels.lora.reference import ExpertFactors, LowRank, Segment
 
 if TYPE_CHECKING:
     from headrace.kernels.lora import triton as kernels
 else:
     kernels = gpu.Late(f"{__name__}.triton")
 
-__all__ = ["LowRank", "Segment", "expand", "shrink"]
+__all__ = ["ExpertFactors", "LowRank", "Segment", "expand", "shrink"]
 
 
 def shrink(

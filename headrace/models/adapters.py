@@ -12,8 +12,9 @@ from safetensors import safe_open
 from torch import nn
 
 from headrace.errors import ConfigError
+from headrace.kernels.lora import STEP_SIZES, Segment
 from headrace.layers.linear import FusedLinear, Linear
-from headrace.layers.lora import ExpertTables, LoraPart, LoraRows, LoraTables
+from headrace.layers.lora import NO_ADAPTER, ExpertTables, LoraPart, LoraRows, LoraTables
 from headrace.layers.moe import Experts
 from headrace.sources.adapter import PARAM, AdapterFiles, AdapterMatrix
 from headrace.weights.names import NameTable, Target
@@ -28,6 +29,8 @@ EXPERTS = ("gate_up_proj", "down_proj")
 class AdaptedLayer:
     """Matrices of a layer, fused or not, with their tables; or those of the experts of a mixture, one behind the other."""
 
+    module: Linear | Experts
+    """The layer, or the mixture."""
     tables: LoraTables
     start: int
     """First number of the tables in the memory of a place."""
@@ -74,6 +77,25 @@ class AdapterTargets:
     @property
     def nbytes(self) -> int:
         return self.memory.nbytes
+
+    def warm_up(self, most_tokens: int) -> None:
+        """Runs a layer of each shape on tokens of no adapter, so that the kernels are compiled before a step needs them. For a
+        GPU."""
+        modules: dict[object, nn.Module] = {}
+        for layer in self.layers.values():
+            own = layer.module
+            shape = str(own.shapes) if isinstance(own, Experts) else (layer.in_features, layer.sizes)
+            modules.setdefault((shape, own.method.format), own)
+        for tokens in sorted({min(size, most_tokens) for size in STEP_SIZES}):
+            self.rows.segments = (Segment(0, tokens, 0),)
+            self.rows.places = torch.full((tokens,), NO_ADAPTER, dtype=torch.int32, device=self.memory.device)
+            for module in modules.values():
+                if isinstance(module, Experts):
+                    choices = torch.zeros(tokens, module.spec.top_k, dtype=torch.int32, device=self.memory.device)
+                    module(self.memory.new_zeros(tokens, module.shapes["down_proj"][1]), choices, choices.float())
+                elif isinstance(module, Linear):
+                    module(self.memory.new_zeros(tokens, module.in_features))
+        self.rows.clear()
 
     def put(self, place: int, adapter: LoadedAdapter) -> None:
         """Fills a place with an adapter, instead of what it held."""
@@ -181,7 +203,7 @@ def add_tables(
         ConfigError: one of ``modules`` is no matrix of the model.
     """
     rows, shapes, known = LoraRows(), dict[str, tuple[int, tuple[int, ...], int]](), set[str]()
-    mixtures: dict[str, Experts] = {}
+    linears, mixtures = dict[str, Linear](), dict[str, Experts]()
 
     def wanted(parameter: str, *more: str) -> bool:
         own = {*map(_matrix_name, names.names(parameter)), *more}
@@ -191,7 +213,7 @@ def add_tables(
     for path, layer in model.named_modules():
         if isinstance(layer, Linear) and path.startswith("layers."):
             if wanted(f"{path}.weight"):
-                shapes[path] = layer.in_features, _sizes(layer), 1
+                linears[path], shapes[path] = layer, (layer.in_features, _sizes(layer), 1)
         elif isinstance(layer, Experts):
             asked = [wanted(f"{path}.{parameter}", parameter) for parameter in EXPERTS]
             if layer.whole_steps and any(asked):
@@ -209,9 +231,10 @@ def add_tables(
     layers = {}
     for (name, (inputs, sizes, count)), start, end in zip(shapes.items(), (0, *ends), ends, strict=False):
         tables = LoraTables(rows, inputs, sizes * count, max_rank, memory[:, start:end])
-        layers[name] = AdaptedLayer(tables, start, inputs, sizes, count)
-        if count == 1 and isinstance(layer := model.get_submodule(name), Linear):
-            layer.lora = tables
+        module = mixtures.get(name.rpartition(".")[0]) or linears[name]
+        layers[name] = AdaptedLayer(module, tables, start, inputs, sizes, count)
+        if isinstance(module, Linear):
+            module.lora = tables
     for path, mixture in mixtures.items():
         both = (layers[f"{path}.{parameter}"].tables for parameter in EXPERTS)
         mixture.lora = ExpertTables(rows, *both)

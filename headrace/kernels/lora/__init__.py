@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 else:
     kernels = gpu.Late(f"{__name__}.triton")
 
-__all__ = ["ExpertFactors", "LowRank", "Segment", "expand", "shrink"]
+STEP_SIZES = (64, 256, 2048, 4096)
+"""Tokens of steps that take different kernels. Fewer tokens are those of decode steps, which are captured at the start."""
+
+__all__ = ["STEP_SIZES", "ExpertFactors", "LowRank", "Segment", "expand", "shrink"]
 
 
 def shrink(

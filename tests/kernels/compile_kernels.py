@@ -47,7 +47,7 @@ from headrace.kernels.linear.fp8_reference import GROUP, Fp8Weight
 from headrace.kernels.linear.fp8_tilings import FewTiling, SingleTiling, WideTiling
 from headrace.kernels.linear.wna16_reference import MAX_TILES, PackedWeight
 from headrace.kernels.lora import triton as lora
-from headrace.kernels.lora.reference import LowRank
+from headrace.kernels.lora.reference import ExpertFactors, LowRank
 from headrace.kernels.mla import triton as mla
 from headrace.kernels.moe import codes as expert_codes
 from headrace.kernels.moe import triton as moe
@@ -314,6 +314,10 @@ def mixtures() -> None:
         x = torch.zeros(tokens, 256, dtype=dtype)
         for batch_invariant in (False, True):
             experts_kernels.moe_mlp(x, experts, weights, gate_up, down, spec, batch_invariant=batch_invariant)
+        first = torch.zeros(2, 160 * 32, 256, dtype=dtype), torch.zeros(2, 160 * 1024, 16, dtype=dtype)
+        second = torch.zeros(2, 160 * 16, 512, dtype=dtype), torch.zeros(2, 160 * 256, 16, dtype=dtype)
+        factors = ExpertFactors(first, second, (), torch.zeros(tokens, dtype=torch.int32))
+        experts_kernels.moe_mlp(x, experts, weights, gate_up, down, spec, adapters=factors)
     experts_kernels.moe_mlp(
         torch.zeros(1, 256, dtype=BF16), torch.zeros(1, 6, dtype=torch.int32), torch.zeros(1, 6),
         torch.zeros(160, 512, 256, dtype=BF16), torch.zeros(160, 256, 512, dtype=BF16),

@@ -17,7 +17,7 @@ CAPABILITY, SHARED = 90, 227 << 10
 
 READ_AHEAD = {
     *("_single", "_several", "_fp8_single", "_fp8_few", "_fp8_wide", "_scale", "_packed_few", "_packed_floats"),
-    *("_router_logits", "_peer_sum", "_shrink", "_expand"),
+    *("_router_logits", "_peer_sum", "_shrink", "_expand", "_invariant_product"),
 }
 FETCH_AHEAD = {"_invariant_product"}
 """Kernels that begin with what no kernel writes, a weight: read it, or fetch it into the L2 cache."""
@@ -25,7 +25,7 @@ ALONE = {"_reshape_and_cache"}
 """Launched when the kernel before is complete."""
 
 
-PARTS = {"rest": 58, "sparse": 9, "experts": 5}
+PARTS = {"rest": 59, "sparse": 9, "experts": 5}
 """Kernels of each part."""
 
 

@@ -186,7 +186,7 @@ class UnquantizedMethod(LinearMethod):
         return linear(x, layer.weight, layer.bias, layer.out_dtype, **options)
 
     def apply_adapted(self, layer: Linear, x: Activations, added: LowRank) -> torch.Tensor:
-        if isinstance(x, Fp8Rows):  # For a format that is like this one, and rounds.
+        if isinstance(x, Fp8Rows):  # Of a subclass that rounds.
             return super().apply_adapted(layer, x, added)
         options = {"batch_invariant": layer.batch_invariant, "exact": layer.exact}
         return linear_adapted(x, layer.weight, layer.bias, layer.out_dtype, added, **options)

@@ -101,7 +101,7 @@ class LoraTables:
             b[part.row : part.row + len(part.b), :rank].copy_(part.b)
 
     def added(self, x: Activations, *, batch_invariant: bool = False) -> LowRank | None:
-        """What adapters add to the layer's product of ``x [T, in_features]``; None: no token has an adapter.
+        """Returns the addition to the layer's product of ``x [T, in_features]``; None: no token has an adapter.
 
         On a GPU A's kernel runs while that of the layer's own product, which follows, begins to read weights.
         """

@@ -43,7 +43,7 @@ class ExpertFactors:
     down: tuple[torch.Tensor, torch.Tensor]
     """A ``[places, experts * rank, intermediate_size]`` and B ``[places, experts * hidden, rank]``"""
     segments: Sequence[Segment]
-    """As ``LowRank`` has them."""
+    """Runs of tokens with one adapter, and their places, as ``LowRank`` has them."""
     places: torch.Tensor | None
 
 

@@ -1,4 +1,4 @@
-"""What adapters add, in the kernels of other products: ``B low`` joins their sums before these are rounded."""
+"""The addition of adapters in the kernels of other products: ``B low`` joins their sums before these are rounded."""
 
 # A kernel's arguments have no types of Python's, and its tuples grow.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, disable-error-code=assignment
@@ -45,7 +45,7 @@ def early_b(
     b, place, output, present, b_place, RANK: tl.constexpr, NUM_PLACES: tl.constexpr, COLUMNS: tl.constexpr,
     EARLY: tl.constexpr
 ):  # fmt: skip
-    """What ``with_added`` needs of B, which no kernel writes: it is on its way while the sums are made. Not EARLY: nothing."""
+    """The lines of B for ``with_added``, on their way while the sums are made: no kernel writes them. Not EARLY: none."""
     lines = ()
     if EARLY:
         for one in tl.static_range(NUM_PLACES):

@@ -249,15 +249,14 @@ def others() -> None:
     sample.sample(logits, torch.ones(2), keys, slots[:2], slots[:2], filters, taken)
     mask.apply_masks(logits, torch.zeros(1, 1563, dtype=torch.int32), starts[:2])
     pages.gather_pages(table[:2], starts, table[3])
-    for tokens, rank in ((1, 16), (4, 16), (40, 16), (512, 16), (4, 512)):
+    for tokens, rank in ((4, 16), (40, 16), (512, 16), (4, 512)):
         a, b = torch.zeros(3, 3 * rank, 4096, dtype=BF16), torch.zeros(3, 6144, rank, dtype=BF16)
         y, held = torch.zeros(tokens, 6144, dtype=BF16), torch.zeros(tokens, dtype=torch.int32)
         rows = torch.zeros(tokens, 4096, dtype=BF16)
         added = LowRank(lora.shrink(rows, a, held), b, (4096, 5120, 6144), (), held)
         lora.expand(added, held, y)
-        if tokens <= 40:
-            product = linear.linear if tokens <= 8 else invariant.matmul
-            product(rows, torch.zeros(6144, 4096, dtype=BF16), added=added)
+        if tokens == 40:
+            invariant.matmul(rows, torch.zeros(6144, 4096, dtype=BF16), added=added)
 
 
 def states() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headrace.kernels import gpu
+from headrace.kernels import gpu, support
 from headrace.kernels.linear.reference import linear_by_head_ref, linear_float32_ref, linear_ref
 from headrace.kernels.lora import LowRank, expand
 
@@ -26,10 +26,10 @@ measured (see benchmarks/). The first line that a weight fits in counts."""
 _MOST_FEW = max(rows for _, rows in FEW_ROWS)
 _ALIGNED = 16
 """Numbers from row to row of a factor: of multiples of these the Triton kernel for several rows reads 16 bytes at once."""
-_ADAPTED_ROWS = 64
-"""Most rows with which a kernel that adds what adapters add is faster than a library's product and another kernel."""
-_TILE_OUTPUTS = 128
-"""Outputs of the widest tile of these kernels."""
+_ADAPTED_ROWS = range(17, 65)
+"""Rows with which, on an H200, a product that adds what adapters add is faster than a library's and a kernel behind it."""
+_TILE_OUTPUTS = 64
+"""Outputs of a tile of that product."""
 
 
 def linear(
@@ -70,12 +70,10 @@ def linear_adapted(
     batch_invariant: bool = False,
     exact: bool = False,
 ) -> torch.Tensor:
-    """``linear`` with what adapters add, before it is rounded where one kernel does both."""
-    fits = x.ndim == 2 and weight.dtype == x.dtype and gpu.takes(x) and triton_added.takes(added, _TILE_OUTPUTS)
-    if fits and not batch_invariant and few_rows(x, weight):
-        return kernels.linear(x, weight, bias, out_dtype=out_dtype, added=added)
-    # Whether a result is rounded once or twice must not depend on the number of rows.
-    if fits and x.itemsize == 2 and (batch_invariant or len(x) <= _ADAPTED_ROWS):
+    """``linear`` and the addition of adapters, before the result is rounded where one kernel does both. That depends on the
+    number of rows, so that a ``batch_invariant`` product is never one."""
+    fits = not batch_invariant and x.ndim == 2 and len(x) in _ADAPTED_ROWS and weight.dtype == x.dtype == torch.bfloat16
+    if fits and gpu.takes(x) and support.is_hopper(x.device) and triton_added.takes(added, _TILE_OUTPUTS):
         return matmul_kernels.matmul(x, weight, bias, out_dtype, added)
     y = linear(x, weight, bias, out_dtype, batch_invariant=batch_invariant, exact=exact)
     expand(added, y, batch_invariant=batch_invariant)

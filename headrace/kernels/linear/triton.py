@@ -18,9 +18,6 @@ import triton
 import triton.language as tl
 
 from headrace.kernels.linear.triton_matmul import check_factors
-from headrace.kernels.lora import triton_added
-from headrace.kernels.lora.reference import LowRank
-from headrace.kernels.lora.triton_added import early_b, part_of, with_added
 from headrace.kernels.support import cdiv, power_of_two
 from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import announce, options, wait
@@ -87,37 +84,20 @@ def _single(
     weight,
     bias,
     y,
-    low,
-    b,
-    places,
     weight_row: tl.int64,
-    b_place: tl.int64,
     IN: tl.constexpr,
     OUT: tl.constexpr,
     OUTPUTS: tl.constexpr,
     CHANNELS: tl.constexpr,
     BIAS: tl.constexpr,
-    ADAPTED: tl.constexpr,
-    END_0: tl.constexpr,
-    END_1: tl.constexpr,
-    RANK: tl.constexpr,
-    RANK_P: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SHARES: tl.constexpr,
-    SHARES_P: tl.constexpr,
     PDL: tl.constexpr,
 ):
     announce(PDL)
-    first = tl.program_id(0) * OUTPUTS
-    output = first + tl.arange(0, OUTPUTS)
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     present = output < OUT
     channel = tl.arange(0, CHANNELS)
     base = weight + output.to(tl.int64)[:, None] * weight_row
     sums = tl.zeros([OUTPUTS, CHANNELS], tl.float32)
-    if ADAPTED:
-        place = tl.load(places)
-        column, share = tl.arange(0, RANK_P), tl.arange(0, SHARES_P)
-        own = (column < RANK) & (place >= 0)
     # Each tile of the weight is loaded while the one before is summed; the first, while the previous kernel still runs.
     part = tl.load(base + channel[None, :], mask=present[:, None] & (channel < IN)[None, :], other=0.0)
     wait(PDL)
@@ -128,16 +108,8 @@ def _single(
         if start + CHANNELS < IN:
             ahead = inside + CHANNELS
             part = tl.load(base + ahead[None, :], mask=present[:, None] & (ahead < IN)[None, :], other=0.0)
-        if ADAPTED and start == max((IN - 1) // CHANNELS - 1, 0) * CHANNELS:
-            lines = b + place * b_place + output.to(tl.int64)[:, None] * RANK + column[None, :]
-            right = tl.load(lines, mask=present[:, None] & own[None, :], other=0.0)
-            at = share[:, None] * WIDTH + part_of(first, END_0, END_1) * RANK + column[None, :]
-            left = tl.load(low + at, mask=(share < SHARES)[:, None] & own[None, :], other=0.0)
         sums += here.to(tl.float32) * factor[None, :]
     result = tl.sum(sums, 1)
-    if ADAPTED:
-        added = result + tl.sum(right.to(tl.float32) * tl.sum(left, 0)[None, :], 1)
-        result = tl.where(place >= 0, added, result)
     result = _finish(result, bias, output, present, y.dtype.element_ty, BIAS)
     tl.store(y + output, result, mask=present)
 
@@ -190,14 +162,10 @@ def _several(
     weight,
     bias,
     y,
-    low,
-    b,
-    places,
     rows,
     out,
     x_row: tl.int64,
     weight_row: tl.int64,
-    b_place: tl.int64,
     IN: tl.constexpr,
     OUTPUTS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -206,15 +174,6 @@ def _several(
     WARPS: tl.constexpr,
     ROWS_P: tl.constexpr,
     BIAS: tl.constexpr,
-    ADAPTED: tl.constexpr,
-    END_0: tl.constexpr,
-    END_1: tl.constexpr,
-    RANK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SHARES: tl.constexpr,
-    NUM_PLACES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    EARLY: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -231,10 +190,6 @@ def _several(
     line, run = _places(ROWS_P, CHANNELS, WARPS)
     x_at = run[:, None] + within
     factors = x + (tl.minimum(line, rows - 1).to(tl.int64) * x_row)[:, None] + x_at
-    token = tl.arange(0, max(ROWS_P, 16))
-    if ADAPTED:
-        place = tl.load(places + token, mask=token < rows, other=-1)
-        output = first + tl.arange(0, OUTPUTS)
     parts = ()
     for ahead in tl.static_range(min(AHEAD, COUNT)):
         parts += (_tile(weights, weight_at, ahead * CHANNELS, IN, CHANNELS, "evict_first"),)
@@ -250,8 +205,6 @@ def _several(
     for step in tl.static_range(COUNT):
         if step + AHEAD < COUNT:
             parts += (_tile(weights, weight_at, (step + AHEAD) * CHANNELS, IN, CHANNELS, "evict_first"),)
-        if ADAPTED and step == max(COUNT - _X_AHEAD, 0):  # Few tiles are in flight: there is room in the registers.
-            early = early_b(b, place, output, output < out, b_place, RANK, NUM_PLACES, COLUMNS, EARLY)
         if step + _X_AHEAD < COUNT:
             lefts += (_tile(factors, x_at, (step + _X_AHEAD) * CHANNELS, IN, CHANNELS, ""),)
         left = _pieces(lefts[step], ROWS_P, CHANNELS, WARPS)
@@ -263,14 +216,8 @@ def _several(
         right = tl.reshape(tl.permute(right, (2, 1, 5, 6, 4, 7, 0, 3)), (WARPS, CHANNELS // WARPS, OUTPUTS))
         sums = tl.dot(left, right, sums, input_precision=PRECISION)
     result = tl.sum(sums, 0)
-    output = first + tl.arange(0, OUTPUTS)
-    if ADAPTED:
-        result = with_added(
-            tl.trans(result), early, low, b, place, token, rows, first, output, output < out, b_place, END_0, END_1, RANK,
-            WIDTH, SHARES, NUM_PLACES, COLUMNS, EARLY, PRECISION,
-        )  # fmt: skip
-        result = tl.trans(result)
-    row, output = token[:, None], output[None, :]
+    row = tl.arange(0, max(ROWS_P, 16))[:, None]
+    output = first + tl.arange(0, OUTPUTS)[None, :]
     mask = (row < rows) & (output < out)
     result = _finish(result, bias, output, mask, y.dtype.element_ty, BIAS)
     tl.store(y + row * out + output, result, mask=mask)
@@ -282,7 +229,6 @@ def linear(
     bias: torch.Tensor | None = None,
     tiling: LinearTiling | None = None,
     out_dtype: torch.dtype | None = None,
-    added: LowRank | None = None,
 ) -> torch.Tensor:
     """``x W^T + bias`` for a few rows.
 
@@ -292,7 +238,6 @@ def linear(
         bias: ``[out]``
         tiling: None: ``choose_tiling``'s.
         out_dtype: what the product is rounded to; None: x's dtype.
-        added: what adapters add before that, with parts of multiples of the tile's outputs.
 
     Returns:
         ``[rows, out]``
@@ -313,22 +258,17 @@ def linear(
     sizes = {"IN": in_features, "OUTPUTS": tiling.outputs, "CHANNELS": tiling.channels, "BIAS": bias is not None}
     launch = {"num_warps": tiling.num_warps, "num_stages": 1, **options(x.device)}
     tensors = (x, weight, x if bias is None else bias, y)
-    *adapters, b_place = triton_added.tensors(added, y)
-    constants = triton_added.sizes(added)
     if not tiling.ahead:
-        names = ("ADAPTED", "END_0", "END_1", "RANK", "WIDTH", "SHARES")
-        padded = {f"{name}_P": power_of_two(max(constants[name], 1)) for name in ("RANK", "SHARES")}
-        sizes |= {name: constants[name] for name in names} | padded
-        _single[grid](*tensors, *adapters, weight.stride(0), b_place, OUT=out_features, **sizes, **launch)
+        _single[grid](*tensors, weight.stride(0), OUT=out_features, **sizes, **launch)
     else:
-        strides = (x.stride(0), weight.stride(0), b_place)
+        strides = (x.stride(0), weight.stride(0))
         rest = max(cdiv(in_features, tiling.channels) - tiling.ahead, 0)
         shape = {
             "AHEAD": tiling.ahead,
             "NEAR": min(tiling.near, power_of_two(rest)) if rest else 0,
             "WARPS": tiling.num_warps,
             "ROWS_P": max(power_of_two(rows), 8),
-            "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
         }
-        _several[grid](*tensors, *adapters, rows, out_features, *strides, **sizes, **constants, **shape, **launch)
+        precision = "ieee" if x.dtype == torch.float32 else "tf32"
+        _several[grid](*tensors, rows, out_features, *strides, **sizes, **shape, **launch, PRECISION=precision)
     return y

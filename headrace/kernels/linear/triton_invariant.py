@@ -21,7 +21,7 @@ import triton.language as tl
 from headrace.kernels import support
 from headrace.kernels.lora import triton_added
 from headrace.kernels.lora.reference import LowRank
-from headrace.kernels.lora.triton_added import early_b, with_added
+from headrace.kernels.lora.triton_added import with_added
 from headrace.kernels.support import cdiv
 from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import announce, options, wait
@@ -102,7 +102,7 @@ def _invariant_product(
     OUT: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, SPLITS: tl.constexpr,
     SPAN: tl.constexpr, SHARED: tl.constexpr, BAND: tl.constexpr, NEAR: tl.constexpr, PIECES: tl.constexpr,
     BIAS: tl.constexpr, ADAPTED: tl.constexpr, END_0: tl.constexpr, END_1: tl.constexpr, RANK: tl.constexpr,
-    WIDTH: tl.constexpr, SHARES: tl.constexpr, NUM_PLACES: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+    WIDTH: tl.constexpr, SHARES: tl.constexpr, NUM_PLACES: tl.constexpr, PLACES: tl.constexpr, COLUMNS: tl.constexpr,
     PDL: tl.constexpr
 ):  # fmt: skip
     """A tile of ``OUTPUTS`` and ``ROWS``; where it is ``SHARED``, one of its splits of ``SPAN`` channels."""
@@ -115,9 +115,6 @@ def _invariant_product(
     row = (band * BAND + within % height) * ROWS + tl.arange(0, ROWS)
     output = within // height * OUTPUTS + tl.arange(0, OUTPUTS)
     split = tl.program_id(1)
-    if ADAPTED:
-        adapter = tl.load(places + row, mask=row < rows, other=-1)
-        early = early_b(b, adapter, output, output < OUT, b_place, RANK, NUM_PLACES, COLUMNS, EARLY)
     if PDL and NEAR > 0:
         _fetch_near(weight, tl.minimum(output, OUT - 1), weight_row, split * SPAN, IN, NEAR, PIECES)
     wait(PDL)
@@ -146,8 +143,8 @@ def _invariant_product(
     if last:
         if ADAPTED:
             total = with_added(
-                total, early, low, b, adapter, row, rows, within // height * OUTPUTS, output, output < OUT, b_place, END_0,
-                END_1, RANK, WIDTH, SHARES, NUM_PLACES, COLUMNS, EARLY, "tf32",
+                total, low, b, places, row, rows, within // height * OUTPUTS, output, output < OUT, b_place, END_0, END_1, RANK,
+                WIDTH, SHARES, NUM_PLACES, PLACES, COLUMNS, "tf32",
             )  # fmt: skip
         if BIAS:
             total += tl.load(bias + output, mask=output < OUT, other=0.0).to(tl.float32)[:, None]
@@ -202,7 +199,7 @@ def matmul(
     """``x W^T + bias`` in 16 bits, as ``triton_matmul.matmul`` does it in 32.
 
     Args:
-        added: what adapters add before the result is rounded, with parts of multiples of 128 outputs.
+        added: what adapters add before the result is rounded, with parts of whole tiles.
         tile, splits: None: chosen.
         shared: whether a tile's splits are those of several programs; None: where there are too few tiles.
 

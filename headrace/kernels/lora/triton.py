@@ -66,9 +66,6 @@ class ExpandTiling:
 
 def shrink_tiling(tokens: int, in_features: int, width: int, *, batch_invariant: bool = False) -> ShrinkTiling:
     """Returns the sizes for A: one choice for any number of tokens if the result must not depend on it."""
-    if tokens == 1 and not batch_invariant:
-        share = max(_LEAST_SHARE // 2, _whole(cdiv(in_features, 2 * _SHARES)))
-        return ShrinkTiling(16, 16, share, share <= _AHEAD * _CHANNELS)
     if batch_invariant or tokens <= _FEW_TOKENS:
         share = max(_LEAST_SHARE, _whole(cdiv(in_features, _SHARES)))
         return ShrinkTiling(16 if batch_invariant or tokens <= 16 else 32, 16, share, share <= _AHEAD * _CHANNELS)

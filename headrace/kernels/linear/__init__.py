@@ -13,10 +13,12 @@ from headrace.kernels.lora import LowRank, expand
 
 if TYPE_CHECKING:
     from headrace.kernels.linear import triton as kernels
+    from headrace.kernels.linear import triton_invariant as invariant_kernels
     from headrace.kernels.linear import triton_matmul as matmul_kernels
     from headrace.kernels.lora import triton_added
 else:
     triton_added = gpu.Late("headrace.kernels.lora.triton_added")
+    invariant_kernels = gpu.Late(f"{__name__}.triton_invariant")
     kernels = gpu.Late(f"{__name__}.triton")
     matmul_kernels = gpu.Late(f"{__name__}.triton_matmul")
 
@@ -74,7 +76,7 @@ def linear_adapted(
     number of rows, so that a ``batch_invariant`` product is never one."""
     fits = not batch_invariant and x.ndim == 2 and len(x) in _ADAPTED_ROWS and weight.dtype == x.dtype == torch.bfloat16
     if fits and gpu.takes(x) and support.is_hopper(x.device) and triton_added.takes(added, _TILE_OUTPUTS):
-        return matmul_kernels.matmul(x, weight, bias, out_dtype, added)
+        return invariant_kernels.matmul(x, weight, bias, out_dtype, added)
     y = linear(x, weight, bias, out_dtype, batch_invariant=batch_invariant, exact=exact)
     expand(added, y, batch_invariant=batch_invariant)
     return y

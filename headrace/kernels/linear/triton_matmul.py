@@ -11,7 +11,6 @@ import torch
 import triton.language as tl
 
 from headrace.kernels.linear import triton_invariant
-from headrace.kernels.lora.reference import LowRank
 from headrace.kernels.support import cdiv
 from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import begin, options
@@ -59,11 +58,7 @@ def _product(
 
 
 def matmul(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    added: LowRank | None = None,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """``x W^T + bias``: bitwise the same for a row of x in any batch.
 
@@ -72,14 +67,13 @@ def matmul(
         weight: ``[out, in]`` of x's dtype, last axis contiguous.
         bias: ``[out]``
         out_dtype: what the product is rounded to; None: x's dtype.
-        added: as ``triton_invariant.matmul`` takes it, in 16 bits alone.
 
     Raises:
         ValueError: a tensor does not fit the others.
     """
     check_factors(x, weight)
     if x.itemsize == 2:
-        return triton_invariant.matmul(x, weight, bias, out_dtype, added)
+        return triton_invariant.matmul(x, weight, bias, out_dtype)
     y = torch.empty(len(x), len(weight), dtype=out_dtype or x.dtype, device=x.device)
     _launch(x.unsqueeze(1), weight.unsqueeze(0), bias, y.unsqueeze(1))
     return y

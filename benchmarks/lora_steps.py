@@ -4,7 +4,9 @@
 
 MODEL is a folder with a config.json; its weights and the adapters, which have rank --rank on all seven matrices of each layer,
 are random. Each row of the table is one batch in which all sequences have no adapter, one adapter, or are dealt to --adapters
-of them; decode steps replay CUDA graphs, and a prompt of --prompt tokens is one step. Times are the best of --repeats.
+of them; decode steps replay CUDA graphs of exactly so many rows, and a prompt of --prompt tokens is one step. Times are the
+best of --repeats. Before them come the first step of a prompt beside decode rows, all with adapters, and the longest decode
+step while another adapter is read.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import itertools
 import json
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -74,6 +77,7 @@ class Bench:
             self._llm.load_lora(wanted)
             self.adapters += self._llm._adapters(wanted, 1)
         self._core, self._names, self._repeats = self._llm._engine.core, itertools.count(), options.repeats
+        self._config, self._directory, self._rank = config, directory, options.rank
         self.capture(options.batch)
 
     def capture(self, batches: list[int]) -> None:
@@ -84,6 +88,9 @@ class Bench:
                 graphs._try_to_capture(shape, padding=True)
         if failure := graphs.count().failure:
             raise SystemExit(failure)
+        self._shapes: set[Shape] = set()
+        launch = graphs._launch
+        graphs._launch = lambda shape: (self._shapes.add(shape), launch(shape))[1]
 
     def _fill(self, batch: int, adapters: list[AdapterRef | None], prompt: int, output: int) -> None:
         rng = random.Random(0)
@@ -102,9 +109,41 @@ class Bench:
             while self._llm.stats.since(before).computed_prompt_tokens < batch * CONTEXT:
                 self._core.step()
             self._steps(SETTLING)
-            return self._clock(lambda: self._steps(STEPS)) / STEPS
+            self._shapes.clear()
+            taken = self._clock(lambda: self._steps(STEPS), drain=False) / STEPS
+            if {shape.rows for shape in self._shapes if isinstance(shape, Shape)} != {batch}:
+                print(f"{batch} rows ran in {self._shapes}", file=sys.stderr)
+            self._drain()
+            return taken
 
         return min(run() for _ in range(self._repeats))
+
+    def beside(self) -> float:
+        """Milliseconds of the first step of a prompt beside decode rows."""
+        self._fill(4, self.adapters, CONTEXT, 64)
+        self._steps(SETTLING)
+        self._fill(1, self.adapters, 300, 1)
+        return self._clock(lambda: self._steps(2)) / 2
+
+    def reading(self) -> tuple[float, float, float]:
+        """Seconds of reading another adapter, and the median and the longest step meanwhile in milliseconds."""
+        path = write_adapter(self._config, self._directory / "read", self._rank, 99)
+        adapter = self._llm._engine.adapters.names.read(LoRARequest("read", lora_path=str(path)))
+        self._fill(8, [None], CONTEXT, 1024)
+        self._steps(SETTLING)
+        answers: list[Exception | None] = []
+        start, times = time.perf_counter(), list[float]()
+        self._core.adapters.begin(adapter.files, answers.append)
+        while not answers:
+            before = time.perf_counter()
+            self._core.step()
+            self._core.adapters.poll()
+            times.append(1e3 * (time.perf_counter() - before))
+        taken = time.perf_counter() - start
+        self._core.abort_all()
+        self._drain()
+        self._core.adapters.drop(adapter.files.digest)
+        return taken, statistics.median(times), max(times)
 
     def prefill(self, tokens: int, adapters: list[AdapterRef | None]) -> float:
         """Milliseconds of a prompt."""
@@ -119,14 +158,15 @@ class Bench:
         for _ in range(count):
             self._core.step()
 
-    def _clock(self, work: Callable[[], None]) -> float:
-        """Milliseconds of the work. Leaves nothing to do."""
+    def _clock(self, work: Callable[[], None], *, drain: bool = True) -> float:
+        """Milliseconds of the work. ``drain``: leaves nothing to do."""
         torch.cuda.synchronize()
         start = time.perf_counter()
         work()
         torch.cuda.synchronize()
         taken = 1e3 * (time.perf_counter() - start)
-        self._drain()
+        if drain:
+            self._drain()
         return taken
 
     def _drain(self) -> None:
@@ -137,7 +177,7 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--batch", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--prompt", type=int, default=8192)
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
@@ -154,6 +194,8 @@ def main() -> None:
             rows.append({"what": what, **times, **{f"{name} / base": times["base"] / times[name] for name in names[1:]}})
             print(" ".join(f"{k} {v if isinstance(v, str) else round(v, 3)}" for k, v in rows[-1].items()), flush=True)
 
+        print(f"first step of a prompt beside decode rows {bench.beside():.1f}, again {bench.beside():.1f}", flush=True)
+        print("reading {:.2f} s, median step {:.2f}, longest {:.2f}".format(*bench.reading()), flush=True)
         for batch in options.batch:
             names = ["base", "one", "all"] if batch > 1 else ["base", "one"]
             add(f"decode {batch}", lambda adapters, batch=batch: bench.decode(batch, adapters), names)  # type: ignore[misc]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from headrace.core.request import Request
@@ -11,6 +13,11 @@ from headrace.core.sequence import Status
 from headrace.engine.executor import Executor
 from headrace.errors import ConfigError, UnknownModelError
 from headrace.sources.adapter import PARAM, AdapterFiles
+
+Answer = Callable[[Exception | None], None]
+"""Called when an adapter is loaded, or with the reason why it is not."""
+_LOOK_SECONDS = 0.01
+"""Interval at which adapters are looked after: ranks answer only between their steps."""
 
 
 class LoadedAdapters:
@@ -21,24 +28,66 @@ class LoadedAdapters:
         self._digests: set[str] = set()
         self._dropped: set[str] = set()
         """Adapters that no new request may have."""
+        self._loading: dict[str, tuple[AdapterFiles, list[Answer]]] = {}
+        """Digest -> an adapter that is being read, and who waits for it."""
+        self._look_at = 0.0
+
+    @property
+    def loading(self) -> bool:
+        """Whether ``poll`` has adapters to look after."""
+        return bool(self._loading)
 
     def load(self, files: AdapterFiles) -> None:
         """Raises ConfigError if the engine takes no adapters, or the adapter does not fit the model."""
+        errors: list[Exception | None] = []
+        self.begin(files, errors.append)
+        self._look(files.digest, wait=True)
+        if errors and errors[0] is not None:
+            raise errors[0]
+
+    def begin(self, files: AdapterFiles, answer: Answer) -> None:
+        """Loads an adapter beside the steps. ``poll`` answers."""
         if not self._scheduler.config.max_loras:
-            raise ConfigError("this engine takes no adapters: start it with --enable-lora", PARAM)
-        self._executor.load_adapter(files)
-        self._digests.add(files.digest)
-        self._dropped.discard(files.digest)
+            answer(ConfigError("this engine takes no adapters: start it with --enable-lora", PARAM))
+            return
+        self._loading.setdefault(files.digest, (files, []))[1].append(answer)
+        self._look(files.digest, wait=False)
+
+    def poll(self) -> None:
+        """Looks after adapters that are being read, and answers for those that are there."""
+        if self._loading and (now := time.monotonic()) >= self._look_at:
+            self._look_at = now + _LOOK_SECONDS
+            for digest in list(self._loading):
+                self._look(digest, wait=False)
+
+    def _look(self, digest: str, *, wait: bool) -> None:
+        if digest not in self._loading:
+            return
+        files, error = self._loading[digest][0], None
+        try:
+            if not self._executor.load_adapter(files, wait=wait):
+                return
+        except Exception as failed:
+            error = failed
+            self._executor.drop_adapter(digest)  # Other ranks may have read it.
+        else:
+            self._digests.add(digest)
+            self._dropped.discard(digest)
+        for answer in self._loading.pop(digest)[1]:
+            answer(error)
 
     def drop(self, digest: str) -> None:
         """Refuses further requests with an adapter, and forgets it once those that run have ended."""
+        self._look(digest, wait=True)
         if digest in self._digests:
             self._digests.discard(digest)
             self._dropped.add(digest)
             self.collect()
 
     def check(self, request: Request) -> None:
-        """Raises UnknownModelError if a request's adapter is not loaded."""
+        """Raises UnknownModelError if a request's adapter is not loaded. One that is being read is waited for."""
+        if request.adapter is not None:
+            self._look(request.adapter.digest, wait=True)
         if request.adapter is not None and request.adapter.digest not in self._digests:
             raise UnknownModelError(f"the adapter {request.adapter.name!r} is not loaded", "model")
 

@@ -53,11 +53,12 @@ class Executor(Protocol[Handle]):
         """
         ...
 
-    def load_adapter(self, files: AdapterFiles) -> None:
-        """Reads an adapter, which later plans may name by its digest. Does nothing if it is there.
+    def load_adapter(self, files: AdapterFiles, *, wait: bool) -> bool:
+        """Begins to read an adapter, beside the steps, or looks after that. Returns whether it is there, so that later plans
+        may name it by its digest. ``wait``: returns only then.
 
         Raises:
-            ConfigError: it does not fit the model; nothing of it is left.
+            ConfigError: it does not fit the model. It is to be dropped.
         """
         ...
 
@@ -161,8 +162,8 @@ class LocalExecutor(Executor[StepHandle]):
             raise ConfigError("the model was handed over, and not loaded from files: update its weights", "model")
         return own_weights(self.model, self._files, self.runner.config.args.seed, self.runner.device)
 
-    def load_adapter(self, files: AdapterFiles) -> None:
-        adapter_tables(self.runner.parts).load(files)
+    def load_adapter(self, files: AdapterFiles, *, wait: bool) -> bool:
+        return adapter_tables(self.runner.parts).load(files, wait=wait)
 
     def drop_adapter(self, digest: str) -> None:
         adapter_tables(self.runner.parts).drop(digest)

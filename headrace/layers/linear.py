@@ -13,8 +13,9 @@ from torch import nn
 
 from headrace.config import MemoryLine
 from headrace.errors import ConfigError
-from headrace.kernels.linear import linear
+from headrace.kernels.linear import linear, linear_adapted
 from headrace.kernels.linear.fp8_reference import Activations, Fp8Rows
+from headrace.kernels.lora import LowRank, expand
 from headrace.layers.embedding import Embedding
 from headrace.layers.lora import LoraTables
 from headrace.layers.stored import Codes, StoredMatrix
@@ -53,11 +54,10 @@ class Linear(nn.Module):
 
     def forward(self, x: Activations) -> torch.Tensor:
         """``[..., in_features] -> [..., out_features]``. ``Fp8Rows`` are for a layer that has ``rounds``."""
-        low = None if self.lora is None else self.lora.shrink(x, batch_invariant=self.batch_invariant)
-        y = self.method.apply_rounded(self, x) if isinstance(x, Fp8Rows) else self.method.apply(self, x)
-        if self.lora is not None and low is not None:
-            self.lora.expand(low, y, batch_invariant=self.batch_invariant)
-        return y
+        added = None if self.lora is None else self.lora.added(x, batch_invariant=self.batch_invariant)
+        if added is not None:
+            return self.method.apply_adapted(self, x, added)
+        return self.method.apply_rounded(self, x) if isinstance(x, Fp8Rows) else self.method.apply(self, x)
 
     def memory(self) -> list[MemoryLine]:
         return self.method.memory(self)
@@ -141,6 +141,12 @@ class LinearMethod(ABC):
         """``apply`` of the rows that have been rounded to x: ``[T, out_features]``."""
         raise TypeError(f"{self.format} are not multiplied by rounded rows")
 
+    def apply_adapted(self, layer: Linear, x: Activations, added: LowRank) -> torch.Tensor:
+        """``apply``, or ``apply_rounded``, and what adapters add: ``[T, out_features]``."""
+        y = self.apply_rounded(layer, x) if isinstance(x, Fp8Rows) else self.apply(layer, x)
+        expand(added, y, batch_invariant=layer.batch_invariant)
+        return y
+
     @abstractmethod
     def dequantize(self, layer: Linear) -> torch.Tensor:
         """Returns the weights that ``apply`` multiplies by, ``[out_features, in_features]`` float32."""
@@ -178,6 +184,12 @@ class UnquantizedMethod(LinearMethod):
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         options = {"batch_invariant": layer.batch_invariant, "exact": layer.exact}
         return linear(x, layer.weight, layer.bias, layer.out_dtype, **options)
+
+    def apply_adapted(self, layer: Linear, x: Activations, added: LowRank) -> torch.Tensor:
+        if isinstance(x, Fp8Rows):  # Of a subclass that rounds.
+            return super().apply_adapted(layer, x, added)
+        options = {"batch_invariant": layer.batch_invariant, "exact": layer.exact}
+        return linear_adapted(x, layer.weight, layer.bias, layer.out_dtype, added, **options)
 
     def dequantize(self, layer: Linear) -> torch.Tensor:
         return layer.weight.detach().float()

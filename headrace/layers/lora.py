@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from headrace.kernels.linear.fp8_reference import Activations, Fp8Rows
-from headrace.kernels.lora import Segment, expand, shrink
+from headrace.kernels.lora import ExpertFactors, LowRank, Segment, shrink
 
-ExpertProduct = Callable[[int, torch.Tensor], torch.Tensor]
-"""(expert, x ``[T, in]``) -> the product with the expert's matrix, ``[T, out]``."""
 NO_ADAPTER = -1
 """Place of tokens that the base model serves."""
 
@@ -102,49 +100,32 @@ class LoraTables:
             a[first : first + rank].copy_(part.a)
             b[part.row : part.row + len(part.b), :rank].copy_(part.b)
 
-    def shrink(self, x: Activations, *, batch_invariant: bool = False) -> torch.Tensor | None:
-        """The products of A with ``x [T, in_features]`` for ``expand``; None: no token has an adapter.
+    def added(self, x: Activations, *, batch_invariant: bool = False) -> LowRank | None:
+        """Returns the addition to the layer's product of ``x [T, in_features]``; None: no token has an adapter.
 
-        On a GPU this kernel runs while that of the layer's own product, which follows, begins to read weights.
+        On a GPU A's kernel runs while that of the layer's own product, which follows, begins to read weights.
         """
         rows = self._rows
         if not rows.segments:
             return None
         # Merged weights would multiply the rounded rows too.
         x = x.floats() if isinstance(x, Fp8Rows) else x
-        return shrink(x, self.a, rows.segments, rows.places, batch_invariant=batch_invariant)
-
-    def expand(self, low: torch.Tensor, y: torch.Tensor, *, batch_invariant: bool = False) -> None:
-        """Adds to the layer's product ``y [T, out_features]``, in place, for tokens with adapters."""
-        rows = self._rows
-        expand(low, self.b, self.ends, rows.segments, y, rows.places, batch_invariant=batch_invariant)
-
-    def of_expert(self, expert: int, count: int, place: int, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Adds to ``y [T, outputs]``, an expert's product of ``x``, on a CPU. The tables have the matrices of ``count`` experts
-        one behind the other."""
-        width, outputs = self.a.shape[1] // count, self.ends[-1] // count
-        a = self.a[place, expert * width : (expert + 1) * width]
-        b = self.b[place, expert * outputs : (expert + 1) * outputs]
-        every = (Segment(0, len(x), 0),)
-        expand(shrink(x, a[None], every), b[None], self.ends[: len(self.ends) // count], every, y)
+        low = shrink(x, self.a, rows.segments, rows.places, batch_invariant=batch_invariant)
+        return LowRank(low, self.b, self.ends, rows.segments, rows.places)
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertTables:
-    """The additions to the experts of a mixture, on a CPU."""
+    """The additions to the experts of a mixture, whose matrices lie one behind the other in the tables."""
 
     rows: LoraRows
-    count: int
-    """Experts that are held."""
     gate_up: LoraTables
     down: LoraTables
 
-    def add_to(self, tables: LoraTables, product: ExpertProduct, place: int) -> ExpertProduct:
-        """``product`` with what the adapter in a place adds."""
-
-        def added(expert: int, x: torch.Tensor) -> torch.Tensor:
-            y = product(expert, x)
-            tables.of_expert(expert, self.count, place, x, y)
-            return y
-
-        return added
+    @property
+    def factors(self) -> ExpertFactors | None:
+        """None: no token of the step has an adapter."""
+        rows, gate_up, down = self.rows, self.gate_up, self.down
+        if not rows.segments:
+            return None
+        return ExpertFactors((gate_up.a, gate_up.b), (down.a, down.b), rows.segments, rows.places)

@@ -8,10 +8,12 @@ import torch
 from torch import nn
 
 from headrace.config import MemoryLine
+from headrace.kernels.lora import ExpertFactors
 from headrace.kernels.moe import held_experts, moe_mlp, route, router_logits
-from headrace.kernels.moe.reference import expert_product, run_experts
+from headrace.kernels.moe.codes import ExpertCodes
+from headrace.kernels.moe.reference import ExpertProduct, adapt_experts, expert_product
 from headrace.layers.linear import Linear, packed_memory
-from headrace.layers.lora import ExpertProduct, ExpertTables
+from headrace.layers.lora import ExpertTables
 from headrace.layers.mlp import GatedMLP, SquaredMLP, build_mlp
 from headrace.layers.stored import StoredMatrix
 from headrace.model_spec import MoeSpec
@@ -102,33 +104,12 @@ class Experts(nn.Module):
         rank its own."""
         if self.spec.held is not None:
             experts = held_experts(experts, *self.spec.held)
+        factors = None if self.lora is None else self.lora.factors
+        if factors is None or factors.places is not None:
+            return self.method.apply(self, x, experts, weights, plus, factors)
         out = self.method.apply(self, x, experts, weights, plus)
-        if self.lora is not None and self.lora.rows.segments:
-            self._adapt(self.lora, out, x, experts, weights, plus)
+        adapt_experts(out, x, experts, weights, *self.method.products(self), self.spec, plus, factors)
         return out
-
-    def _adapt(
-        self,
-        lora: ExpertTables,
-        out: torch.Tensor,
-        x: torch.Tensor,
-        experts: torch.Tensor,
-        weights: torch.Tensor,
-        plus: torch.Tensor | None,
-    ) -> None:
-        """Computes the tokens with adapters again, with what these add: an addition to gate and up goes through the
-        activation. The others stay bitwise as they are."""
-        gate_up, down = self.method.products(self)
-        for start, end, place in lora.rows.segments:
-            out[start:end] = run_experts(
-                x[start:end],
-                experts[start:end],
-                weights[start:end],
-                lora.add_to(lora.gate_up, gate_up, place),
-                lora.add_to(lora.down, down, place),
-                self.spec,
-                None if plus is None else plus[start:end],
-            )
 
     def memory(self) -> list[MemoryLine]:
         return self.method.memory(self)
@@ -165,18 +146,32 @@ class ExpertsMethod:
         raise TypeError(f"new values are not rounded to {self.format}")
 
     def apply(
-        self, layer: Experts, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, plus: torch.Tensor | None
+        self,
+        layer: Experts,
+        x: torch.Tensor,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+        plus: torch.Tensor | None,
+        adapters: ExpertFactors | None = None,
     ) -> torch.Tensor:
-        """``[T, hidden] -> [T, hidden]``; ``experts`` and ``weights`` ``[T, top_k]``. ``plus`` of x's shape is added."""
-        matrices = layer.gate_up_proj, layer.down_proj
-        biases = layer.gate_up_proj_bias, layer.down_proj_bias
-        return moe_mlp(x, experts, weights, *matrices, layer.spec, *biases, plus=plus, batch_invariant=layer.batch_invariant)
+        """``[T, hidden] -> [T, hidden]``; ``experts`` and ``weights`` ``[T, top_k]``. ``plus`` of x's shape is added.
+        ``adapters``: of a step on a GPU."""
+        matrices, biases = self.factors(layer), (layer.gate_up_proj_bias, layer.down_proj_bias)
+        invariant = layer.batch_invariant
+        return moe_mlp(
+            x, experts, weights, *matrices, layer.spec, *biases, plus=plus, adapters=adapters, batch_invariant=invariant
+        )
+
+    def factors(self, layer: Experts) -> tuple[torch.Tensor | ExpertCodes, torch.Tensor | ExpertCodes]:
+        """Returns the matrices gate and up, and down, as ``moe_mlp`` takes them."""
+        return layer.gate_up_proj, layer.down_proj
 
     def products(self, layer: Experts) -> tuple[ExpertProduct, ExpertProduct]:
         """Returns the products with the experts' gate and up, and with their down, as ``apply`` makes them on a CPU."""
+        gate_up, down = self.factors(layer)
         return (
-            partial(expert_product, layer.gate_up_proj, layer.gate_up_proj_bias),
-            partial(expert_product, layer.down_proj, layer.down_proj_bias),
+            partial(expert_product, gate_up, layer.gate_up_proj_bias),
+            partial(expert_product, down, layer.down_proj_bias),
         )
 
     def dequantize(self, layer: Experts, matrix: str) -> torch.Tensor:

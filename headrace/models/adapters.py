@@ -12,8 +12,9 @@ from safetensors import safe_open
 from torch import nn
 
 from headrace.errors import ConfigError
+from headrace.kernels.lora import STEP_SIZES, Segment
 from headrace.layers.linear import FusedLinear, Linear
-from headrace.layers.lora import ExpertTables, LoraPart, LoraRows, LoraTables
+from headrace.layers.lora import NO_ADAPTER, ExpertTables, LoraPart, LoraRows, LoraTables
 from headrace.layers.moe import Experts
 from headrace.sources.adapter import PARAM, AdapterFiles, AdapterMatrix
 from headrace.weights.names import NameTable, Target
@@ -28,6 +29,8 @@ EXPERTS = ("gate_up_proj", "down_proj")
 class AdaptedLayer:
     """Matrices of a layer, fused or not, with their tables; or those of the experts of a mixture, one behind the other."""
 
+    module: Linear | Experts
+    """The layer, or the mixture."""
     tables: LoraTables
     start: int
     """First number of the tables in the memory of a place."""
@@ -70,12 +73,29 @@ class AdapterTargets:
     """Names of matrices that may have adapters, without the path before them; empty: all that can."""
     memory: torch.Tensor
     """``[places, numbers]``: what all layers have of the adapter in each place."""
-    whole_steps: bool = True
-    """Whether adapters of experts could be added, if not for the device."""
 
     @property
     def nbytes(self) -> int:
         return self.memory.nbytes
+
+    def warm_up(self, most_tokens: int) -> None:
+        """Runs a layer of each shape on tokens of no adapter, so that the kernels are compiled before a step needs them. For a
+        GPU."""
+        modules: dict[object, nn.Module] = {}
+        for layer in self.layers.values():
+            own = layer.module
+            shape = str(own.shapes) if isinstance(own, Experts) else (layer.in_features, layer.sizes)
+            modules.setdefault((shape, own.method.format), own)
+        for tokens in sorted({min(size, most_tokens) for size in STEP_SIZES}):
+            self.rows.segments = (Segment(0, tokens, 0),)
+            self.rows.places = torch.full((tokens,), NO_ADAPTER, dtype=torch.int32, device=self.memory.device)
+            for module in modules.values():
+                if isinstance(module, Experts):
+                    choices = torch.zeros(tokens, module.spec.top_k, dtype=torch.int32, device=self.memory.device)
+                    module(self.memory.new_zeros(tokens, module.shapes["down_proj"][1]), choices, choices.float())
+                elif isinstance(module, Linear):
+                    module(self.memory.new_zeros(tokens, module.in_features))
+        self.rows.clear()
 
     def put(self, place: int, adapter: LoadedAdapter) -> None:
         """Fills a place with an adapter, instead of what it held."""
@@ -138,13 +158,7 @@ class AdapterTargets:
     def _refusal(self, name: str, target: Target | None) -> str:
         if not self._allowed(name):
             return f"--lora-target-modules has {', '.join(self.modules)} alone"
-        if target is None:
-            return "the model has no such matrix"
-        if target.parameter.rpartition(".")[2] in EXPERTS:
-            return (
-                "adapters of experts run on CPUs alone" if self.whole_steps else "adapters of these experts are not supported"
-            )
-        return "adapters of this matrix are not supported"
+        return "the model has no such matrix" if target is None else "adapters of this matrix are not supported"
 
 
 def _key(target: Target) -> str:
@@ -182,16 +196,14 @@ def add_tables(
     max_rank: int,
     dtype: torch.dtype,
     device: str | torch.device,
-    *,
-    experts: bool,
 ) -> AdapterTargets:
-    """Gives the matrices of a model's layers tables for adapters. ``experts``: those of experts too, which is for CPUs.
+    """Gives the matrices of a model's layers tables for adapters.
 
     Raises:
         ConfigError: one of ``modules`` is no matrix of the model.
     """
-    rows, shapes, known, whole_steps = LoraRows(), dict[str, tuple[int, tuple[int, ...], int]](), set[str](), True
-    mixtures: dict[str, Experts] = {}
+    rows, shapes, known = LoraRows(), dict[str, tuple[int, tuple[int, ...], int]](), set[str]()
+    linears, mixtures = dict[str, Linear](), dict[str, Experts]()
 
     def wanted(parameter: str, *more: str) -> bool:
         own = {*map(_matrix_name, names.names(parameter)), *more}
@@ -201,13 +213,13 @@ def add_tables(
     for path, layer in model.named_modules():
         if isinstance(layer, Linear) and path.startswith("layers."):
             if wanted(f"{path}.weight"):
-                shapes[path] = layer.in_features, _sizes(layer), 1
+                linears[path], shapes[path] = layer, (layer.in_features, _sizes(layer), 1)
         elif isinstance(layer, Experts):
             asked = [wanted(f"{path}.{parameter}", parameter) for parameter in EXPERTS]
-            whole_steps = whole_steps and layer.whole_steps
-            if experts and layer.whole_steps and any(asked):
+            if layer.whole_steps and any(asked):
                 mixtures[path], inner = layer, layer.spec.intermediate_size
-                for parameter, sizes in zip(EXPERTS, ((inner, inner), (layer.shapes["down_proj"][1],)), strict=True):
+                first = (inner,) * (layer.spec.first_outputs // inner)
+                for parameter, sizes in zip(EXPERTS, (first, (layer.shapes["down_proj"][1],)), strict=True):
                     shapes[f"{path}.{parameter}"] = layer.shapes[parameter][2], sizes, layer.spec.num_held
     if unknown := sorted(set(modules) - known):
         raise ConfigError(
@@ -219,13 +231,14 @@ def add_tables(
     layers = {}
     for (name, (inputs, sizes, count)), start, end in zip(shapes.items(), (0, *ends), ends, strict=False):
         tables = LoraTables(rows, inputs, sizes * count, max_rank, memory[:, start:end])
-        layers[name] = AdaptedLayer(tables, start, inputs, sizes, count)
-        if count == 1 and isinstance(layer := model.get_submodule(name), Linear):
-            layer.lora = tables
+        module = mixtures.get(name.rpartition(".")[0]) or linears[name]
+        layers[name] = AdaptedLayer(module, tables, start, inputs, sizes, count)
+        if isinstance(module, Linear):
+            module.lora = tables
     for path, mixture in mixtures.items():
         both = (layers[f"{path}.{parameter}"].tables for parameter in EXPERTS)
-        mixture.lora = ExpertTables(rows, mixture.spec.num_held, *both)
-    return AdapterTargets(names, rows, layers, modules, memory, whole_steps)
+        mixture.lora = ExpertTables(rows, *both)
+    return AdapterTargets(names, rows, layers, modules, memory)
 
 
 def adapter_targets(model: Any) -> AdapterTargets | None:

@@ -14,7 +14,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -159,9 +159,9 @@ class MultiprocessExecutor(Executor[int]):
                     rank.send(piece)
         return self.gather(int)[0]
 
-    def load_adapter(self, files: AdapterFiles) -> None:
-        self.send(LoadAdapter(files))
-        self.gather(NoneType)
+    def load_adapter(self, files: AdapterFiles, *, wait: bool) -> bool:
+        self.send(LoadAdapter(files, wait))
+        return all(self.gather(bool))
 
     def drop_adapter(self, digest: str) -> None:
         self.send(DropAdapter(digest))

@@ -86,6 +86,7 @@ class EngineLoop:
             while self._running:
                 if core.weights.busy:
                     core.weights.poll()
+                core.adapters.poll()
                 if (message := self._poll()) is None:
                     if core.runnable():
                         break
@@ -105,7 +106,7 @@ class EngineLoop:
     def _idle(self) -> None:
         """Waits for a message, or captures a CUDA graph."""
         core, sentinels = self._core, self._core.executor.sentinels()
-        if core.weights.busy:
+        if core.weights.busy or core.adapters.loading:
             self._channel.wait(_POLL_SECONDS, sentinels)
             return
         # Asks all ranks: one that was stopped by a signal does not answer.
@@ -174,25 +175,31 @@ class EngineLoop:
             if not self._core.has_work():
                 self._answer_drains()
             return
+        value = True
         try:
-            value = True
             match message:
                 case Control(_, "reset_prefix_cache"):
                     value = self._core.reset_prefix_cache()
                 case Control(_, "load_adapter", AdapterFiles() as files):
-                    self._core.adapters.load(files)
+                    self._core.adapters.begin(files, lambda error: self._answer(message, error is None, error))
+                    return
                 case Control(_, "drop_adapter", AdapterFiles(digest)):
                     self._core.adapters.drop(digest)
                 case _:
                     self._core.check_integrity()
-        except ConfigError as error:
-            self._send(ControlReply(message.call, False, error.message, error.param or message.name))
-            return
         except Exception as error:
-            logger.exception("%s failed", message.name)
-            self._send(ControlReply(message.call, False, f"{type(error).__name__}: {error}"))
+            self._answer(message, False, error)
             return
-        self._send(ControlReply(message.call, value))
+        self._answer(message, value)
+
+    def _answer(self, message: Control, value: bool, error: Exception | None = None) -> None:
+        if isinstance(error, ConfigError):
+            self._send(ControlReply(message.call, False, error.message, error.param or message.name))
+        elif error is not None:
+            logger.error("%s failed", message.name, exc_info=error)
+            self._send(ControlReply(message.call, False, f"{type(error).__name__}: {error}"))
+        else:
+            self._send(ControlReply(message.call, value))
 
     def _answer_weights(self, call: int, result: WeightResult) -> None:
         """Answers a command. What it did to requests and KV is in the statistics by then."""

@@ -105,10 +105,9 @@ class Rank:
                     self._done(self._executor.update_weights([(spec.name, self._tensor(spec)) for spec in tensors]))
                 except ConfigError as error:
                     self._parent.send(encode(ConfigRefused(error.message, error.param)))
-            case LoadAdapter(files):
+            case LoadAdapter(files, wait):
                 try:
-                    self._executor.load_adapter(files)
-                    self._done(None)
+                    self._done(self._executor.load_adapter(files, wait=wait))
                 except ConfigError as error:
                     self._parent.send(encode(ConfigRefused(error.message, error.param)))
             case DropAdapter(dropped):

@@ -74,9 +74,10 @@ class RankWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Answered with Done, or with ConfigRefused by every rank."""
+    """``LocalExecutor.load_adapter``. Answered with its result or with ConfigRefused."""
 
     files: AdapterFiles
+    wait: bool
 
 
 class DropAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True):

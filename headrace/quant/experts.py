@@ -6,16 +6,12 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import torch
 
 from headrace.errors import ConfigError
 from headrace.kernels.linear.fp8_reference import E4M3_MAX, LEAST_SCALE
-from headrace.kernels.moe import moe_mlp
 from headrace.kernels.moe.codes import BLOCK, MIDDLE, X_GROUP, ExpertCodec, ExpertCodes, pack_words
-from headrace.kernels.moe.reference import expert_product
-from headrace.layers.lora import ExpertProduct
 from headrace.layers.moe import Experts, ExpertsMethod
 from headrace.layers.stored import Codes, QuantSpec, StoredMatrix
 from headrace.model_spec import MoeSpec
@@ -296,18 +292,8 @@ class CodedExperts(ExpertsMethod):
             raise ValueError(f"{matrix} is not loaded")
         return ExpertCodes(own.codec, layer.shapes[matrix], codes, scales, own.group, zeros, own.x_group, x_scale)
 
-    def apply(
-        self, layer: Experts, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, plus: torch.Tensor | None
-    ) -> torch.Tensor:
-        matrices = self.codes(layer, "gate_up_proj"), self.codes(layer, "down_proj")
-        biases = layer.gate_up_proj_bias, layer.down_proj_bias
-        return moe_mlp(x, experts, weights, *matrices, layer.spec, *biases, plus=plus, batch_invariant=layer.batch_invariant)
-
-    def products(self, layer: Experts) -> tuple[ExpertProduct, ExpertProduct]:
-        return (
-            partial(expert_product, self.codes(layer, "gate_up_proj"), layer.gate_up_proj_bias),
-            partial(expert_product, self.codes(layer, "down_proj"), layer.down_proj_bias),
-        )
+    def factors(self, layer: Experts) -> tuple[ExpertCodes, ExpertCodes]:
+        return self.codes(layer, "gate_up_proj"), self.codes(layer, "down_proj")
 
     def dequantize(self, layer: Experts, matrix: str) -> torch.Tensor:
         held = self.codes(layer, matrix)

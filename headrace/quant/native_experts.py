@@ -9,10 +9,10 @@ import torch
 
 from headrace.errors import ConfigError
 from headrace.kernels import native
+from headrace.kernels.lora import ExpertFactors
 from headrace.kernels.moe.native import PackedExperts
-from headrace.kernels.moe.reference import run_experts
+from headrace.kernels.moe.reference import ExpertProduct, run_experts
 from headrace.kernels.native import NativeKernels
-from headrace.layers.lora import ExpertProduct
 from headrace.layers.moe import Experts, ExpertsMethod
 from headrace.layers.stored import Codes, QuantSpec, StoredMatrix
 from headrace.quant.experts import ExpertsCandidate, ExpertsFacts
@@ -129,7 +129,13 @@ class NativeExperts(ExpertsMethod):
         layer.get_buffer(f"{matrix}_packed")[expert].narrow(0, start // LANES, len(packed)).copy_(packed)
 
     def apply(
-        self, layer: Experts, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, plus: torch.Tensor | None
+        self,
+        layer: Experts,
+        x: torch.Tensor,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+        plus: torch.Tensor | None,
+        adapters: ExpertFactors | None = None,
     ) -> torch.Tensor:
         return run_experts(x, experts, weights, *self.products(layer), layer.spec, plus)
 

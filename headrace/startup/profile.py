@@ -11,6 +11,7 @@ from headrace.attention.backend import AttentionBackend, LayerCache, distinct, w
 from headrace.attention.context import ForwardContext
 from headrace.cache.planes import allocate
 from headrace.config import EngineConfig
+from headrace.models.adapters import adapter_targets
 from headrace.models.interface import HiddenStates, Model, ModelInputs
 from headrace.resolve.memory import CUDA_SLACK
 from headrace.runner.build import make_backends
@@ -55,6 +56,8 @@ def measure(model: Model, config: EngineConfig, encode: Sequence[Callable[[], ob
             backend.reserve(torch.device(config.device))
     torch.cuda.reset_peak_memory_stats()
     _largest_step(model, config, caches, backends)
+    if (adapters := adapter_targets(model)) is not None:
+        adapters.warm_up(config.scheduler.max_num_batched_tokens)
     if config.sparse is not None and config.sparse.routed:
         # Other rows run while the hidden states of a piece are paused.
         paused = paused_states(config, config.sparse.max_exact_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from headrace import LLM, LoRARequest, SamplingParams
 from headrace.core.request import AdapterRef
 from headrace.errors import ConfigError, ConflictError, UnknownModelError
 from headrace.layers.linear import FusedLinear, Linear
+from headrace.models.adapters import AdapterTargets
 from headrace.outputs import RequestOutput
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -190,6 +192,27 @@ def test_an_adapter_is_read_once_and_replaced_on_request(
     (after,) = llm.generate(prompt(20), params(), lora_request=named)
     check(models["eight"], after)
     llm.unload_lora("policy")
+
+
+def test_steps_go_on_while_an_adapter_is_read(
+    llm: LLM, adapters: dict[str, Path], models: dict[str | None, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, may_read, read, answers = llm._engine, threading.Event(), AdapterTargets.read, list[Exception | None]()
+    monkeypatch.setattr(AdapterTargets, "read", lambda *args: read(*args) if may_read.wait(60) else None)
+    named = LoRARequest("beside", lora_path=str(adapters["four"]))
+    engine.core.adapters.drop(llm._adapters(request(adapters, "four"), 1)[0].digest)
+    adapter = engine.adapters.names.read(named)
+    engine.core.adapters.begin(adapter.files, answers.append)
+    (output,) = llm.generate(prompt(30), params())
+    check(models[None], output)
+    engine.core.adapters.poll()
+    assert engine.core.adapters.loading and not answers
+    may_read.set()
+    engine.adapters.names.put(adapter)
+    (output,) = llm.generate(prompt(30), params(), lora_request=LoRARequest("beside"))
+    assert answers == [None], "a request waits for its adapter"
+    check(models["four"], output)
+    llm.unload_lora("beside")
 
 
 def test_nothing_is_evicted(base: Path, adapters: dict[str, Path], models: dict[str | None, PreTrainedModel]) -> None:

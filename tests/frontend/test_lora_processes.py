@@ -36,18 +36,18 @@ def build(base: Path, **args: Any) -> LLM:
 
 
 @pytest.mark.slow
-def test_ranks_have_their_parts_of_an_adapter(tmp_path: Path) -> None:
+def test_ranks_have_their_parts_of_every_adapter(tmp_path: Path) -> None:
     base = write_model(tmp_path / "base")
-    adapter = write_adapter(base, tmp_path / "one")
+    adapters = {rank: write_adapter(base, tmp_path / str(rank), seed=rank, r=rank) for rank in (4, 8, 24)}
     other = write_adapter(write_model(tmp_path / "wide", intermediate_size=256), tmp_path / "other")
-    with build(base, tensor_parallel_size=2) as llm:
+    with build(base, tensor_parallel_size=2, max_loras=3, max_lora_rank=24) as llm:
         with pytest.raises(ConfigError, match="in the model is"):
             llm.load_lora(LoRARequest("other", lora_path=str(other)))
-        lora = LoRARequest("one", lora_path=str(adapter))
-        outputs = llm.generate(PROMPTS, PARAMS, lora_request=[lora, None, lora, None])
-        for output, has in zip(outputs, (adapter, None, adapter, None), strict=True):
-            check(base, has, output)
-        llm.unload_lora("one")
+        ranks = (4, None, 24, 8)
+        loras = [None if rank is None else LoRARequest(str(rank), lora_path=str(adapters[rank])) for rank in ranks]
+        for output, rank in zip(llm.generate(PROMPTS, PARAMS, lora_request=loras), ranks, strict=True):
+            check(base, None if rank is None else adapters[rank], output)
+        llm.unload_lora("8")
 
 
 @pytest.mark.slow

@@ -40,12 +40,14 @@ from headrace.kernels.linear import triton as linear
 from headrace.kernels.linear import triton_fp8 as linear_fp8
 from headrace.kernels.linear import triton_fp8_few as fp8_few
 from headrace.kernels.linear import triton_fp8_wide as fp8_wide
+from headrace.kernels.linear import triton_invariant as invariant
 from headrace.kernels.linear import triton_matmul as matmul
 from headrace.kernels.linear import triton_wna16 as wna16
 from headrace.kernels.linear.fp8_reference import GROUP, Fp8Weight
 from headrace.kernels.linear.fp8_tilings import FewTiling, SingleTiling, WideTiling
 from headrace.kernels.linear.wna16_reference import MAX_TILES, PackedWeight
 from headrace.kernels.lora import triton as lora
+from headrace.kernels.lora.reference import ExpertFactors, LowRank
 from headrace.kernels.mla import triton as mla
 from headrace.kernels.moe import codes as expert_codes
 from headrace.kernels.moe import triton as moe
@@ -249,11 +251,14 @@ def others() -> None:
     sample.sample(logits, torch.ones(2), keys, slots[:2], slots[:2], filters, taken)
     mask.apply_masks(logits, torch.zeros(1, 1563, dtype=torch.int32), starts[:2])
     pages.gather_pages(table[:2], starts, table[3])
-    for tokens, rank in ((4, 16), (512, 16), (4, 512)):
+    for tokens, rank in ((4, 16), (40, 16), (512, 16), (4, 512)):
         a, b = torch.zeros(3, 3 * rank, 4096, dtype=BF16), torch.zeros(3, 6144, rank, dtype=BF16)
         y, held = torch.zeros(tokens, 6144, dtype=BF16), torch.zeros(tokens, dtype=torch.int32)
-        low = lora.shrink(torch.zeros(tokens, 4096, dtype=BF16), a, held)
-        lora.expand(low, b, (4096, 5120, 6144), held, y)
+        rows = torch.zeros(tokens, 4096, dtype=BF16)
+        added = LowRank(lora.shrink(rows, a, held), b, (4096, 5120, 6144), (), held)
+        lora.expand(added, held, y)
+        if tokens == 40:
+            invariant.matmul(rows, torch.zeros(6144, 4096, dtype=BF16), added=added)
 
 
 def states() -> None:
@@ -310,6 +315,10 @@ def mixtures() -> None:
         x = torch.zeros(tokens, 256, dtype=dtype)
         for batch_invariant in (False, True):
             experts_kernels.moe_mlp(x, experts, weights, gate_up, down, spec, batch_invariant=batch_invariant)
+        first = torch.zeros(2, 160 * 32, 256, dtype=dtype), torch.zeros(2, 160 * 1024, 16, dtype=dtype)
+        second = torch.zeros(2, 160 * 16, 512, dtype=dtype), torch.zeros(2, 160 * 256, 16, dtype=dtype)
+        factors = ExpertFactors(first, second, (), torch.zeros(tokens, dtype=torch.int32))
+        experts_kernels.moe_mlp(x, experts, weights, gate_up, down, spec, adapters=factors)
     experts_kernels.moe_mlp(
         torch.zeros(1, 256, dtype=BF16), torch.zeros(1, 6, dtype=torch.int32), torch.zeros(1, 6),
         torch.zeros(160, 512, 256, dtype=BF16), torch.zeros(160, 256, 512, dtype=BF16),

@@ -25,7 +25,7 @@ ALONE = {"_reshape_and_cache"}
 """Launched when the kernel before is complete."""
 
 
-PARTS = {"rest": 58, "sparse": 9, "experts": 5}
+PARTS = {"rest": 59, "sparse": 9, "experts": 5}
 """Kernels of each part."""
 
 

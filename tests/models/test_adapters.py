@@ -32,9 +32,8 @@ def write(folder: Path, shapes: dict[str, tuple[int, int]]) -> AdapterFiles:
     return AdapterFiles("digest", str(folder / "adapter.safetensors"), tuple(matrices))
 
 
-def with_tables(spec: ModelSpec, *, experts: bool = True) -> AdapterTargets:
-    model = registry.build(spec, "float32", "cpu")
-    return add_tables(model, registry.name_table(spec), (), 2, 8, torch.float32, "cpu", experts=experts)
+def with_tables(spec: ModelSpec) -> AdapterTargets:
+    return add_tables(registry.build(spec, "float32", "cpu"), registry.name_table(spec), (), 2, 8, torch.float32, "cpu")
 
 
 def shape_of(layer: AdaptedLayer) -> tuple[int, ...]:
@@ -113,11 +112,18 @@ def test_stacked_experts_have_one_addition_each(name: str, sizes: ParallelSizes,
             assert torch.allclose(addition(layer, 1), expected, atol=1e-5)
 
 
-def test_experts_on_a_gpu_are_refused(tmp_path: Path) -> None:
-    targets = with_tables(pair("qwen3-moe")[1].spec, experts=False)
-    files = write(tmp_path, {"model.layers.0.mlp.experts.1.up_proj": (32, 48)})
-    with pytest.raises(ConfigError, match="adapters of experts run on CPUs alone"):
-        targets.read(files, torch.float32)
+def test_kernels_of_every_shape_are_compiled_before_steps() -> None:
+    """Interpreted here. Layers of one shape have the same kernels."""
+    targets = with_tables(pair("qwen3-moe")[1].spec)
+    seen: list[tuple[object, int]] = []
+    for layer in {id(layer.module): layer.module for layer in targets.layers.values()}.values():
+        layer.register_forward_pre_hook(lambda module, given: seen.append((module, len(given[0]))))
+        for tensor in layer.parameters():
+            tensor.data.zero_()
+    targets.warm_up(70)
+    kinds = {(layer.in_features, layer.sizes) for layer in targets.layers.values() if layer.experts == 1}
+    assert sorted(tokens for _, tokens in seen) == sorted([64, 70] * (len(kinds) + 1))
+    assert not targets.rows.segments and targets.rows.places is None
 
 
 def test_a_whole_matrix_of_a_checkpoint_is_added_to_the_parts_of_a_fused_layer(tmp_path: Path) -> None:

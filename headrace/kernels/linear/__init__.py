@@ -7,13 +7,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headrace.kernels import gpu
+from headrace.kernels import gpu, support
 from headrace.kernels.linear.reference import linear_by_head_ref, linear_float32_ref, linear_ref
+from headrace.kernels.lora import LowRank, expand
 
 if TYPE_CHECKING:
     from headrace.kernels.linear import triton as kernels
+    from headrace.kernels.linear import triton_invariant as invariant_kernels
     from headrace.kernels.linear import triton_matmul as matmul_kernels
+    from headrace.kernels.lora import triton_added
 else:
+    triton_added = gpu.Late("headrace.kernels.lora.triton_added")
+    invariant_kernels = gpu.Late(f"{__name__}.triton_invariant")
     kernels = gpu.Late(f"{__name__}.triton")
     matmul_kernels = gpu.Late(f"{__name__}.triton_matmul")
 
@@ -23,6 +28,10 @@ measured (see benchmarks/). The first line that a weight fits in counts."""
 _MOST_FEW = max(rows for _, rows in FEW_ROWS)
 _ALIGNED = 16
 """Numbers from row to row of a factor: of multiples of these the Triton kernel for several rows reads 16 bytes at once."""
+_ADAPTED_ROWS = range(17, 65)
+"""Rows with which, on an H200, a product that adds what adapters add is faster than a library's and a kernel behind it."""
+_TILE_OUTPUTS = 64
+"""Outputs of a tile of that product."""
 
 
 def linear(
@@ -51,6 +60,26 @@ def linear(
     if exact and out_dtype == torch.float32 and not x.is_cuda and x.itemsize < 4:
         return linear_float32_ref(x, weight, bias)
     return linear_ref(x, weight, bias, out_dtype)
+
+
+def linear_adapted(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    added: LowRank,
+    *,
+    batch_invariant: bool = False,
+    exact: bool = False,
+) -> torch.Tensor:
+    """``linear`` and the addition of adapters, before the result is rounded where one kernel does both. That depends on the
+    number of rows, so that a ``batch_invariant`` product is never one."""
+    fits = not batch_invariant and x.ndim == 2 and len(x) in _ADAPTED_ROWS and weight.dtype == x.dtype == torch.bfloat16
+    if fits and gpu.takes(x) and support.is_hopper(x.device) and triton_added.takes(added, _TILE_OUTPUTS):
+        return invariant_kernels.matmul(x, weight, bias, out_dtype, added)
+    y = linear(x, weight, bias, out_dtype, batch_invariant=batch_invariant, exact=exact)
+    expand(added, y, batch_invariant=batch_invariant)
+    return y
 
 
 def linear_by_head(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, batch_invariant: bool = False) -> None:

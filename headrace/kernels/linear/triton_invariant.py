@@ -19,6 +19,9 @@ import triton
 import triton.language as tl
 
 from headrace.kernels import support
+from headrace.kernels.lora import triton_added
+from headrace.kernels.lora.reference import LowRank
+from headrace.kernels.lora.triton_added import with_added
 from headrace.kernels.support import cdiv
 from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import announce, options, wait
@@ -94,10 +97,13 @@ def _sum_split(
 
 @launched(do_not_specialize=["rows"])
 def _invariant_product(
-    x, weight, bias, y, partials, turns, rows, x_row: tl.int64, weight_row: tl.int64, y_row: tl.int64, IN: tl.constexpr,
+    x, weight, bias, y, partials, turns, low, b, places, rows, x_row: tl.int64, weight_row: tl.int64, y_row: tl.int64,
+    b_place: tl.int64, IN: tl.constexpr,
     OUT: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, SPLITS: tl.constexpr,
     SPAN: tl.constexpr, SHARED: tl.constexpr, BAND: tl.constexpr, NEAR: tl.constexpr, PIECES: tl.constexpr,
-    BIAS: tl.constexpr, PDL: tl.constexpr
+    BIAS: tl.constexpr, ADAPTED: tl.constexpr, END_0: tl.constexpr, END_1: tl.constexpr, RANK: tl.constexpr,
+    WIDTH: tl.constexpr, SHARES: tl.constexpr, NUM_PLACES: tl.constexpr, PLACES: tl.constexpr, COLUMNS: tl.constexpr,
+    PDL: tl.constexpr
 ):  # fmt: skip
     """A tile of ``OUTPUTS`` and ``ROWS``; where it is ``SHARED``, one of its splits of ``SPAN`` channels."""
     announce(PDL)
@@ -135,6 +141,11 @@ def _invariant_product(
             end = tl.minimum((each + 1) * SPAN, IN)
             total += _sum_split(x_base, weight_base, row, rows, output, each * SPAN, end, IN, OUT, OUTPUTS, ROWS, CHANNELS)
     if last:
+        if ADAPTED:
+            total = with_added(
+                total, low, b, places, row, rows, within // height * OUTPUTS, output, output < OUT, b_place, END_0, END_1, RANK,
+                WIDTH, SHARES, NUM_PLACES, PLACES, COLUMNS, "tf32",
+            )  # fmt: skip
         if BIAS:
             total += tl.load(bias + output, mask=output < OUT, other=0.0).to(tl.float32)[:, None]
         place = row.to(tl.int64)[None, :] * y_row + output[:, None]
@@ -179,6 +190,7 @@ def matmul(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    added: LowRank | None = None,
     *,
     tile: Tile | None = None,
     splits: int | None = None,
@@ -187,6 +199,7 @@ def matmul(
     """``x W^T + bias`` in 16 bits, as ``triton_matmul.matmul`` does it in 32.
 
     Args:
+        added: what adapters add before the result is rounded, with parts of whole tiles.
         tile, splits: None: chosen.
         shared: whether a tile's splits are those of several programs; None: where there are too few tiles.
 
@@ -209,11 +222,12 @@ def matmul(
     # Triton unrolls a loop of one step, and then sums onto the bias instead of adding it at the end: tiles take equal steps.
     channels = _LEAST_CHANNELS if in_features <= _STEP else tile.channels
     aligned = not (weight.data_ptr() % 16 or weight.stride(0) % 8 or in_features % 8) and in_features >= tile.near
+    *adapters, b_place = triton_added.tensors(added, y)
     _invariant_product[(tiles, splits if shared else 1)](
-        x, weight, x if bias is None else bias, y, partials, turns, rows, x.stride(0), weight.stride(0), y.stride(0),
-        IN=in_features, OUT=out_features, OUTPUTS=tile.outputs, ROWS=tile.rows, CHANNELS=channels, SPLITS=splits,
-        SPAN=cdiv(cdiv(in_features, splits), _STEP) * _STEP, SHARED=shared, BAND=_BAND, NEAR=tile.near if aligned else 0,
-        PIECES=max(32 * tile.num_warps // tile.outputs, 1), BIAS=bias is not None,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **options(x.device),
+        x, weight, x if bias is None else bias, y, partials, turns, *adapters, rows, x.stride(0), weight.stride(0),
+        y.stride(0), b_place, IN=in_features, OUT=out_features, OUTPUTS=tile.outputs, ROWS=tile.rows, CHANNELS=channels,
+        SPLITS=splits, SPAN=cdiv(cdiv(in_features, splits), _STEP) * _STEP, SHARED=shared, BAND=_BAND,
+        NEAR=tile.near if aligned else 0, PIECES=max(32 * tile.num_warps // tile.outputs, 1), BIAS=bias is not None,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **triton_added.sizes(added), **options(x.device),
     )  # fmt: skip
     return y

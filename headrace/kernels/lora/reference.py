@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,36 @@ class Segment(NamedTuple):
     place: int
 
 
+@dataclasses.dataclass(frozen=True)
+class LowRank:
+    """The addition of adapters to the product of a layer, ``B low``, with the adapter of each token."""
+
+    low: torch.Tensor
+    """``[shares, T, width]`` float32: A's products, to be summed over shares; anything for tokens without an adapter."""
+    b: torch.Tensor
+    """``[places, N, rank]``, finite."""
+    ends: Sequence[int]
+    """End of the outputs of each part; ``low`` has the parts side by side, ``rank`` columns each."""
+    segments: Sequence[Segment]
+    """Runs of tokens with one adapter."""
+    places: torch.Tensor | None
+    """``[T]`` int32: token -> place of its adapter, or -1, in place of ``segments``, for the kernels of a GPU."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertFactors:
+    """The matrices of adapters of a mixture's experts, which lie one behind the other."""
+
+    gate_up: tuple[torch.Tensor, torch.Tensor]
+    """A ``[places, experts * parts * rank, hidden]`` and B ``[places, experts * first_outputs, rank]``: an expert's gate, then
+    its up; one part without gates."""
+    down: tuple[torch.Tensor, torch.Tensor]
+    """A ``[places, experts * rank, intermediate_size]`` and B ``[places, experts * hidden, rank]``"""
+    segments: Sequence[Segment]
+    """Runs of tokens with one adapter, and their places, as ``LowRank`` has them."""
+    places: torch.Tensor | None
+
+
 def shrink(x: torch.Tensor, a: torch.Tensor, segments: Sequence[Segment]) -> torch.Tensor:
     """Returns A's products: see ``kernels.lora.shrink``."""
     low = torch.empty(1, len(x), a.shape[1], device=x.device)
@@ -24,12 +55,12 @@ def shrink(x: torch.Tensor, a: torch.Tensor, segments: Sequence[Segment]) -> tor
     return low
 
 
-def expand(low: torch.Tensor, b: torch.Tensor, ends: Sequence[int], segments: Sequence[Segment], y: torch.Tensor) -> None:
+def expand(added: LowRank, y: torch.Tensor) -> None:
     """Adds B's products in place: see ``kernels.lora.expand``."""
-    rank = b.shape[2]
-    for start, end, place in segments:
+    rank = added.b.shape[2]
+    for start, end, place in added.segments:
         first = 0
-        for part, last in enumerate(ends):
-            added = low[0, start:end, part * rank : (part + 1) * rank] @ b[place, first:last].float().mT
-            y[start:end, first:last] += added
+        for part, last in enumerate(added.ends):
+            own = added.low[0, start:end, part * rank : (part + 1) * rank]
+            y[start:end, first:last] += own @ added.b[place, first:last].float().mT
             first = last

@@ -14,32 +14,31 @@ B multiplies zeros for tokens of other adapters, so adapters must be finite.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
+from headrace.kernels.lora.reference import LowRank
+from headrace.kernels.lora.triton_added import PARTS
 from headrace.kernels.support import cdiv, power_of_two
 from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import announce, options, wait
 
 _FEW_TOKENS = 256
 """Most tokens of a step that has few."""
-_SHARES = 32
-"""Most programs that share a token's channels."""
+_MANY_TOKENS = 2048
+"""Tokens from which on there are tiles enough for a GPU, with few programs for the channels of one."""
+_SHARES, _LEAST_SHARE = 16, 512
+"""Most programs that share a token's channels where tokens are few, and channels of one of them, at least."""
 _CHANNELS = 128
 """Channels at a time."""
-_AHEAD = 3
+_AHEAD = 6
 """Most tiles of A that a program reads while the kernel before still runs."""
 _COLUMNS = 64
 """Most columns of A's product of a tile, and as many of them at a time in B's."""
 _WIDE = 16384
 """Outputs from which on there are enough tiles for larger ones."""
-_PROGRAMS = 256
-"""Programs that a step with many tokens shares channels for, where its tiles are fewer."""
-_PARTS = 3
-"""Most fused matrices of a layer whose ends are arguments."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +46,11 @@ class ShrinkTiling:
     """Sizes of a program that multiplies by A."""
 
     tokens: int
+    columns: int
     share: int
     """Channels of x: few tiles of tokens alone would leave most of a GPU idle."""
-    num_warps: int
+    ahead: bool
+    """A program reads all of its A while the kernel before still runs, and then all of its x at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,15 +64,13 @@ class ExpandTiling:
     num_warps: int
 
 
-def shrink_tiling(tokens: int, in_features: int, *, batch_invariant: bool = False) -> ShrinkTiling:
+def shrink_tiling(tokens: int, in_features: int, width: int, *, batch_invariant: bool = False) -> ShrinkTiling:
     """Returns the sizes for A: one choice for any number of tokens if the result must not depend on it."""
-    shared = cdiv(cdiv(in_features, _SHARES), _CHANNELS) * _CHANNELS
-    if batch_invariant or tokens <= 16:
-        return ShrinkTiling(16, max(256, shared), 4)
-    if tokens <= _FEW_TOKENS:
-        return ShrinkTiling(32 if tokens <= 32 else 64, max(256, shared), 4)
-    shares = max(1, _PROGRAMS // cdiv(tokens, 64))
-    return ShrinkTiling(64, max(512, cdiv(cdiv(in_features, shares), _CHANNELS) * _CHANNELS), 4)
+    if batch_invariant or tokens <= _FEW_TOKENS:
+        share = max(_LEAST_SHARE, _whole(cdiv(in_features, _SHARES)))
+        return ShrinkTiling(16 if batch_invariant or tokens <= 16 else 32, 16, share, share <= _AHEAD * _CHANNELS)
+    shares = 8 if tokens <= _MANY_TOKENS else 2
+    return ShrinkTiling(64, _at_most(_COLUMNS, width), max(_LEAST_SHARE, _whole(cdiv(in_features, shares))), False)
 
 
 def expand_tiling(tokens: int, out_features: int, *, batch_invariant: bool = False) -> ExpandTiling:
@@ -96,27 +95,27 @@ def _shrink(
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr
 ):  # fmt: skip
-    """``low[share, token] = A x`` over a share of the channels. Columns are those of all places, one behind the other."""
+    """``low[share, token] = A x`` over a share of the channels: some columns of one place, for those tokens that have it."""
     announce(PDL)
+    ACROSS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     share = tl.program_id(1)
-    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    place = tl.load(places + token, mask=token < tokens, other=-1)
-    of_column = column // WIDTH
-    own = place[:, None] == of_column[None, :]
-    used = tl.max(own.to(tl.int32), 0) > 0
-    held = tl.max(own.to(tl.int32), 1) > 0
+    own = tl.program_id(2) // ACROSS
+    column = tl.program_id(2) % ACROSS * COLUMNS + tl.arange(0, COLUMNS)
+    held = tl.load(places + token, mask=token < tokens, other=-1) == own
+    any_held = tl.max(held.to(tl.int32), 0) > 0
+    present = (column < WIDTH) & any_held
     channel = tl.arange(0, CHANNELS)
     first = share * SHARE
-    columns = a + (of_column * a_place + column % WIDTH * IN)[:, None]
+    columns = a + own * a_place + (column * IN)[:, None]
     rows = x + token.to(tl.int64)[:, None] * x_row
     COUNT: tl.constexpr = SHARE // CHANNELS
     rights = ()
     if AHEAD:
         for ahead in tl.static_range(COUNT):
-            rights += (_channels(columns, channel, used, first + ahead * CHANNELS, IN),)
+            rights += (_channels(columns, channel, present, first + ahead * CHANNELS, IN),)
     wait(PDL)
-    if tl.max(held.to(tl.int32), 0) > 0:
+    if any_held:
         sums = tl.zeros([TOKENS, COLUMNS], tl.float32)
         if AHEAD:
             lefts = ()
@@ -127,10 +126,10 @@ def _shrink(
         else:
             for start in range(first, tl.minimum(first + SHARE, IN), CHANNELS):
                 left = _channels(rows, channel, held, start, IN)
-                right = _channels(columns, channel, used, start, IN)
+                right = _channels(columns, channel, present, start, IN)
                 sums = tl.dot(left, tl.trans(right), sums, input_precision=PRECISION)
-        target = low + (share.to(tl.int64) * tokens + token)[:, None] * WIDTH + (column % WIDTH)[None, :]
-        tl.store(target, sums, mask=own)
+        target = low + (share.to(tl.int64) * tokens + token)[:, None] * WIDTH + column[None, :]
+        tl.store(target, sums, mask=held[:, None] & (column < WIDTH)[None, :])
 
 
 @triton.jit
@@ -223,41 +222,34 @@ def shrink(
         raise ValueError(f"x, a and places do not fit each other: {list(x.shape)}, {list(a.shape)}, {list(places.shape)}")
     if x.stride(1) != 1 or not a[0].is_contiguous() or a.dtype != x.dtype:
         raise ValueError("the last axis of x, and each place of a, must be contiguous; and a must be of x's dtype")
-    tiling = tiling or shrink_tiling(tokens, in_features, batch_invariant=batch_invariant)
+    tiling = tiling or shrink_tiling(tokens, in_features, width, batch_invariant=batch_invariant)
     shares = cdiv(in_features, tiling.share)
     low = torch.empty(shares, tokens, width, dtype=torch.float32, device=x.device)
     if tokens:
-        columns = _at_most(_COLUMNS, num_places * width)
-        _shrink[(cdiv(tokens, tiling.tokens), shares, cdiv(num_places * width, columns))](
+        _shrink[(cdiv(tokens, tiling.tokens), shares, num_places * cdiv(width, tiling.columns))](
             x, a, places, low, tokens, x.stride(0), a.stride(0), IN=in_features, WIDTH=width, SHARE=tiling.share,
-            TOKENS=tiling.tokens, CHANNELS=_CHANNELS, COLUMNS=columns, AHEAD=tiling.share <= _AHEAD * _CHANNELS,
-            PRECISION=_precision(x), num_warps=tiling.num_warps, num_stages=3, **options(x.device),
+            TOKENS=tiling.tokens, CHANNELS=_CHANNELS, COLUMNS=tiling.columns, AHEAD=tiling.ahead, PRECISION=_precision(x),
+            num_warps=4, num_stages=3, **options(x.device),
         )  # fmt: skip
     return low
 
 
 def expand(
-    low: torch.Tensor,
-    b: torch.Tensor,
-    ends: Sequence[int],
-    places: torch.Tensor,
-    y: torch.Tensor,
-    tiling: ExpandTiling | None = None,
-    *,
-    batch_invariant: bool = False,
+    added: LowRank, places: torch.Tensor, y: torch.Tensor, tiling: ExpandTiling | None = None, *, batch_invariant: bool = False
 ) -> None:
     """``y += B low``: ``headrace.kernels.lora.expand`` by the place of each token.
 
     Args:
-        places: ``[T]`` int32: token -> place of its adapter, or -1.
+        places: ``added.places``
         tiling: None: ``expand_tiling``'s.
 
     Raises:
         ValueError: a tensor does not fit the others.
     """
+    low, b, ends = added.low, added.b, added.ends
     (tokens, width), (num_places, _, rank) = y.shape, b.shape
     fits = low.shape[1:] == (tokens, len(ends) * rank) and b.shape[1] == width and len(places) == tokens
-    if not fits or len(ends) > _PARTS or ends[-1] != width:
+    if not fits or len(ends) > PARTS or ends[-1] != width:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in (low, b, places, y))
         raise ValueError(f"low, b, places and y do not fit each other, or the parts {list(ends)}: {shapes}")
     if y.stride(1) != 1 or not b[0].is_contiguous():
@@ -265,7 +257,7 @@ def expand(
     if not tokens:
         return
     tiling = tiling or expand_tiling(tokens, width, batch_invariant=batch_invariant)
-    bounds = (*ends, *[width] * (_PARTS - len(ends)))
+    bounds = (*ends, *[width] * (PARTS - len(ends)))
     starts = (0, *bounds[:-1])
     outputs = tiling.outputs
     across = sum(cdiv(end - start, outputs) for start, end in zip(starts, bounds, strict=True))
@@ -277,6 +269,10 @@ def expand(
         COLUMNS=inner, WHOLE=not any(end % outputs for end in bounds), PRECISION=_precision(b), num_warps=tiling.num_warps,
         num_stages=1, **options(y.device),
     )  # fmt: skip
+
+
+def _whole(channels: int) -> int:
+    return cdiv(channels, _CHANNELS) * _CHANNELS
 
 
 def _precision(factor: torch.Tensor) -> str:

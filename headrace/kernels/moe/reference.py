@@ -9,8 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from headrace.kernels.activation import ACTIVATIONS, clamped_swiglu, squared_relu
+from headrace.kernels.lora.reference import ExpertFactors, LowRank, Segment, expand, shrink
 from headrace.kernels.moe.codes import ExpertCodes
 from headrace.model_spec import CLAMPED_SWIGLU, MoeSpec
+
+ExpertProduct = Callable[[int, torch.Tensor], torch.Tensor]
+"""(expert, x ``[T, in]``) -> the product with the expert's matrix, ``[T, out]``, in x's dtype."""
 
 
 def route(
@@ -58,6 +62,7 @@ def moe_mlp(
     down_bias: torch.Tensor | None = None,
     *,
     plus: torch.Tensor | None = None,
+    adapters: ExpertFactors | None = None,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
     """The weighted sum of each token's experts.
@@ -74,25 +79,65 @@ def moe_mlp(
         gate_up_bias: ``[num_held, first_outputs]``
         down_bias: ``[num_held, hidden]``
         plus: ``[T, hidden]`` of x's dtype, contiguous: what is added to the rounded sum.
+        adapters: what they add joins the products before these are rounded, on a GPU, or after. Tokens without one stay bitwise
+            the same.
         batch_invariant: a token comes out bitwise the same in any batch; on a GPU.
 
     Returns:
         ``[T, hidden]``
     """
     both, out = partial(expert_product, gate_up, gate_up_bias), partial(expert_product, down, down_bias)
-    return run_experts(x, experts, weights, both, out, spec, plus)
+    total = run_experts(x, experts, weights, both, out, spec, plus)
+    if adapters is not None:
+        adapt_experts(total, x, experts, weights, both, out, spec, plus, adapters)
+    return total
+
+
+def adapt_experts(
+    total: torch.Tensor,
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: ExpertProduct,
+    down: ExpertProduct,
+    spec: MoeSpec,
+    plus: torch.Tensor | None,
+    adapters: ExpertFactors,
+) -> None:
+    """Computes the tokens with adapters again, with what these add: an addition to gate and up goes through the activation. The
+    others stay bitwise as they are."""
+    for start, end, place in adapters.segments:
+        own = slice(start, end)
+        first = _with_added(gate_up, adapters.gate_up, place, spec.num_held)
+        second = _with_added(down, adapters.down, place, spec.num_held)
+        rest = None if plus is None else plus[own]
+        total[own] = run_experts(x[own], experts[own], weights[own], first, second, spec, rest)
+
+
+def _with_added(product: ExpertProduct, factors: tuple[torch.Tensor, torch.Tensor], place: int, count: int) -> ExpertProduct:
+    """``product`` with what the adapter in a place adds to each of ``count`` experts."""
+    a, b = (matrix[place].view(count, -1, matrix.shape[2]) for matrix in factors)
+    parts = a.shape[1] // b.shape[2]
+    ends = [b.shape[1] // parts * (part + 1) for part in range(parts)]
+
+    def added(expert: int, x: torch.Tensor) -> torch.Tensor:
+        y, every = product(expert, x), (Segment(0, len(x), 0),)
+        expand(LowRank(shrink(x, a[None, expert], every), b[None, expert], ends, every, None), y)
+        return y
+
+    return added
 
 
 def run_experts(
     x: torch.Tensor,
     experts: torch.Tensor,
     weights: torch.Tensor,
-    gate_up: Callable[[int, torch.Tensor], torch.Tensor],
-    down: Callable[[int, torch.Tensor], torch.Tensor],
+    gate_up: ExpertProduct,
+    down: ExpertProduct,
     spec: MoeSpec,
     plus: torch.Tensor | None,
 ) -> torch.Tensor:
-    """``moe_mlp`` with any products: ``gate_up`` and ``down`` give that of an expert with some rows, in x's dtype."""
+    """``moe_mlp`` with any products."""
     # Choices sorted by expert, then an expert at a time: experts without tokens cost nothing.
     flat = experts.flatten().long()
     order = flat.argsort(stable=True)

@@ -1,8 +1,7 @@
 """Products of rows with experts' weights. References: ``headrace.kernels.moe.reference``.
 
-Tokens are never moved: a stable counting sort gives their order by expert, and products gather rows through it. Only
-the device knows how many tiles an expert has. The host launches the most there can be, and each program finds its expert's
-tile, or that there is none, so a captured graph serves any routing.
+Tokens are never moved: a sort gives their order by expert (``triton_sort``), and products gather rows through it, so a captured
+graph serves any routing.
 """
 
 # A kernel's arguments have no types of Python's.
@@ -10,7 +9,6 @@ tile, or that there is none, so a captured graph serves any routing.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -18,8 +16,10 @@ import triton
 import triton.language as tl
 
 from headrace.kernels.kv_cache.triton_fp8 import NATIVE, gain, mode, quantized, scale_of
+from headrace.kernels.lora.reference import ExpertFactors
 from headrace.kernels.moe.codes import BLOCK, X_GROUP, ExpertCodes
-from headrace.kernels.moe.tiling import MoeTiling, batch_invariant_tiling, choose_tiling, most_tiles
+from headrace.kernels.moe.tiling import MoeTiling, batch_invariant_tiling, choose_tiling
+from headrace.kernels.moe.triton_adapters import ExpertsLow, constants, shrink, tensors, with_added
 from headrace.kernels.moe.triton_codecs import (
     AS_E4M3,
     AS_HALF,
@@ -33,6 +33,7 @@ from headrace.kernels.moe.triton_codecs import (
     step_of_rows,
 )
 from headrace.kernels.moe.triton_rounding import round_rows
+from headrace.kernels.moe.triton_sort import Routing, sort_choices, tile_rows
 from headrace.kernels.support import cdiv, power_of_two
 from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import begin, options
@@ -42,54 +43,8 @@ _SILU, _GELU, _GELU_TANH, _CLAMPED, _UNGATED = (tl.constexpr(number) for number 
 _GATES = {"silu": 0, "swish": 0, "gelu": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2, CLAMPED_SWIGLU: 3, "relu2": 4}
 _NOT, _DYNAMIC, _STATIC = (tl.constexpr(number) for number in range(3))
 """Whether activations are rounded to e4m3: not, with scales of their own, or with a given one."""
-_CHUNK, _LONG_CHUNK = 2048, 8192
-"""Choices counted at a time, and where there are more than that."""
-_FEW = 32
-"""Choices up to which none are sorted: each gets its own tile, if there are enough experts that few tokens share one."""
-_BAND = 1024
-"""Rows of the tiles that go through the outputs together, so that both factors stay in the cache."""
 _BLOCK = 1024
 """Channels of a program that sums up a token's experts."""
-
-
-@launched(do_not_specialize=["choices"])
-def _sort(experts, order, start, choices, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """One expert: where its choices begin in the order, and which they are."""
-    begin(PDL)
-    own = tl.program_id(0)
-    before = 0
-    mine = 0
-    for first in range(0, choices, CHUNK):
-        index = first + tl.arange(0, CHUNK)
-        expert = tl.load(experts + index, mask=index < choices, other=EXPERTS)
-        before += tl.sum((expert < own).to(tl.int32), 0)
-        mine += tl.sum((expert == own).to(tl.int32), 0)
-    tl.store(start + own, before)
-    if own == EXPERTS - 1:
-        tl.store(start + EXPERTS, before + mine)
-    if mine > 0:
-        done = before
-        for first in range(0, choices, CHUNK):
-            index = first + tl.arange(0, CHUNK)
-            hit = (tl.load(experts + index, mask=index < choices, other=EXPERTS) == own).to(tl.int32)
-            tl.store(order + done + tl.cumsum(hit, 0) - 1, index, mask=hit == 1)
-            done += tl.sum(hit, 0)
-
-
-@triton.jit
-def _tile(start, tile, EXPERTS: tl.constexpr, EXPERTS_P: tl.constexpr, TOKENS: tl.constexpr):
-    """The expert of a tile (EXPERTS: there is no such tile), its first place in the order and the end of its expert's."""
-    expert = tl.arange(0, EXPERTS_P)
-    present = expert < EXPERTS
-    low = tl.load(start + expert, mask=present, other=0)
-    high = tl.load(start + expert + 1, mask=present, other=0)
-    ends = tl.cumsum((high - low + TOKENS - 1) // TOKENS, 0)
-    passed = present & (ends <= tile)
-    owner = tl.sum(passed.to(tl.int32), 0)
-    skipped = tl.max(tl.where(passed, ends, 0), 0)
-    inside = tl.where(owner < EXPERTS, owner, EXPERTS - 1)
-    first = tl.load(start + inside) + (tile - skipped) * TOKENS
-    return owner, first, tl.load(start + inside + 1)
 
 
 @triton.jit
@@ -100,25 +55,6 @@ def _tile_and_outputs(tiles, OUT: tl.constexpr, OUTPUTS: tl.constexpr, BAND: tl.
     band, within = tl.program_id(0) // (BAND * across), tl.program_id(0) % (BAND * across)
     height = tl.minimum(tiles - band * BAND, BAND)
     return band * BAND + within % height, within // height
-
-
-@triton.jit
-def _rows(order, start, tile, EXPERTS: tl.constexpr, EXPERTS_P: tl.constexpr, TOKENS: tl.constexpr, SORTED: tl.constexpr):
-    """The expert of a tile (EXPERTS: there is none such), its places in the order, which of them count, and their choices.
-
-    Not SORTED, the order is that of the choices, each of which is a tile, and ``start`` is their experts.
-    """
-    if SORTED:
-        expert, first, end = _tile(start, tile, EXPERTS, EXPERTS_P, TOKENS)
-        place = first + tl.arange(0, TOKENS)
-        used = place < end
-        choice = tl.load(order + place, mask=used, other=0)
-    else:
-        expert = tl.load(start + tile)
-        place = tile + tl.arange(0, TOKENS)
-        used = place == tile
-        choice = tl.where(used, place, 0)
-    return expert, place, used, choice
 
 
 @triton.jit
@@ -175,21 +111,22 @@ def _finish(
 
 @launched(do_not_specialize=["x_column", "out_column", "tiles"])
 def _up(
-    x, x_scales, order, start, weight, scales, zeros, bias, out, out_scales, x_row: tl.int64, x_column: tl.int64,
-    out_column: tl.int64, tiles, alpha, limit, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_P: tl.constexpr,
-    IN: tl.constexpr, INNER: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, CHANNELS: tl.constexpr,
+    x, x_scales, order, start, weight, scales, zeros, bias, low, b, places, out, out_scales, x_row: tl.int64,
+    x_column: tl.int64, out_column: tl.int64, b_place: tl.int64, tiles, alpha, limit, TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr, EXPERTS_P: tl.constexpr, IN: tl.constexpr, INNER: tl.constexpr, TOKENS: tl.constexpr,
+    OUTPUTS: tl.constexpr, CHANNELS: tl.constexpr,
     STEP: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, SORTED: tl.constexpr, PRECISION: tl.constexpr,
     CODEC: tl.constexpr,
     SHARED_OUT: tl.constexpr, SHARED_IN: tl.constexpr, ZEROS: tl.constexpr, FACTOR: tl.constexpr, SCALED: tl.constexpr,
     X_GROUP: tl.constexpr, ROUND: tl.constexpr, DTYPE: tl.constexpr, MODE: tl.constexpr, SWAP: tl.constexpr, BAND: tl.constexpr,
-    PDL: tl.constexpr
+    RANK: tl.constexpr, NUM_PLACES: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """A tile of ``act(x gate^T) * (x up^T)``, written by order; of experts without gates, the up stands for the gate.
     ROUND: as e4m3."""
     begin(PDL)
     HEIGHT: tl.constexpr = INNER if GATE == _UNGATED else 2 * INNER
     tile, slice_ = _tile_and_outputs(tiles, INNER, OUTPUTS, BAND)
-    expert, place, used, choice = _rows(order, start, tile, EXPERTS, EXPERTS_P, TOKENS, SORTED)
+    expert, place, used, choice = tile_rows(order, start, tile, EXPERTS, EXPERTS_P, TOKENS, SORTED)
     if expert == EXPERTS:
         return
     token = choice // TOP_K
@@ -222,12 +159,19 @@ def _up(
         factor = _scales_of_rows(x_scales, token, used, 0, x_column, SCALED, SWAP)
     gate = _finish(gate, scales, expert, output, first, factor, HEIGHT, IN, OUTPUTS, CODEC, SHARED_OUT, SHARED_IN, FACTOR,
                    MODE, SWAP)  # fmt: skip
+    PARTS: tl.constexpr = HEIGHT // INNER
+    if RANK:
+        gate = with_added(gate, low, b, places, token, place, used, expert * PARTS, 0, output, b_place, INNER, PARTS, RANK,
+                          NUM_PLACES, COLUMNS, SWAP, PRECISION)  # fmt: skip
     base = bias + expert.to(tl.int64) * HEIGHT
     if BIAS:
         gate += along(tl.load(base + output, mask=present, other=0.0).to(tl.float32), SWAP)
     if GATE != _UNGATED:
         up = _finish(up, scales, expert, INNER + output, INNER + first, factor, HEIGHT, IN, OUTPUTS, CODEC, SHARED_OUT,
                      SHARED_IN, FACTOR, MODE, SWAP)  # fmt: skip
+        if RANK:
+            up = with_added(up, low, b, places, token, place, used, expert * PARTS, 1, output, b_place, INNER, PARTS, RANK,
+                            NUM_PLACES, COLUMNS, SWAP, PRECISION)  # fmt: skip
     if BIAS and GATE != _UNGATED:
         up += along(tl.load(base + INNER + output, mask=present, other=0.0).to(tl.float32), SWAP)
     active = _activate(gate, up, alpha, limit, GATE, DTYPE)
@@ -248,17 +192,18 @@ def _up(
 
 @launched(do_not_specialize=["x_column", "tiles"])
 def _down(
-    x, x_scales, order, start, weight, scales, zeros, bias, factors, out, x_column: tl.int64, tiles, EXPERTS: tl.constexpr,
+    x, x_scales, order, start, weight, scales, zeros, bias, low, b, places, factors, out, x_column: tl.int64,
+    b_place: tl.int64, tiles, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
     EXPERTS_P: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr,
     CHANNELS: tl.constexpr, STEP: tl.constexpr, BIAS: tl.constexpr, SORTED: tl.constexpr, PRECISION: tl.constexpr,
     CODEC: tl.constexpr, SHARED_OUT: tl.constexpr, SHARED_IN: tl.constexpr, ZEROS: tl.constexpr, FACTOR: tl.constexpr,
     SCALED: tl.constexpr, X_GROUP: tl.constexpr, MODE: tl.constexpr, SWAP: tl.constexpr, BAND: tl.constexpr,
-    PDL: tl.constexpr
+    RANK: tl.constexpr, NUM_PLACES: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """A tile of ``(x down^T) * factor``, x by order, written where each choice stands."""
     begin(PDL)
     tile, slice_ = _tile_and_outputs(tiles, OUT, OUTPUTS, BAND)
-    expert, place, used, choice = _rows(order, start, tile, EXPERTS, EXPERTS_P, TOKENS, SORTED)
+    expert, place, used, choice = tile_rows(order, start, tile, EXPERTS, EXPERTS_P, TOKENS, SORTED)
     if expert == EXPERTS:
         return
     first = slice_ * OUTPUTS
@@ -283,6 +228,9 @@ def _down(
         factor = _scales_of_rows(x_scales, place, used, 0, x_column, SCALED, SWAP)
     sums = _finish(sums, scales, expert, output, first, factor, OUT, IN, OUTPUTS, CODEC, SHARED_OUT, SHARED_IN, FACTOR, MODE,
                    SWAP)  # fmt: skip
+    if RANK:
+        sums = with_added(sums, low, b, places, choice // TOP_K, place, used, expert, 0, output, b_place, OUT, 1, RANK,
+                          NUM_PLACES, COLUMNS, SWAP, PRECISION)  # fmt: skip
     DTYPE: tl.constexpr = out.dtype.element_ty
     if BIAS:
         base = bias + expert.to(tl.int64) * OUT
@@ -340,6 +288,7 @@ def moe_mlp(
     tiling: MoeTiling | None = None,
     *,
     plus: torch.Tensor | None = None,
+    adapters: ExpertFactors | None = None,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
     """Kernel version of ``headrace.kernels.moe.moe_mlp``.
@@ -349,7 +298,7 @@ def moe_mlp(
     if not experts.numel():
         return torch.empty_like(x)
     hidden, inner = x.shape[1], spec.intermediate_size
-    routing = _sorted(experts, spec.num_held, batch_invariant)
+    routing = sort_choices(experts, spec.num_held, batch_invariant)
 
     def chosen(held: Held, size_in: int, size_out: int, paired: bool) -> MoeTiling:
         kind = held.kind if isinstance(held, ExpertCodes) else "floats"
@@ -359,79 +308,38 @@ def moe_mlp(
         return tiling or choose_tiling(*sizes, x.itemsize, kind, paired=paired)
 
     first, second = chosen(gate_up, hidden, inner, spec.gated), chosen(down, inner, hidden, False)
-    active, scales = _gate_up(x, routing, gate_up, gate_up_bias, down, spec, first)
-    return _sum(_weighted(active, scales, x.dtype, routing, down, down_bias, weights, hidden, second), experts, plus, spec)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Routing:
-    """The choices of tokens."""
-
-    choices: int
-    experts: int
-    in_order: bool
-    """They are sorted by expert; each is a tile of its own otherwise."""
-    order: torch.Tensor
-    """``[choices]``: choices by expert, or the expert of each"""
-    start: torch.Tensor
-    """``[experts + 1]``: the first of each expert in the order, or the expert of each choice"""
-
-    def tiles(self, tiling: MoeTiling) -> int:
-        return most_tiles(self.choices, self.experts, tiling.tokens) if self.in_order else self.choices
-
-    def options(self, tiling: MoeTiling, x: torch.Tensor) -> dict[str, Any]:
-        """Launch keywords of both products."""
-        return {
-            "EXPERTS": self.experts,
-            "EXPERTS_P": power_of_two(self.experts),
-            "SORTED": self.in_order,
-            "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
-            "MODE": mode(x.device),
-            "TOKENS": tiling.tokens,
-            "OUTPUTS": tiling.outputs,
-            "CHANNELS": tiling.channels,
-            "SWAP": tiling.swap,
-            "BAND": max(_BAND // tiling.tokens, 1),
-            "num_warps": tiling.num_warps,
-            "num_stages": tiling.num_stages,
-            **options(x.device),
-        }
-
-
-def _sorted(experts: torch.Tensor, count: int, batch_invariant: bool) -> _Routing:
-    choices = experts.numel()
-    if not batch_invariant and (len(experts) == 1 or choices <= min(_FEW, count // 4)):
-        return _Routing(choices, count, False, experts, experts)
-    order = torch.empty(choices, dtype=torch.int32, device=experts.device)
-    start = torch.empty(count + 1, dtype=torch.int32, device=experts.device)
-    many = choices > _LONG_CHUNK
-    chunk = _LONG_CHUNK if many else min(_CHUNK, power_of_two(choices))
-    warps = 16 if many else 4
-    _sort[(count,)](experts, order, start, choices, EXPERTS=count, CHUNK=chunk, num_warps=warps, **options(experts.device))
-    return _Routing(choices, count, True, order, start)
+    low = None if adapters is None else shrink(x, adapters.gate_up, adapters.places, routing, spec.top_k)
+    active = _gate_up(x, routing, gate_up, gate_up_bias, low, down, spec, first)
+    if adapters is not None and isinstance(active, torch.Tensor):
+        low = shrink(active, adapters.down, adapters.places, routing, spec.top_k, by_order=True)
+    rows, scales = _rounded(active, down) if isinstance(active, torch.Tensor) else active
+    weighted = _weighted(rows, scales, x.dtype, routing, down, down_bias, low, weights, hidden, spec.top_k, second)
+    return _sum(weighted, experts, plus, spec)
 
 
 def _gate_up(
     x: torch.Tensor,
-    routing: _Routing,
+    routing: Routing,
     held: Held,
     bias: torch.Tensor | None,
+    low: ExpertsLow | None,
     down: Held,
     spec: MoeSpec,
     tiling: MoeTiling,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The inputs of the second product, by order, and their scales if ``down`` takes rounded ones."""
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The inputs of the second product, by order; rounded, with their scales, where ``down`` takes them so and no adapter."""
     inner, choices, device = spec.intermediate_size, routing.choices, x.device
     rows, x_scales = _rounded(x, held)
     rounds = _NOT
-    if isinstance(down, ExpertCodes) and down.x_group is not None:
+    if isinstance(down, ExpertCodes) and down.x_group is not None and low is None:
         rounds = _STATIC if down.x_scale is not None else _DYNAMIC if tiling.outputs == down.x_group else _NOT
     active = torch.empty(choices, inner, dtype=x.dtype if rounds == _NOT else torch.uint8, device=device)
     scales = active
     if isinstance(down, ExpertCodes) and rounds != _NOT:
         groups, given = cdiv(inner, X_GROUP), down.x_scale
         scales = torch.empty(groups, choices, dtype=torch.float32, device=device) if given is None else given
-    tiles = routing.tiles(tiling)
+    tiles = routing.tiles(tiling.tokens)
+    *added, b_place = tensors(low, rows)
     _up[(tiles * cdiv(inner, tiling.outputs),)](
         rows,
         x_scales,
@@ -439,11 +347,13 @@ def _gate_up(
         routing.start,
         *_tensors(held),
         rows if bias is None else bias,
+        *added,
         active,
         scales,
         rows.stride(0),
         x_scales.stride(0),
         choices,
+        b_place,
         tiles,
         spec.alpha,
         spec.limit,
@@ -454,27 +364,31 @@ def _gate_up(
         BIAS=bias is not None,
         ROUND=rounds,
         DTYPE=_TYPES[x.dtype],
+        **constants(low),
         **_format(held, tiling, x.shape[1]),
         **routing.options(tiling, x),
     )
-    return _rounded(active, down) if rounds == _NOT else (_typed(active, down), scales)
+    return active if rounds == _NOT else (_typed(active, down), scales)
 
 
 def _weighted(
     x: torch.Tensor,
     x_scales: torch.Tensor,
     dtype: torch.dtype,
-    routing: _Routing,
+    routing: Routing,
     held: Held,
     bias: torch.Tensor | None,
+    low: ExpertsLow | None,
     weights: torch.Tensor,
     hidden: int,
+    top_k: int,
     tiling: MoeTiling,
 ) -> torch.Tensor:
     """The output of each choice times its weight, ``[choices, hidden]``."""
     inner = x.shape[1]
     out = torch.empty(routing.choices, hidden, dtype=dtype, device=x.device)
-    tiles = routing.tiles(tiling)
+    tiles = routing.tiles(tiling.tokens)
+    *added, b_place = tensors(low, x)
     _down[(tiles * cdiv(hidden, tiling.outputs),)](
         x,
         x_scales,
@@ -482,13 +396,17 @@ def _weighted(
         routing.start,
         *_tensors(held),
         x if bias is None else bias,
+        *added,
         weights,
         out,
         x_scales.stride(0),
+        b_place,
         tiles,
+        TOP_K=top_k,
         IN=inner,
         OUT=hidden,
         BIAS=bias is not None,
+        **constants(low),
         **_format(held, tiling, inner),
         **routing.options(tiling, out),
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +17,9 @@ from headrace.kernels.gpu import takes
 from headrace.kernels.inputs import RowTensors
 from headrace.kernels.lora import Segment
 from headrace.layers.lora import NO_ADAPTER
-from headrace.models.adapters import AdapterTargets, LoadedAdapter
+from headrace.models.adapters import AdapterTargets
 from headrace.models.interface import ModelInputs
+from headrace.multimodal.threads import use_one_core
 from headrace.runner.part import RunnerPart, StepExtras, StepHandle
 from headrace.runner.slots import RowArrays
 from headrace.sources.adapter import AdapterFiles
@@ -39,10 +42,12 @@ class AdapterTables(RunnerPart):
     ) -> None:
         """``num_slots``: of sequences. ``num_places``: for adapters on the device."""
         self._targets, self._dtype, self._device = targets, dtype, device
-        self._loaded: dict[str, LoadedAdapter] = {}
-        """digest -> what it adds to each layer, where there is no GPU"""
-        self._images: dict[str, torch.Tensor] = {}
-        """digest -> ``AdapterTargets.image``, for a GPU"""
+        # Reading takes hundreds of small operations: threads would wait for each other after every one.
+        self._reader = ThreadPoolExecutor(1, "headrace-adapters", use_one_core)
+        self._reading: dict[str, Future[Callable[[int], None]]] = {}
+        """digest -> its reading, in a thread"""
+        self._loaded: dict[str, Callable[[int], None]] = {}
+        """digest -> fills a place with the adapter"""
         self._copies: torch.cuda.Stream | None = None
         """Stream on which a GPU copies images, beside the steps in flight."""
         self._used: dict[int, torch.cuda.Event] = {}
@@ -64,26 +69,36 @@ class AdapterTables(RunnerPart):
         """Bytes of the slots' table. The places are counted with the weights."""
         return self._table.nbytes
 
-    def load(self, files: AdapterFiles) -> None:
-        """Reads an adapter into the host's memory. Raises ConfigError where it does not fit the model."""
-        if files.digest in self._loaded or files.digest in self._images:
-            return
-        threads = torch.get_num_threads()
-        # Hundreds of small operations: threads would wait for each other after every one, and long where cores are busy.
-        torch.set_num_threads(1)
-        try:
-            adapter = self._targets.read(files, self._dtype)
-            if self._copies is None:
-                self._loaded[files.digest] = adapter
-            else:
-                self._images[files.digest] = self._targets.image(adapter, pinned=True)
-        finally:
-            torch.set_num_threads(threads)
+    def load(self, files: AdapterFiles, *, wait: bool) -> bool:
+        """Begins to read an adapter into the host's memory, beside the steps, or looks after that. Returns whether it is there.
+
+        Args:
+            wait: returns only then.
+
+        Raises:
+            ConfigError: it does not fit the model.
+        """
+        if files.digest in self._loaded:
+            return True
+        if files.digest not in self._reading:
+            self._reading[files.digest] = self._reader.submit(self._read, files)
+        if not wait and not self._reading[files.digest].done():
+            return False
+        self._loaded[files.digest] = self._reading.pop(files.digest).result()
+        return True
+
+    def _read(self, files: AdapterFiles) -> Callable[[int], None]:
+        adapter = self._targets.read(files, self._dtype)
+        if self._copies is None:
+            return functools.partial(self._targets.put, adapter=adapter)
+        with torch.cuda.device(self._device):
+            image = self._targets.image(adapter, pinned=True)
+        return functools.partial(self._copy, image=image, stream=self._copies)
 
     def drop(self, digest: str) -> None:
         """Forgets an adapter that no sequence has. Its place on the device keeps it until another needs the place."""
+        self._reading.pop(digest, None)
         self._loaded.pop(digest, None)
-        self._images.pop(digest, None)
 
     def release(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -110,13 +125,10 @@ class AdapterTables(RunnerPart):
     def _place(self, digest: str) -> int:
         place = self._places.pop(digest, None)
         if place is None:
-            if digest not in self._loaded and digest not in self._images:
+            if digest not in self._loaded:
                 raise EngineError(f"the plan has a sequence with the adapter {digest}, which is not loaded")
             place = self._make_room()
-            if self._copies is None:
-                self._targets.put(place, self._loaded[digest])
-            else:
-                self._copy(place, self._images[digest], self._copies)
+            self._loaded[digest](place)
         self._places[digest] = place
         return place
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from headrace.kernels.linear import triton_invariant
 from headrace.kernels.lora import triton as kernels
-from headrace.kernels.lora.reference import Segment, expand, shrink
+from headrace.kernels.lora import triton_added
+from headrace.kernels.lora.reference import LowRank, Segment, expand, shrink
 
 NONE = -1
 
@@ -22,7 +24,7 @@ def add_by_kernel(
     batch_invariant: bool = False,
 ) -> None:
     low = kernels.shrink(x, a, places, batch_invariant=batch_invariant)
-    kernels.expand(low, b, ends, places, y, batch_invariant=batch_invariant)
+    kernels.expand(LowRank(low, b, ends, (), places), places, y, batch_invariant=batch_invariant)
 
 
 def case(
@@ -71,7 +73,7 @@ def test_the_reference(parts: tuple[int, ...]) -> None:
     wanted = expected(y, x, a, b, on_device, parts)
     before = y.clone()
     segments = [Segment(1, 3, 2), Segment(3, 4, 0), Segment(5, 8, 1)]
-    expand(shrink(x, a, segments), b, ends_of(parts), segments, y)
+    expand(LowRank(shrink(x, a, segments), b, ends_of(parts), segments, None), y)
     assert torch.allclose(y.double(), wanted, atol=1e-4)
     assert torch.equal(y[[0, 4]], before[[0, 4]])
 
@@ -122,3 +124,19 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
             add_by_kernel(*wrong)
     with pytest.raises(ValueError, match="contiguous"):
         add_by_kernel(y, x.double(), a, b, [16], places)
+
+
+@pytest.mark.parametrize(("places", "rank"), [([NONE, 1, 1, 2] * 5, 16), ([2, 0] * 10, 72), ([0] * 60, 8)])
+def test_a_product_adds_it_before_it_rounds(places: list[int], rank: int, device: torch.device) -> None:
+    parts, dtype = (64, 128), torch.bfloat16
+    _, x, a, b, on_device = case(places, parts, 160, rank, dtype, device)
+    weight, bias = torch.randn(sum(parts), 160).to(dtype).to(device), torch.randn(sum(parts)).to(dtype).to(device)
+    a, b = 0.1 * a, 0.1 * b
+    added = LowRank(kernels.shrink(x, a, on_device), b, ends_of(parts), (), on_device)
+    assert triton_added.takes(added, 64) and not triton_added.takes(added, 128)
+    given, base = (triton_invariant.matmul(x, weight, bias, added=one) for one in (added, None))
+    product = x.double() @ weight.double().T + bias.double()
+    wanted = expected(product.clone(), x, a, b, on_device, parts)
+    assert (given - wanted).norm() < 0.3 * (wanted - product).norm(), "it is small beside the product"
+    has = on_device != NONE
+    assert torch.equal(given[~has], base[~has]) and not torch.isclose(given[has], base[has]).all(1).any()

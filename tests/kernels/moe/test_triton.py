@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 import torch
 
+from headrace.kernels.lora import ExpertFactors, Segment
 from headrace.kernels.moe import reference as ref
-from headrace.kernels.moe import router_logits
+from headrace.kernels.moe import router_logits, triton_sort
 from headrace.kernels.moe import triton as routing
 from headrace.kernels.moe import triton_experts as moe
 from headrace.kernels.moe import triton_router as router
@@ -143,7 +144,7 @@ def test_few_choices_have_a_tile_each(tokens: int, plus: bool, device: torch.dev
     moved = [value.to(device) if isinstance(value, torch.Tensor) else value for value in given]
     moved_plus = {name: value.to(device) for name, value in added.items()}
     got = moe.moe_mlp(*moved, **moved_plus)
-    monkeypatch.setattr(moe, "_FEW", 0)
+    monkeypatch.setattr(triton_sort, "_FEW", 0)
     assert torch.equal(got, moe.moe_mlp(*moved, **moved_plus))
     bound = 4 * STEP[torch.float16]
     torch.testing.assert_close(got.cpu(), expected, atol=bound * expected.abs().max().item(), rtol=bound)
@@ -214,7 +215,7 @@ def test_all_tokens_to_one_expert(device: torch.device) -> None:
 
 
 def test_more_choices_than_are_counted_at_a_time(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moe, "_CHUNK", 16)
+    monkeypatch.setattr(triton_sort, "_CHUNK", 16)
     check(operands(SPEC, 37, 24, torch.float32), device)
 
 
@@ -244,3 +245,28 @@ def test_most_tiles(choices: int, tokens: int) -> None:
     worst = [1] * (min(count, choices) - 1)
     worst.append(choices - len(worst))
     assert found <= most_tiles(choices, count, tokens) == sum(-(-own // tokens) for own in worst)
+
+
+@pytest.mark.parametrize("tokens", [1, 6, 40])
+@pytest.mark.parametrize(
+    "spec", [SPEC, dataclasses.replace(SPEC, act="relu2", gated=False, held=(4, 12)), dataclasses.replace(SPEC, bias=True)]
+)
+def test_adapters_of_experts(spec: MoeSpec, tokens: int, device: torch.device) -> None:
+    x, experts, weights, gate_up, down, _, *biases = operands(spec, tokens, 40, torch.float32)
+    assert isinstance(x, torch.Tensor) and isinstance(experts, torch.Tensor)
+    if spec.held is not None:
+        experts, gate_up, down = ref.held_experts(experts, *spec.held), gate_up[4:], down[4:]  # type: ignore[index]
+    parts, count, rank = spec.first_outputs // spec.intermediate_size, spec.num_held, 5
+    first = 0.3 * torch.randn(3, count * parts * rank, 40), 0.3 * torch.randn(3, count * spec.first_outputs, rank)
+    second = 0.3 * torch.randn(3, count * rank, spec.intermediate_size), 0.3 * torch.randn(3, count * 40, rank)
+    places = torch.tensor([(2, -1, 0)[token % 3] for token in range(tokens)], dtype=torch.int32)
+    segments = [Segment(token, token + 1, place) for token, place in enumerate(places.tolist()) if place >= 0]
+    given = [x, experts, weights, gate_up, down, spec, *biases]
+    expected = ref.moe_mlp(*given, adapters=ExpertFactors(first, second, segments, None))  # type: ignore[arg-type]
+    moved = [value.to(device) if isinstance(value, torch.Tensor) else value for value in given]
+    there = [(a.to(device), b.to(device)) for a, b in (first, second)]
+    got = moe.moe_mlp(*moved, adapters=ExpertFactors(*there, segments, places.to(device))).cpu()  # type: ignore[arg-type]
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+    base = moe.moe_mlp(*moved).cpu()  # type: ignore[arg-type]
+    assert torch.equal(got[places < 0], base[places < 0])
+    assert not torch.isclose(got[places >= 0], base[places >= 0]).all(1).any()

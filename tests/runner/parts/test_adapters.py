@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Sequence
 
@@ -16,7 +17,7 @@ from support.runner.plans import new, plan, row
 from headrace.config import EngineConfig
 from headrace.core.request import AdapterRef, Request
 from headrace.errors import EngineError
-from headrace.kernels.lora import Segment, reference
+from headrace.kernels.lora import LowRank, Segment, reference
 from headrace.layers.lora import LoraPart
 from headrace.models import registry
 from headrace.models.adapters import LoadedAdapter, add_tables
@@ -41,9 +42,7 @@ def adapted(world: World, places: int = 2) -> Decoder:
     spec = world.config().model
     made = registry.build(spec, "float32", "cpu")  # type: ignore[arg-type]
     made.load_state_dict(model(world.family).state_dict())
-    made.adapter_targets = add_tables(
-        made, registry.name_table(made.spec), (), places, RANK, torch.float32, "cpu", experts=True
-    )
+    made.adapter_targets = add_tables(made, registry.name_table(made.spec), (), places, RANK, torch.float32, "cpu")
     return made
 
 
@@ -62,7 +61,7 @@ def load(runner: ModelRunner, decoder: Decoder, names: Sequence[str]) -> Adapter
             ]
             for path, layer in decoder.adapter_targets.layers.items()  # type: ignore[union-attr]
         }
-        tables._loaded[name] = found
+        tables._loaded[name] = functools.partial(tables._targets.put, adapter=found)
     return tables
 
 
@@ -95,17 +94,8 @@ class ByPlaces:
         return reference.shrink(x, a, cls.segments(places))
 
     @classmethod
-    def expand(
-        cls,
-        low: torch.Tensor,
-        b: torch.Tensor,
-        ends: Sequence[int],
-        places: torch.Tensor,
-        y: torch.Tensor,
-        *,
-        batch_invariant: bool,
-    ) -> None:
-        reference.expand(low, b, ends, cls.segments(places), y)
+    def expand(cls, added: LowRank, places: torch.Tensor, y: torch.Tensor, *, batch_invariant: bool) -> None:
+        reference.expand(dataclasses.replace(added, segments=cls.segments(places)), y)
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="the kernels of graphs need Triton")

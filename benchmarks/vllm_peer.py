@@ -153,7 +153,7 @@ def run(options: argparse.Namespace) -> None:
     if options.constrain:
         # Of vLLM's backends, the one that reads the same grammar, with the library that headrace uses.
         more["structured_outputs_config"] = {"backend": "guidance"}
-    if QWEN35 in config["architectures"]:
+    if QWEN35 in config.get("architectures", ()):
         plugins = tempfile.TemporaryDirectory()
         add_plugin(Path(plugins.name))
     more |= dict(options.option)

@@ -474,7 +474,7 @@ def test_dummy_models_keep_what_is_computed_and_not_stored(kind: str, tmp_path: 
         torch.testing.assert_close(buffer, buffers[name], rtol=0, atol=0)
 
 
-def test_what_is_for_long_contexts_alone_is_met() -> None:
-    """Keys that stand for many tokens come to be only once there are many."""
-    with pytest.raises(ConfigError, match=r"queries attend to .* keys"):
+def test_a_layer_that_chooses_its_keys_is_refused() -> None:
+    """The indexer chooses from all keys of a short context: only its presence tells."""
+    with pytest.raises(ConfigError, match="DeepseekV4Indexer chooses the keys"):
         describe(tiny_models.config("deepseek_v4"), EngineArgs(), "")

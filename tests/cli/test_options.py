@@ -64,6 +64,7 @@ COMPANIONS = {
     "min_tokens": ["--max-tokens", "9999"],
     "stop": ["--detokenize"],
     "dp_queue_timeout": ["--data-parallel-size", "2"],
+    "heal_from_sibling": ["--data-parallel-size", "2"],
 }
 """Options without which a field's value is refused."""
 

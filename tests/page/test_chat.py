@@ -215,7 +215,7 @@ def test_answers_side_by_side(open_page: Open) -> None:
     ]
     say(page, "on")
     page.get_by_text("second").first.wait_for()
-    assert "2 of 2" in page.get_by_role("article", name="Model").first.inner_text()
+    page.get_by_role("article", name="Model").first.get_by_text("2 of 2").wait_for()
 
 
 def test_an_answer_is_explained(open_page: Open) -> None:

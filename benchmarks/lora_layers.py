@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from headrace.kernels.activation import silu_mul  # noqa: E402
-from headrace.kernels.lora import Segment, triton_added  # noqa: E402
+from headrace.kernels.linear import triton_added  # noqa: E402
+from headrace.kernels.lora import Segment  # noqa: E402
 from headrace.kernels.norm import rms_norm  # noqa: E402
 from headrace.layers.linear import FusedLinear, Linear, RowParallelLinear  # noqa: E402
 from headrace.layers.lora import LoraRows, LoraTables  # noqa: E402

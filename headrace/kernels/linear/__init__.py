@@ -13,11 +13,11 @@ from headrace.kernels.lora import LowRank, expand
 
 if TYPE_CHECKING:
     from headrace.kernels.linear import triton as kernels
+    from headrace.kernels.linear import triton_added
     from headrace.kernels.linear import triton_invariant as invariant_kernels
     from headrace.kernels.linear import triton_matmul as matmul_kernels
-    from headrace.kernels.lora import triton_added
 else:
-    triton_added = gpu.Late("headrace.kernels.lora.triton_added")
+    triton_added = gpu.Late("headrace.kernels.linear.triton_added")
     invariant_kernels = gpu.Late(f"{__name__}.triton_invariant")
     kernels = gpu.Late(f"{__name__}.triton")
     matmul_kernels = gpu.Late(f"{__name__}.triton_matmul")

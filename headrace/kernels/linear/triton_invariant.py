@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 
 from headrace.kernels import support
-from headrace.kernels.lora import triton_added
+from headrace.kernels.linear import triton_added
+from headrace.kernels.linear.triton_added import with_added
 from headrace.kernels.lora.reference import LowRank
-from headrace.kernels.lora.triton_added import with_added
 from headrace.kernels.support import cdiv
 from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import announce, options, wait

@@ -19,8 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.kernels.linear.triton_added import PARTS
 from headrace.kernels.lora.reference import LowRank
-from headrace.kernels.lora.triton_added import PARTS
 from headrace.kernels.support import cdiv, power_of_two
 from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import announce, options, wait

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace.kernels.linear import triton_invariant
+from headrace.kernels.linear import triton_added, triton_invariant
 from headrace.kernels.lora import triton as kernels
-from headrace.kernels.lora import triton_added
 from headrace.kernels.lora.reference import LowRank, Segment, expand, shrink
 
 NONE = -1

@@ -191,6 +191,8 @@ class RemoteAdapters:
         self._lock = asyncio.Lock()
         self._loading: NamedAdapter | None = None
         """An adapter that gets its name once all engines have it."""
+        self._busy = False
+        """An adapter is being loaded."""
         self._dropped: list[NamedAdapter] = []
         """Adapters that lost their name, and that requests may have."""
 
@@ -201,17 +203,15 @@ class RemoteAdapters:
                 self.names.check_new(request.lora_name)
             if (found := self.names.loaded(request)) is not None:
                 return found
-            adapter = await asyncio.to_thread(self.names.read, request)
-            self._loading = adapter
+            self._busy, lost = True, list[NamedAdapter]()
             try:
+                adapter = self._loading = await asyncio.to_thread(self.names.read, request)
+                lost = [adapter]
                 await self._ask(Control(0, "load_adapter", adapter.files))
-                before = self.names.put(adapter)
-            except BaseException:
-                self.collect(adapter)
-                raise
+                lost = self.names.put(adapter)
             finally:
-                self._loading = None
-            self.collect(*before)
+                self._loading, self._busy = None, False
+                self.collect(*lost)
             return adapter
 
     async def unload(self, name: str, number: int | None = None) -> None:
@@ -227,9 +227,9 @@ class RemoteAdapters:
 
     def collect(self, *adapters: NamedAdapter) -> None:
         """Lets the engines forget adapters that have lost their names, these and earlier ones, once no request has them: one
-        may wait for an engine that has room."""
+        may wait for an engine that has room. While an adapter is loaded none is forgotten: it may have the same content."""
         self._dropped += adapters
-        if not self._dropped:
+        if self._busy or not self._dropped:
             return
         used = {request.adapter.digest for request in self._requests() if request.adapter is not None}
         dropped, self._dropped = self._dropped, []

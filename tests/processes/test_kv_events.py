@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import socket
 import time
 from collections.abc import Iterator
@@ -26,13 +27,13 @@ from headrace.processes.kv_events import EventPublisher
 
 
 def free_port() -> int:
-    """The first of two ports that are free."""
-    with contextlib.ExitStack() as stack:
-        while True:
-            first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-            with contextlib.suppress(OSError):
-                stack.enter_context(socket.create_server(("127.0.0.1", first + 1)))
-                return first
+    """The first of two ports that are free, and that the system gives to no connection."""
+    while True:
+        first = random.randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for port in (first, first + 1):
+                stack.enter_context(socket.create_server(("", port)))
+            return first
 
 
 class Subscriber:

@@ -214,8 +214,8 @@ TESTED_ELSEWHERE = ("add-a-model.md", "attention-backends.md")
 """Pages that tests/models/test_guide.py and tests/attention/test_guide.py test, which also check results."""
 
 
-SLOW = ("several-models.md",)
-"""Pages whose examples need a server of their own."""
+SLOW = ("several-models.md", "elastic-attention.md", "parallel.md", "replicas.md", "structured-output.md")
+"""Pages whose examples need a server or engines of their own."""
 
 
 def python_pages() -> list[Any]:

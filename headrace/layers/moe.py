@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import nn
 
@@ -11,7 +9,6 @@ from headrace.config import MemoryLine
 from headrace.kernels.lora import ExpertFactors
 from headrace.kernels.moe import held_experts, moe_mlp, route, router_logits
 from headrace.kernels.moe.codes import ExpertCodes
-from headrace.kernels.moe.reference import ExpertProduct, adapt_experts, expert_product
 from headrace.layers.linear import Linear, packed_memory
 from headrace.layers.lora import ExpertTables
 from headrace.layers.mlp import GatedMLP, SquaredMLP, build_mlp
@@ -104,12 +101,8 @@ class Experts(nn.Module):
         rank its own."""
         if self.spec.held is not None:
             experts = held_experts(experts, *self.spec.held)
-        factors = None if self.lora is None else self.lora.factors
-        if factors is None or factors.places is not None:
-            return self.method.apply(self, x, experts, weights, plus, factors)
-        out = self.method.apply(self, x, experts, weights, plus)
-        adapt_experts(out, x, experts, weights, *self.method.products(self), self.spec, plus, factors)
-        return out
+        adapters = None if self.lora is None else self.lora.factors
+        return self.method.apply(self, x, experts, weights, plus, adapters)
 
     def memory(self) -> list[MemoryLine]:
         return self.method.memory(self)
@@ -154,8 +147,8 @@ class ExpertsMethod:
         plus: torch.Tensor | None,
         adapters: ExpertFactors | None = None,
     ) -> torch.Tensor:
-        """``[T, hidden] -> [T, hidden]``; ``experts`` and ``weights`` ``[T, top_k]``. ``plus`` of x's shape is added.
-        ``adapters``: of a step on a GPU."""
+        """``[T, hidden] -> [T, hidden]``; ``experts`` and ``weights`` ``[T, top_k]``. ``plus`` of x's shape is added, and what
+        the step's adapters add."""
         matrices, biases = self.factors(layer), (layer.gate_up_proj_bias, layer.down_proj_bias)
         invariant = layer.batch_invariant
         return moe_mlp(
@@ -165,14 +158,6 @@ class ExpertsMethod:
     def factors(self, layer: Experts) -> tuple[torch.Tensor | ExpertCodes, torch.Tensor | ExpertCodes]:
         """Returns the matrices gate and up, and down, as ``moe_mlp`` takes them."""
         return layer.gate_up_proj, layer.down_proj
-
-    def products(self, layer: Experts) -> tuple[ExpertProduct, ExpertProduct]:
-        """Returns the products with the experts' gate and up, and with their down, as ``apply`` makes them on a CPU."""
-        gate_up, down = self.factors(layer)
-        return (
-            partial(expert_product, gate_up, layer.gate_up_proj_bias),
-            partial(expert_product, down, layer.down_proj_bias),
-        )
 
     def dequantize(self, layer: Experts, matrix: str) -> torch.Tensor:
         """Returns what ``apply`` multiplies by, ``[num_experts, N, K]`` float32."""

@@ -11,7 +11,7 @@ from headrace.errors import ConfigError
 from headrace.kernels import native
 from headrace.kernels.lora import ExpertFactors
 from headrace.kernels.moe.native import PackedExperts
-from headrace.kernels.moe.reference import ExpertProduct, run_experts
+from headrace.kernels.moe.reference import run_adapted
 from headrace.kernels.native import NativeKernels
 from headrace.layers.moe import Experts, ExpertsMethod
 from headrace.layers.stored import Codes, QuantSpec, StoredMatrix
@@ -137,11 +137,9 @@ class NativeExperts(ExpertsMethod):
         plus: torch.Tensor | None,
         adapters: ExpertFactors | None = None,
     ) -> torch.Tensor:
-        return run_experts(x, experts, weights, *self.products(layer), layer.spec, plus)
-
-    def products(self, layer: Experts) -> tuple[ExpertProduct, ExpertProduct]:
         gate_up = self._packed(layer, "gate_up_proj", layer.gate_up_proj_bias)
-        return gate_up.product, self._packed(layer, "down_proj", layer.down_proj_bias).product
+        down = self._packed(layer, "down_proj", layer.down_proj_bias)
+        return run_adapted(x, experts, weights, gate_up.product, down.product, layer.spec, plus, adapters)
 
     def _packed(self, layer: Experts, matrix: str, bias: torch.Tensor | None = None) -> PackedExperts:
         code = (self._bits[matrix] or 8) | self._tails[matrix] << 8

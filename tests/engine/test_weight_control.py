@@ -145,7 +145,8 @@ class World:
 
 @pytest.mark.parametrize(("depth", "times"), [(1, 50), (2, 100), pytest.param(2, 1000, marks=pytest.mark.slow)])
 def test_any_interleaving(text: ModelText, depth: int, times: int) -> None:
-    """Of pauses, resumes twice and at any time, updates that fail or are not whole, sleep, and requests that come meanwhile."""
+    """Commands come in random order: pauses, resumes twice and at any time, updates that fail or are not whole, and sleep.
+    Requests come meanwhile."""
     states = set[str]()
     for seed in range(times):
         choose, world = random.Random(seed), World(text, depth)

@@ -87,14 +87,10 @@ def moe_mlp(
         ``[T, hidden]``
     """
     both, out = partial(expert_product, gate_up, gate_up_bias), partial(expert_product, down, down_bias)
-    total = run_experts(x, experts, weights, both, out, spec, plus)
-    if adapters is not None:
-        adapt_experts(total, x, experts, weights, both, out, spec, plus, adapters)
-    return total
+    return run_adapted(x, experts, weights, both, out, spec, plus, adapters)
 
 
-def adapt_experts(
-    total: torch.Tensor,
+def run_adapted(
     x: torch.Tensor,
     experts: torch.Tensor,
     weights: torch.Tensor,
@@ -102,16 +98,20 @@ def adapt_experts(
     down: ExpertProduct,
     spec: MoeSpec,
     plus: torch.Tensor | None,
-    adapters: ExpertFactors,
-) -> None:
-    """Computes the tokens with adapters again, with what these add: an addition to gate and up goes through the activation. The
-    others stay bitwise as they are."""
+    adapters: ExpertFactors | None,
+) -> torch.Tensor:
+    """``run_experts``, and the tokens with adapters again, with what these add: an addition to gate and up goes through the
+    activation. The others stay bitwise as they are."""
+    total = run_experts(x, experts, weights, gate_up, down, spec, plus)
+    if adapters is None:
+        return total
     for start, end, place in adapters.segments:
         own = slice(start, end)
         first = _with_added(gate_up, adapters.gate_up, place, spec.num_held)
         second = _with_added(down, adapters.down, place, spec.num_held)
         rest = None if plus is None else plus[own]
         total[own] = run_experts(x[own], experts[own], weights[own], first, second, spec, rest)
+    return total
 
 
 def _with_added(product: ExpertProduct, factors: tuple[torch.Tensor, torch.Tensor], place: int, count: int) -> ExpertProduct:

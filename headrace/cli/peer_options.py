@@ -26,7 +26,10 @@ SAME: Mapping[str, str] = {
     "--disable-log-requests": "--no-log-requests",
     "--no-enable-log-requests": "--no-log-requests",
     "--enable-log-requests": "--log-requests",
+    "--disable-uvicorn-access-log": "--no-log-requests",
     "--uvicorn-log-level": "--log-level",
+    "--kv-cache-memory-bytes": "--kv-cache-memory",
+    "--shutdown-timeout": "--drain-timeout",
     "--ssl-keyfile": "--tls-key",
     "--ssl-certfile": "--tls-cert",
 }
@@ -39,13 +42,80 @@ ALWAYS: Mapping[str, str] = {
     "--enable-request-id-headers": "every answer has an X-Request-Id header",
     "--enable-metrics": "/metrics is always there",
     "--use-tqdm-on-load": "a terminal shows the progress of loading",
+    "--enable-offline-docs": "/docs makes no request to another origin",
+    "--enable-mm-embeds": "prompts may always bring features that were encoded elsewhere",
+    "--no-disable-hybrid-kv-cache-manager": "layers of several kinds have groups of their own in the cache",
 }
 """Flags without a value that say what is always so."""
 
 _SPECULATION = "there is no draft model"
 _LAYERS = "the whole model runs on one device: choose it with --device"
 
-REFUSED: Mapping[str, str] = {
+_SHARED_REASONS: Mapping[str, str] = {
+    "the server runs no code of its users": "--logits-processor-pattern --io-processor-plugin --tool-parser-plugin"
+    " --reasoning-parser-plugin --worker-cls --worker-extension-cls --scheduler-cls --additional-config",
+    "tools are run by the client": "--tool-server",
+    "change config.json in a copy of the checkpoint": "--hf-config-path --config-format --rope-scaling --rope-theta"
+    " --disable-sliding-window --override-attention-dtype --override-neuron-config",
+    "code of a checkpoint has the model's --revision": "--code-revision",
+    "how a model pools follows from its files": "--convert --pooler-config --override-pooler-config",
+    "a prompt is text or token ids": "--enable-prompt-embeds --enable-prompt-adapter",
+    "there is one loader, for safetensors and GGUF files": "--safetensors-load-strategy --model-loader-extra-config"
+    " --ignore-patterns --pt-load-map-location --max-parallel-loading-workers",
+    "a terminal always shows the progress of loading": "--no-use-tqdm-on-load",
+    "one host serves; Ray Serve has replicas on several": "--headless --master-addr --master-port"
+    " --node-rank --data-parallel-rank --data-parallel-start-rank"
+    " --data-parallel-address --data-parallel-rpc-port --data-parallel-hybrid-lb --data-parallel-external-lb"
+    " --data-parallel-supervisor-port --ray-workers-use-nsight",
+    "ranks divide heads, not contexts: --tensor-parallel-size": "--decode-context-parallel-size"
+    " --prefill-context-parallel-size --dcp-kv-cache-interleave-size --cp-kv-cache-interleave-size",
+    "ranks add up what their experts give, and tokens stay where they are": "--all2all-backend --enable-dbo --ubatch-size"
+    " --dbo-decode-token-threshold --dbo-prefill-token-threshold --enable-eplb"
+    " --eplb-config --expert-placement-strategy --num-redundant-experts --disable-nccl-for-dp-synchronization",
+    "each rank has the whole encoder": "--enable-multimodal-encoder-data-parallel --mm-encoder-tp-mode",
+    "kernels follow from the model and the device; --attention-backend is a choice": "--attention-config --kernel-config"
+    " --moe-backend --mm-encoder-attn-backend --disable-cascade-attn",
+    "write --mm-processor-cache-bytes": "--mm-processor-cache-gb --disable-mm-preprocessor-cache --mm-processor-cache-type"
+    " --mm-shm-cache-max-object-size-mb",
+    "write --mm-encoder none": "--language-model-only",
+    "headrace encode writes features, which prompts may bring": "--mm-encoder-only --ec-transfer-config",
+    "write --num-video-frames and --max-image-pixels": "--media-io-kwargs --video-pruning-rate",
+    "write --max-num-encoder-tokens, which bounds a step": "--skip-mm-profiling",
+    "a scale for each token is computed as it is written": "--calculate-kv-scales",
+    "adapters change the language model's matrices alone": "--enable-lora-bias --lora-extra-vocab-size"
+    " --enable-tower-connector-lora",
+    "a request names its adapter": "--default-mm-loras",
+    "kernels for adapters are of one kind": "--specialize-active-lora",
+    "nothing is exported; /v1/explain/ID has the times of an answer": "--otlp-traces-endpoint --collect-detailed-traces",
+    "/metrics has all that is measured": "--kv-cache-metrics --kv-cache-metrics-sample --cudagraph-metrics"
+    " --enable-mfu-metrics --enable-logging-iteration-details --aggregate-engine-logging --enable-server-load-tracking"
+    " --show-hidden-metrics-for-version",
+    "a profiler starts the command, or attaches to it": "--profiler-config --enable-layerwise-nvtx-tracing",
+    "any number of prompts may be in chunks; --max-num-batched-tokens bounds a step": "--max-num-partial-prefills"
+    " --max-long-partial-prefills",
+    "write --pipeline-depth, the steps that are under way at once": "--num-scheduler-steps --num-lookahead-slots"
+    " --disable-async-output-proc",
+    "a prompt begins as soon as it has room": "--scheduler-delay-factor",
+    "layers of several kinds always have groups of their own in the cache": "--disable-hybrid-kv-cache-manager",
+    "prompts and outputs are never logged": "--max-log-len --enable-log-outputs --enable-log-deltas",
+    "write --log-level and --no-log-requests": "--log-config-file --log-error-stack --disable-access-log-for-endpoints",
+    "the role of an answer is assistant": "--response-role",
+    "a request says return_tokens_as_token_ids": "--return-tokens-as-token-ids",
+    "a request says stream_options.include_usage": "--enable-force-include-usage",
+    "the template says what content it takes": "--chat-template-content-format",
+    "routes are not chosen one by one; a proxy in front can": "--tokens-only --disable-fastapi-docs"
+    " --enable-tokenizer-info-endpoint",
+    "system_fingerprint is that of the model and its settings": "--fingerprint-mode --fingerprint-value",
+    "--cors-origin allows the methods and headers of the API": "--allowed-methods --allowed-headers",
+    "write --tls-cert and --tls-key; a proxy in front can do more": "--enable-ssl-refresh --ssl-cert-reqs --ssl-ciphers",
+    "write --max-header-bytes": "--h11-max-incomplete-event-size --h11-max-header-count",
+    "blocks are found by one cryptographic hash": "--prefix-caching-hash-algo",
+    "the parts of a message are always in their order": "--interleave-mm-strings",
+    "a medium is cut where its tokens do not see later ones": "--disable-chunked-mm-input",
+    "requests are read beside the engine's process, always": "--disable-frontend-multiprocessing",
+}
+
+REFUSED: Mapping[str, str] = {flag: reason for reason, names in _SHARED_REASONS.items() for flag in names.split()} | {
     "--no-enable-chunked-prefill": "prompts are always computed in chunks; --max-num-batched-tokens bounds a chunk",
     "--chunked-prefill-size": "write --max-num-batched-tokens, which counts the generated tokens of a step too",
     "--max-prefill-tokens": "write --max-num-batched-tokens, which counts the generated tokens of a step too",
@@ -84,17 +154,25 @@ REFUSED: Mapping[str, str] = {
     "--runner": "leave it out: a decoder generates and embeds from one engine; --task embed or --task score serves these alone",
     "--is-embedding": "write --task embed",
     "--compilation-config": "there is nothing to compile; --graph-capture-seconds and --enforce-eager are about CUDA graphs",
+    "-O": "there is nothing to compile; --graph-capture-seconds and --enforce-eager are about CUDA graphs",
+    "--optimization-level": "there is nothing to compile; --graph-capture-seconds and --enforce-eager are about CUDA graphs",
+    "--performance-mode": "write --max-num-batched-tokens and --max-num-seqs",
+    "--cudagraph-capture-sizes": "sizes follow from --max-num-seqs; --graph-capture-seconds bounds the time",
+    "--max-cudagraph-capture-size": "sizes follow from --max-num-seqs; --graph-capture-seconds bounds the time",
     "--cuda-graph-sizes": "sizes follow from --max-num-seqs; --graph-capture-seconds bounds the time",
     "--max-seq-len-to-capture": "graphs are for any context",
     "--chat-template-kwargs": "a request says chat_template_kwargs",
     "--default-chat-template-kwargs": "a request says chat_template_kwargs",
     "--mm-processor-kwargs": "a request says mm_processor_kwargs",
     "--kv-transfer-config": "the KV cache stays with its engine",
+    "--cpu-offload-params": "weights stay on one device; --quantization makes them smaller",
+    "--kv-offloading-backend": "KV and snapshots of states stay on the device; what is evicted is computed again",
     "--kv-offloading-size": "KV and snapshots of states stay on the device; what is evicted is computed again",
     "--enable-hierarchical-cache": "KV and snapshots of states stay on the device; what is evicted is computed again",
     "--mamba-ssm-cache-dtype": "write --state-dtype",
     "--mamba-ssm-dtype": "write --state-dtype",
     "--mamba-cache-dtype": "a convolution's inputs are kept in the model's --dtype; --state-dtype is that of the states",
+    "--mamba-cache-mode": "snapshots are at turns, ends of prompts and branches; --state-snapshot-bytes bounds them",
     "--mamba-block-size": "snapshots are at turns, ends of prompts and branches; --state-snapshot-bytes bounds them",
     "--mamba-full-memory-ratio": "states and KV share the cache without a ratio; --state-snapshot-bytes bounds snapshots",
     "--api-server-count": "one server process feeds all replicas",

@@ -37,9 +37,7 @@ class ImageProcessor:
         try:
             from transformers import AutoImageProcessor
 
-            self.hf: Any = AutoImageProcessor.from_pretrained(  # type: ignore[no-untyped-call]
-                folder, backend=self.backend, local_files_only=True
-            )
+            self.hf: Any = AutoImageProcessor.from_pretrained(folder, backend=self.backend, local_files_only=True)
         except Exception as error:
             raise ConfigError(f"{folder} has no image processor that can be used: {import_reason(error)}", "model") from error
 

@@ -37,7 +37,8 @@ def sleeping_engine(depth: int) -> tuple[EngineCore, Any]:
     return core, facts
 
 
-@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [1, 2])
 def test_the_times_of_a_runner_are_found(depth: int) -> None:
     core, facts = sleeping_engine(depth)
     executor = core.executor

@@ -65,6 +65,7 @@ def test_masks_have_their_density(script: ModuleType) -> None:
         masks.instead(torch.zeros(17, 3, 16, dtype=torch.bool), 16, types.expand(2, 3), 128)
 
 
+@pytest.mark.slow
 def test_a_run(script: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     settings = {"device": "cpu", "dtype": "float32", "max_num_batched_tokens": 384}

@@ -48,7 +48,8 @@ def test_settings_are_engine_arguments(script: ModuleType) -> None:
             script.setting(wrong)
 
 
-@pytest.mark.parametrize("phase", ["decode", pytest.param("prefill", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_a_run(phase: str, tmp_path: Path) -> None:
     folder = write_config(tmp_path / "tiny")
     output = tmp_path / "profile.json"

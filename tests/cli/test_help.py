@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from reference import commands
@@ -49,6 +50,12 @@ def test_no_name_of_other_engines_is_one_of_ours() -> None:
     assert not (SAME.keys() & ALWAYS.keys() or SAME.keys() & REFUSED.keys() or ALWAYS.keys() & REFUSED.keys())
     named = {word.strip("`,;.") for text in REFUSED.values() for word in text.split() if word.startswith("--")}
     assert {word for word in named if word.startswith("--")} <= SERVE
+
+
+def test_every_option_of_vllms_server_is_known_or_refused() -> None:
+    names = (Path(__file__).parent / "vllm_options.txt").read_text().split()
+    assert len(names) > 240
+    assert [name for name in names if name not in SERVE | SAME.keys() | ALWAYS.keys() | REFUSED.keys() | {"--model"}] == []
 
 
 def error(*words: str) -> str:

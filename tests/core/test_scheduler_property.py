@@ -155,7 +155,7 @@ def admit(world: World, arrival: Arrival) -> None:
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 
 
-@settings(max_examples=150, derandomize=True, deadline=None, database=None, suppress_health_check=QUIET)
+@settings(max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=QUIET)
 @given(worlds(), st.lists(st.booleans(), min_size=1, max_size=7))
 def test_everyone_gets_their_own_tokens(world_and_script: tuple[World, list[Arrival]], collects: list[bool]) -> None:
     world, script = world_and_script
@@ -174,7 +174,7 @@ def test_everyone_gets_their_own_tokens_in_many_worlds(
     world.assert_right()
 
 
-@settings(max_examples=100, derandomize=True, deadline=None, database=None, suppress_health_check=QUIET)
+@settings(max_examples=50, derandomize=True, deadline=None, database=None, suppress_health_check=QUIET)
 @given(worlds((2, 3, 6)), st.lists(st.booleans(), min_size=1, max_size=7))
 def test_drafts_change_no_tokens(world_and_script: tuple[World, list[Arrival]], collects: list[bool]) -> None:
     world, script = world_and_script
@@ -182,7 +182,7 @@ def test_drafts_change_no_tokens(world_and_script: tuple[World, list[Arrival]], 
     world.assert_right()
 
 
-@settings(max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=QUIET)
+@settings(max_examples=30, derandomize=True, deadline=None, database=None, suppress_health_check=QUIET)
 @given(worlds(), st.lists(st.booleans(), min_size=1, max_size=7))
 def test_the_short_paths_of_a_decoding_row_change_nothing(drawn: tuple[World, list[Arrival]], collects: list[bool]) -> None:
     world, script = drawn

@@ -45,7 +45,7 @@ def check(world: World, script: list[Arrival], collects: list[bool]) -> None:
     assert states.num_findable <= states.most
 
 
-@settings(max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=QUIET)
+@settings(max_examples=30, derandomize=True, deadline=None, database=None, suppress_health_check=QUIET)
 @given(worlds(), st.lists(st.booleans(), min_size=1, max_size=7))
 def test_every_row_finds_its_state(drawn: tuple[World, list[Arrival]], collects: list[bool]) -> None:
     check(*drawn, collects)

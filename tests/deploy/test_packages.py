@@ -5,18 +5,23 @@ from __future__ import annotations
 import configparser
 import json
 import os
+import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import tomllib
+import venv
 import zipfile
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 from support.pages import ROOT, blocks
+from support.server.running import Server, stop_server
 
 from headrace.config import EngineArgs
 from headrace.options import options
@@ -122,6 +127,14 @@ def test_the_commands_of_the_compose_files_are_ones() -> None:
     assert {name for name in volumes if not name.startswith(".")} == base["volumes"].keys()
 
 
+def test_the_page_lists_every_extra() -> None:
+    page = (ROOT / "docs" / "deployment.md").read_text()
+    (table,) = re.findall(r"^\| extra \|.*\n\| --- .*\n((?:\| .*\n)+)", page, re.MULTILINE)
+    listed = [name for line in table.splitlines() for name in re.findall(r"`([\w-]+)`", line.split(" | ")[0])]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert sorted(listed) == sorted(extras)
+
+
 def test_the_command_of_the_unit_is_one() -> None:
     unit = configparser.RawConfigParser(strict=False)
     unit.optionxform = str  # type: ignore[assignment, method-assign]
@@ -136,31 +149,59 @@ def test_the_command_of_the_unit_is_one() -> None:
         assert name in image and path.startswith(f"/var/lib/{unit['Service']['StateDirectory']}/")
 
 
-@pytest.mark.slow
-def test_the_wheel_serves_from_an_empty_directory(tmp_path: Path) -> None:
-    """It holds the page, the kernels' sources and the texts, and nothing of the tests; it runs where no source is near."""
-    source = tmp_path / "source"
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a wheel, an sdist, and the copy of the sources that they were built from."""
+    folder = tmp_path_factory.mktemp("built")
+    source = folder / "source"
     shutil.copytree(ROOT / "headrace", source / "headrace", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(source)]
-    subprocess.run(build, check=True, timeout=250)
-    (wheel,) = tmp_path.glob("*.whl")
+    build = "from setuptools import build_meta as backend; backend.build_sdist('..'); backend.build_wheel('..')"
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, timeout=250, stdout=subprocess.DEVNULL)
+    return folder
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_package_alone(built: Path) -> None:
+    """The page, the kernels' sources and the texts are in it, and nothing of the tests."""
+    (wheel,) = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if not name.startswith("headrace-")}
-    tree = {
-        path.relative_to(source).as_posix()
-        for path in (source / "headrace").rglob("*")
-        if path.is_file() and path.suffix not in (".pyc", ".so")
-    }
-    assert held == tree
-    site, empty = tmp_path / "site", tmp_path / "empty"
+    source = built / "source"
+    files = (path for path in (source / "headrace").rglob("*") if path.is_file() and path.suffix not in (".pyc", ".so"))
+    assert held == {path.relative_to(source).as_posix() for path in files}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["*.whl", "*.tar.gz"])
+def test_what_is_built_serves_from_an_empty_directory(built: Path, tmp_path: Path, kind: str) -> None:
+    """In a virtual environment of its own, which borrows the dependencies of this one."""
+    venv.create(tmp_path / "venv", symlinks=True)
+    python, empty = tmp_path / "venv" / "bin" / "python", tmp_path / "empty"
     empty.mkdir()
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
-    subprocess.run(install, check=True, timeout=100)
-    environment = os.environ | {"PYTHONPATH": str(site)}
-    where = [sys.executable, "-c", "import headrace; print(headrace.__file__)"]
-    run = {"cwd": empty, "env": environment, "check": True, "timeout": 200, "text": True, "stdout": subprocess.PIPE}
-    assert subprocess.run(where, **run).stdout.startswith(str(site))  # type: ignore[call-overload]
-    command = [sys.executable, "-m", "headrace.cli", "run", "The capital of France is", "--max-tokens", "4", "--format", "json"]
-    assert "Paris" in subprocess.run(command, **run).stdout  # type: ignore[call-overload]
+    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    (site / "borrowed.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")) + "\n")
+    (package,) = built.glob(kind)
+    # This environment's own headrace is in sight, too, and must not pass for the installed one.
+    install = ["install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--force-reinstall", str(package)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    run = {"cwd": empty, "env": environment, "check": True, "timeout": 250, "text": True, "stdout": subprocess.PIPE}
+    subprocess.run([python, "-m", "pip", *install], **run)  # type: ignore[call-overload]
+    where = subprocess.run([python, "-c", "import headrace; print(headrace.__file__)"], **run)  # type: ignore[call-overload]
+    assert where.stdout.startswith(str(site))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    log = tmp_path / "log.txt"
+    command = [python.with_name("headrace"), "serve", "--port", str(port), "--max-model-len", "512"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, cwd=empty, env=environment, stdout=output, stderr=output)
+    server = Server(process, f"http://127.0.0.1:{port}", log)
+    try:
+        server.wait_healthy()
+        body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 12, "temperature": 0}
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
+        assert "Paris" in answer["choices"][0]["message"]["content"]
+        assert httpx.get(server.url, headers={"Accept": "text/html"}).text.startswith("<!doctype html>")
+    finally:
+        stop_server(server)

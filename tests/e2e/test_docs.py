@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import shlex
 import socket
 from collections.abc import Callable, Iterator
@@ -214,7 +215,7 @@ TESTED_ELSEWHERE = ("add-a-model.md", "attention-backends.md")
 """Pages that tests/models/test_guide.py and tests/attention/test_guide.py test, which also check results."""
 
 
-SLOW = ("several-models.md", "elastic-attention.md", "parallel.md", "replicas.md", "structured-output.md")
+SLOW = ("several-models.md", "elastic-attention.md", "parallel.md", "replicas.md", "rl.md", "structured-output.md")
 """Pages whose examples need a server or engines of their own."""
 
 
@@ -249,6 +250,8 @@ def test_curl(page: str, line: str, server: Server) -> None:
         else:
             assert word.startswith("http"), f"{page}: the test does not know curl's {word}"
             url = word.replace(ADDRESS, server.url)
+    if url.endswith("/api/chat") and body is not None:  # Without a limit, the answer may take the context.
+        body = json.dumps(json.loads(body) | {"options": {"num_predict": 16}})
     answer = httpx.request("GET" if body is None else "POST", url, headers=headers, content=body, timeout=120)
     assert answer.is_success, answer.text
 

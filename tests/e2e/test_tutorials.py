@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import first_hour
 import pytest
 import typer
 from support.models import tiny_llama, tiny_vision
@@ -22,6 +23,7 @@ from headrace.cli.main import app
 
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 RUN = [page for page in TUTORIALS if page.name != "first-hour.md"]
+FIRST_HOUR = list(first_hour.steps(first_hour.PAGE.read_text(encoding="utf-8")))
 ADDRESS = "http://127.0.0.1:8000"
 SMALL = "--max-model-len 2048"
 """Options that keep the servers of a small machine small."""
@@ -128,9 +130,27 @@ def test_commands_have_such_options() -> None:
     program: Any = typer.main.get_command(app)
     shown = [(page.name, line) for page in TUTORIALS for line in command_lines(page, "headrace")]
     assert len(shown) > 8
+    shown += [("first-hour.md", step.command.partition(" | ")[0]) for step in FIRST_HOUR if "/headrace " in step.command]
     for _, line in shown:
         name, *words = shlex.split(line)[1:]
         program.commands[name].make_context(name, words).close()
+
+
+def test_the_seconds_of_the_first_hour_can_be_written_anew() -> None:
+    page = first_hour.PAGE.read_text(encoding="utf-8")
+    timed = [step for step in FIRST_HOUR if not step.command.startswith(("cat ", "du "))]
+    taken = {step: 1000.0 + number for number, step in enumerate(timed)}
+    found = first_hour.written(page, taken, (71.5, 72.5), "started in 73.5 s", [0.25, 74.5])
+    for shown in (
+        "## Serve: 16 minutes 43 seconds, 72.5 the",
+        "ends in 71.5 s, and the next one answers after 72.5 s",
+        " 1002.0 s\n",
+    ):
+        assert found.count(shown) == 1, shown
+    assert "\nstarted in 73.5 s\n" in found and "was 0.2 to 74.5. " in found
+    headings = re.findall(r"^## ([^:\n]+): (?:16|5\d) minutes", found, re.MULTILINE)
+    assert headings == list(dict.fromkeys(step.section for step in FIRST_HOUR))
+    assert [step.command for step in first_hour.steps(found)] == [step.command for step in FIRST_HOUR]
 
 
 @pytest.mark.parametrize(("page", "after"), [("compared.md", ""), ("quantization.md", "## Traps")])

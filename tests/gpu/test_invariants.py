@@ -266,9 +266,9 @@ ROUNDED = [EVERY_EXPERT if family == "mixture" else family for family in FAMILIE
 """Families that can be compared in bfloat16: which few experts of many are the best is a matter of rounding there, on a CPU
 too."""
 GROUPS = "groups of 3, width 80"
-QUICK = {GROUPS: ("three steps ahead",), "mla": ("cached, short of blocks",)}
+QUICK: dict[str, tuple[str, ...]] = {GROUPS: ("three steps ahead",), "mla": ()}
 """Families on the CPU, and the ways that are not slow there: tests/runner has the others over plain steps."""
-QUICK_PLAIN: dict[str, tuple[str, ...]] = {GROUPS: ("together",), "mla": ()}
+QUICK_PLAIN = QUICK | {GROUPS: ("together",)}
 
 
 def on_both(of: Iterable[str], quick: dict[str, tuple[str, ...]], here: Collection[str] = tuple(WAYS)) -> pytest.MarkDecorator:
@@ -344,10 +344,9 @@ def graphs_ran(driver: Driver, device: str, way: str) -> None:
 @pytest.mark.parametrize(
     ("device", "dtype", "family", "way"),
     [
-        ("cpu", "float32", "qwen3", "cached, short of blocks"),
         *(
             pytest.param("cpu", "float32", "qwen3", way, marks=pytest.mark.slow)
-            for way in ("chunks of 20", "preempted in chunks")
+            for way in ("cached, short of blocks", "chunks of 20", "preempted in chunks")
         ),
         *(
             pytest.param("cuda", dtype, family, way, marks=CUDA.marks)
@@ -415,8 +414,7 @@ def test_both_devices_agree_in_float32(family: str, device: str, folder_of: Call
 @pytest.mark.parametrize(
     ("device", "family"),
     [
-        ("cpu", "mla"),
-        pytest.param("cpu", EVERY_EXPERT, marks=pytest.mark.slow),
+        *(pytest.param("cpu", family, marks=pytest.mark.slow) for family in ("mla", EVERY_EXPERT)),
         *(pytest.param("cuda", family, marks=CUDA.marks) for family in ROUNDED),
     ],
 )

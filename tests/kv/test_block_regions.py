@@ -144,7 +144,7 @@ class RegionMachine(RuleBasedStateMachine):
 
 
 RegionMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, derandomize=True, deadline=None, database=None
+    max_examples=80, stateful_step_count=40, derandomize=True, deadline=None, database=None
 )
 TestRegionMachine = RegionMachine.TestCase
 

@@ -92,7 +92,10 @@ def ours(folder: Path, **args: Any) -> tuple[list[int], list[float]]:
     ("model_class", "fields", "args", "resolved"),
     [
         (Qwen3ForCausalLM, SMALL | YARN, {"yarn_factor": "positions"}, {"factor": 6.0}),
-        (Qwen3ForCausalLM, SMALL | YARN, {"yarn_factor": "positions", "tensor_parallel_size": 2}, {"factor": 6.0}),
+        pytest.param(
+            *(Qwen3ForCausalLM, SMALL | YARN, {"yarn_factor": "positions", "tensor_parallel_size": 2}, {"factor": 6.0}),
+            marks=pytest.mark.slow,
+        ),
         (DeepseekV3ForCausalLM, SMALL | MLA | YARN, {"yarn_factor": "positions"}, {"factor": 6.0}),
         (DeepseekV3ForCausalLM, SMALL | MLA | MSCALE, {"yarn_factor": "positions"}, {"factor": 6.0}),
         (Qwen3ForCausalLM, SMALL | LONG, {"max_model_len": 128}, {}),

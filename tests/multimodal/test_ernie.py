@@ -20,7 +20,7 @@ from headrace.multimodal.ernie4_5_vl import ErnieRules
 from headrace.multimodal.items import Video, array_of
 from headrace.multimodal.processor import MultiModalProcessor
 
-from .test_processor import prepare, processor, theirs
+from .processing import prepare, processor, theirs
 
 KIND = "ernie4_5_vl_moe"
 MODULE = f"{KIND}/video_processing_{KIND}"

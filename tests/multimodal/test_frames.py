@@ -22,7 +22,7 @@ from headrace.multimodal.idefics3 import _Sampling, in_words
 from headrace.multimodal.items import MultiModalData, Video, array_of
 from headrace.text.content import ConversationMedia
 
-from .test_processor import HIDDEN, prepare, processor, theirs
+from .processing import HIDDEN, prepare, processor, theirs
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from headrace.multimodal.families import media_rules
 from headrace.multimodal.items import Video, array_of
 from headrace.multimodal.rules import Processed
 
-from .test_processor import prepare, processor
+from .processing import prepare, processor
 
 SIZES = [(60, 90, 8), (90, 61, 5), (33, 170, 4), (140, 20, 7), (220, 180, 6)]
 """Width, height, frames."""

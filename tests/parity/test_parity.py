@@ -192,10 +192,10 @@ def test_a_context_without_room_for_a_prompt_is_refused(llama: Path) -> None:
         measure(args(llama, max_model_len=12))
 
 
-SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("gemma3n_text", "gemma4_text")]
+SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("hrm_text", "gemma3n_text", "gemma4_text")]
 
 
-@pytest.mark.parametrize("kind", ["roberta", "hrm_text", *SLOW_KINDS])
+@pytest.mark.parametrize("kind", ["roberta", *SLOW_KINDS])
 def test_a_line_that_passes_diverges_nowhere(kind: str, tmp_path: Path) -> None:
     """Positions counted without padding; many streams, repeated calls, layers that are more than their forward."""
     parity, _ = run(args(saved(kind, tmp_path), dtype="float32"))

@@ -34,6 +34,7 @@ async def collect(llm: AsyncLLM, prompt: Any, params: SamplingParams) -> Request
     return await rest(llm.generate(prompt, params))
 
 
+@pytest.mark.slow
 def test_serves_dies_and_serves_the_same_again(tiny_folder: Path) -> None:
     params = SamplingParams(max_tokens=20, seed=3, n=2, logprobs=1, ignore_eos=True)
     endless = SamplingParams(max_tokens=200, ignore_eos=True)

@@ -364,7 +364,8 @@ def test_crashes_again_and_again_without_serving_are_a_crash_loop(
 
 
 @pytest.mark.parametrize(
-    ("mode", "error", "words"), [("config", ConfigError, "cannot work"), ("load", EngineError, "out of luck")]
+    ("mode", "error", "words"),
+    [pytest.param("config", ConfigError, "cannot work", marks=pytest.mark.slow), ("load", EngineError, "out of luck")],
 )
 def test_a_first_start_that_fails_says_why(make: Callable[..., AsyncLLM], mode: str, error: type, words: str) -> None:
     async def work() -> None:

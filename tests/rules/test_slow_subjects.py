@@ -9,6 +9,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+ALL = {"models", "kernels", "text"}
+"""Packages of which no change but one of all runs the slow tests at once."""
+
+
+def packages(*files: str) -> set[str]:
+    return {Path(each).parts[1] for each in files}
 
 
 def slow_subjects(*changed: str) -> list[str]:
@@ -20,7 +26,7 @@ def slow_subjects(*changed: str) -> list[str]:
 def test_a_change_of_a_package_runs_its_slow_tests(name: str) -> None:
     found = slow_subjects(name, "README.md")
     assert "tests/kernels/test_triton_invariance.py" in found
-    assert {Path(each).parts[1] for each in found} == {"kernels"}
+    assert packages(*found) == {"kernels"}
 
 
 def test_a_change_of_pages_runs_none() -> None:
@@ -28,7 +34,7 @@ def test_a_change_of_pages_runs_none() -> None:
 
 
 def test_a_change_of_what_is_installed_runs_all() -> None:
-    assert {"models", "kernels", "text"} <= {Path(each).parts[1] for each in slow_subjects("pyproject.toml")}
+    assert packages(*slow_subjects("pyproject.toml")) >= ALL
 
 
 @pytest.mark.parametrize("name", ["sim/examples", pytest.param("sim/sleeping_process", marks=pytest.mark.slow)])
@@ -39,4 +45,4 @@ def test_a_change_of_a_fake_runs_the_slow_tests_that_use_it(name: str) -> None:
 
 
 def test_a_change_of_the_interpreter_runs_all() -> None:
-    assert slow_subjects("tests/support/interpreter.py") == slow_subjects("pyproject.toml")
+    assert packages(*slow_subjects("tests/support/interpreter.py")) >= ALL

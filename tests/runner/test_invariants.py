@@ -51,6 +51,8 @@ def of(names: Iterable[str], quick: Collection[str] = QUICK) -> pytest.MarkDecor
 
 
 families = of(FAMILIES)
+whatever_is_cached = of(FAMILIES, QUICK[:1])
+"""For what does not depend on the cache's format."""
 of_the_models_dtype = of(family for family in FAMILIES if not family.endswith(IN_FP8))
 short_of_blocks = of(FAMILIES, (*QUICK, "windows between", "gemma 4 of text", STATES))
 """Families with groups of layers that take blocks from each other: also among three, with shared KV, and with states."""
@@ -70,7 +72,7 @@ def shuffled(seed: int) -> list[Request]:
     return requests
 
 
-@families
+@whatever_is_cached
 def test_the_features_do_something(family: str) -> None:
     """Equality of what does nothing would prove nothing."""
     outcomes = expected(family)
@@ -169,13 +171,13 @@ def test_cache_hits_under_pressure_change_nothing(family: str) -> None:
     assert (engine.scheduler.stats().kv_blocks_moved > 0) == engine.world.config().cache.shared
 
 
-@families
+@whatever_is_cached
 @pytest.mark.parametrize("slots", [1, pytest.param(2, marks=slow)])
 def test_a_reused_slot_is_as_new(family: str, slots: int) -> None:
     same(serve(World(family, max_num_seqs=slots), shuffled(slots)), expected(family))
 
 
-@families
+@whatever_is_cached
 @pytest.mark.parametrize("depth", [2, pytest.param(3, marks=slow)])
 def test_pipelining_changes_nothing(family: str, depth: int) -> None:
     same(serve(World(family, depth=depth, max_num_batched_tokens=40), shuffled(depth)), expected(family))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import json
 import threading
 from collections.abc import Iterator
 
@@ -80,15 +81,23 @@ def test_leaving_before_the_body_is_whole(slow: Running) -> None:
 )
 def test_leaving_while_the_request_waits_for_a_thread(slow: Running, path: str, body: dict[str, object]) -> None:
     """What it waits for is not done: a client could queue any amount of work, and leave."""
-    gate, inputs = threading.Event(), slow.llm.inputs
+    gate, all_busy, inputs = threading.Event(), threading.Barrier(3), slow.llm.inputs
+    serving = slow.app.state.serving
+
+    def occupy() -> bool:
+        all_busy.wait(60)
+        return gate.wait()
+
     with concurrent.futures.ThreadPoolExecutor(2) as others:
-        busy = [others.submit(asyncio.run, inputs.in_thread("", gate.wait)) for _ in range(2)]
+        busy = [others.submit(asyncio.run, inputs.in_thread("", occupy)) for _ in range(2)]
         try:
+            all_busy.wait(60)
             # The bodies of agents are read in threads already.
             for agent in ("httpx", "claude-cli/2.0"):
-                with pytest.raises(httpx.ReadTimeout):
-                    httpx.post(slow.url + path, json=body, timeout=0.3, headers={"User-Agent": agent})
-                wait_for(lambda: slow.app.state.serving.num_in_flight == 0)
+                with RawClient(slow.url) as client:
+                    client.send(post(json.dumps(body).encode(), f"user-agent: {agent}", path=path))
+                    wait_for(lambda: inputs._threads._work)
+                wait_for(lambda: serving.num_in_flight == 0)
             assert not inputs._threads._work
         finally:
             gate.set()

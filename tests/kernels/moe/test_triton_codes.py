@@ -119,7 +119,9 @@ def test_rows_of_zeros_and_experts_of_other_ranks(device: torch.device) -> None:
     assert float((got - expected).norm() / expected.norm()) < 2e-2
 
 
-@pytest.mark.parametrize("name", ["fp8-channel", "fp8-blocks", "mxfp4", "w4afp8"])
+@pytest.mark.parametrize(
+    "name", ["fp8-blocks", "mxfp4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp8-channel", "w4afp8"))]
+)
 def test_tokens_do_not_depend_on_others(name: str, device: torch.device) -> None:
     """Bitwise, in batch-invariant mode."""
     torch.manual_seed(0)

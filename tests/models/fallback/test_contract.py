@@ -224,6 +224,7 @@ def test_padded_columns_of_the_vocabulary() -> None:
         finished_logits(logits, 9)
 
 
+@pytest.mark.slow
 def test_checks_hold_without_assertions() -> None:
     """``python -O`` strips ``assert``."""
     code = (

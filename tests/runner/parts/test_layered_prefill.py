@@ -94,6 +94,9 @@ def kv(engine: Engine, seq_id: int, length: int) -> list[torch.Tensor]:
     return [cache.rows[blocks].clone() for cache in engine.runner._caches]
 
 
+depths = pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
+
+
 @pytest.mark.parametrize("architecture", ["PawQwen3ForCausalLM", "PawLlamaForCausalLM"])
 @pytest.mark.parametrize("limit", [30, 210])
 def test_layers_in_turn_are_one_piece_bit_for_bit(architecture: str, limit: int) -> None:
@@ -114,7 +117,7 @@ def test_layers_in_turn_are_one_piece_bit_for_bit(architecture: str, limit: int)
     assert in_turn.paused == 0
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@depths
 @pytest.mark.parametrize(("tokens", "limit"), [(4096, 512), (4096, 210), (4096, 60), (4096, 30), (130, None)])
 def test_decoding_rows_keep_their_cadence(tokens: int, limit: int | None, depth: int) -> None:
     """Every step beside them has a row of theirs, and no more prefill than the budget's or one layer; on average, no more than
@@ -157,7 +160,7 @@ def all_expected() -> Outcomes:
 SMALL = dataclasses.replace(WORLD, max_num_batched_tokens=140, beside_decode=110)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@depths
 def test_company_chunks_and_pipelining_change_nothing(depth: int) -> None:
     engine = Watched(dataclasses.replace(SMALL, depth=depth))
     same(engine.run(arrivals=traffic()), all_expected())
@@ -173,7 +176,7 @@ def test_cache_hits_and_reused_slots_change_nothing() -> None:
     assert engine.parts() and stats.prefix_hit_tokens >= 448 + 448 + 128 + 256, "equal prompts have equal decisions"
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_preemption_between_layers_changes_nothing(depth: int) -> None:
     """A piece begins again at its first layer; the other prompt may come first."""
     for at in (1, LAYERS - 1):
@@ -200,7 +203,7 @@ def test_preemption_for_want_of_blocks_changes_nothing() -> None:
     assert 0 < max(own.end for _, _, own in engine.parts()) < LAYERS, "it begins again when the others have ended"
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@depths
 def test_abort_between_layers_frees_what_is_paused(depth: int) -> None:
     """The next plan frees it with the slot. The harness checks that no block is left."""
     for at in (1, LAYERS - 1):

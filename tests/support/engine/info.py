@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from headrace.engine.core import EngineCore
 from headrace.engine.info import EngineInfo
+
+if TYPE_CHECKING:
+    from headrace.engine.core import EngineCore  # Imports PyTorch, which servers over a fake engine start without.
 
 FACTS: dict[str, Any] = {
     "model": "fake",

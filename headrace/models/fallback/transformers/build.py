@@ -121,8 +121,8 @@ def random_model(
             for parameter in model.parameters():
                 parameter.normal_(std=DUMMY_STD)
         for module in model.modules():
-            module._is_hf_initialized = False  # type: ignore[assignment]
-        model.initialize_weights()  # type: ignore[no-untyped-call]
+            module._is_hf_initialized = False
+        model.initialize_weights()
     model.tie_weights()
     return model
 

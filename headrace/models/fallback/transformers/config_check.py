@@ -43,7 +43,7 @@ def recorded_reads(config: PretrainedConfig) -> Iterator[tuple[PretrainedConfig,
     """Yields a copy of a config, and the set of its fields that other objects read from it or from copies of it."""
     copied, reads = copy.deepcopy(config), set[str]()
 
-    def recording(read: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    def recording(read: Callable[..., Any]) -> Callable[[Any, str], Any]:
         def recorded(self: Any, name: str) -> Any:
             if not name.startswith("_") and sys._getframe(1).f_locals.get("self") is not self:
                 reads.update((name, self.attribute_map.get(name, name)))

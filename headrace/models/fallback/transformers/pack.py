@@ -49,7 +49,7 @@ class _Matrix(NamedTuple):
 
 def packable(model: PreTrainedModel) -> dict[str, nn.Linear]:
     """Returns the linear modules that may be held in another number format, by path: all but routers and the output head."""
-    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    head = model.get_output_embeddings()
     return {
         path: module
         for path, module in model.named_modules()

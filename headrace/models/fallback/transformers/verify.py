@@ -399,11 +399,11 @@ def _defaults() -> Iterator[list[Callable[..., Any]]]:
         return function
 
     with _DEFAULTS:
-        AttentionInterface.get_interface = note  # type: ignore[method-assign]
+        AttentionInterface.get_interface = note
         try:
             yield found
         finally:
-            AttentionInterface.get_interface = theirs  # type: ignore[method-assign]
+            AttentionInterface.get_interface = theirs
 
 
 def _compare_attention(

@@ -46,7 +46,7 @@ class FusedLayers:
         self.most_tokens = min(
             (most for layer in layers for one in matrices(layer).values() if (most := most_rows(one))), default=0
         )
-        """Of a step; 0: any number. More of them are multiplied in floats."""
+        """The most tokens of a step, 0: any number; more of them are multiplied in floats."""
         self._caches: Sequence[LayerCache] | None = None
         self._backends: Sequence[AttentionBackend] | None = None
         self._states: Sequence[LayerState] | None = None

@@ -1,4 +1,4 @@
-"""Which decoder layers can run in one native call (``fused``), and how the call is told about them."""
+"""Finds the decoder layers that can run in one native call (``fused``), and describes them for it."""
 
 from __future__ import annotations
 

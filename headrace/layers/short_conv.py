@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from headrace.attention.context import ForwardContext
-from headrace.kernels.state import causal_conv
+from headrace.kernels.state import gated_conv
 from headrace.layers.linear import Linear, RowParallelLinear
 from headrace.model_spec import ModelSpec, StateSpec
 
@@ -56,9 +56,8 @@ class ShortConv(StateMixer):
         rows, own = ctx.state_of(self.spec.index)
         if own.conv is None:
             raise ValueError(f"state layer {self.spec.index} has no place for its inputs")
-        gate, out_gate, values = self.in_proj(x).chunk(3, dim=-1)
-        mixed = causal_conv(gate * values, self.conv.weight[:, 0], self.conv.bias, None, own.conv, rows)
-        return self.out_proj(out_gate * mixed)  # type: ignore[no-any-return]
+        mixed = gated_conv(self.in_proj(x), self.conv.weight[:, 0], self.conv.bias, own.conv, rows)
+        return self.out_proj(mixed)  # type: ignore[no-any-return]
 
     def readers(self) -> tuple[Linear, ...]:
         """The layers that multiply the input, which nothing else reads."""

@@ -13,12 +13,15 @@ from headrace.kernels import native
 from headrace.kernels.native import NativeKernels, library
 from headrace.layers.linear import Linear
 from headrace.layers.stored import StoredMatrix
-from headrace.model_spec import AttentionSpec, DenseSpec, ModelSpec, RopeSpec
+from headrace.model_spec import AttentionSpec, BlockSpec, ConvSpec, DenseSpec, ModelSpec, RopeSpec, StateSpec
 from headrace.models import fused
 from headrace.models.decoder import Decoder
-from headrace.models.fused import FusedLayers, fuse, refusals
+from headrace.models.fused import FusedLayers, fuse
+from headrace.models.fusible import refusals
 from headrace.quant.groups import round_to_groups
+from headrace.quant.hybrid import HybridMethod
 from headrace.quant.native import NativeMethod
+from headrace.quant.packed import PackedMethod
 
 DTYPES = ["float32", "bfloat16"]
 
@@ -56,7 +59,7 @@ def layer(index: int, **changes: object) -> AttentionSpec:
 
 
 def spec_of(layers: list[AttentionSpec], mlp: DenseSpec | None = None, **changes: object) -> ModelSpec:
-    return model_spec(layers, hidden_size=64, mlps=(mlp or DenseSpec(96),) * len(layers), **changes)
+    return model_spec(layers, **{"hidden_size": 64, "mlps": (mlp or DenseSpec(96),) * len(layers), **changes})
 
 
 GEOMETRIES: dict[str, ModelSpec] = {
@@ -77,17 +80,30 @@ GEOMETRIES: dict[str, ModelSpec] = {
         ],
         qk_norm=True,
     ),
+    "convolutions": spec_of(
+        [layer(0), layer(1, window=6, num_kv_heads=1)],
+        architecture="Lfm2ForCausalLM",
+        mlps=(DenseSpec(96),) * 4,
+        states=tuple(
+            StateSpec(index, "conv", 0, 0, 0, 0, ConvSpec(3 + index, (("x", 64),), bias=bool(index), activation=None))
+            for index in range(2)
+        ),
+        mixers=(BlockSpec(state=0), BlockSpec(attention=0), BlockSpec(state=1), BlockSpec(attention=1)),
+        qk_norm=True,
+    ),
 }
 
 
-def packed(spec: ModelSpec, dtype: str, kernels: NativeKernels) -> Decoder:
+def packed(spec: ModelSpec, dtype: str, kernels: NativeKernels, most_rows: int = 0) -> Decoder:
+    """``most_rows``: above these a copy in floats is multiplied by; 0: there is none."""
     model = random_model(spec, dtype)
     for index, own in enumerate(model.layers):
-        for part, bits in ((own.self_attn, 4), (own.mlp, 8 if index % 2 else 4)):
+        for part, bits in ((own.mixer, 4), (own.mlp, 8 if index % 2 else 4)):
             for linear in part.children():
                 if isinstance(linear, Linear):
                     weights = round_to_groups(linear.weight.float(), bits, torch.float16, 0)
-                    method = NativeMethod(kernels, bits)
+                    method: PackedMethod = NativeMethod(kernels, bits)
+                    method = HybridMethod(method, most_rows) if most_rows else method
                     method.allocate(linear, linear.weight.dtype, "cpu")
                     method.load(linear, [StoredMatrix("codes", weights.dequantize, lambda codes=weights: codes)])
                     linear.method = method
@@ -144,9 +160,23 @@ def test_it_is_what_runs(kernels: NativeKernels) -> None:
         assert torch.equal(got, plain)
 
 
+def test_steps_that_are_multiplied_in_floats(kernels: NativeKernels) -> None:
+    """More tokens than the packed weights multiply go through the modules."""
+    model = packed(GEOMETRIES["convolutions"], "float32", kernels, most_rows=13)
+    expected = run(model)
+    decision = fuse(model)
+    assert decision is not None
+    assert decision.reason.endswith("more than 13 tokens go module by module")
+    seen: list[int] = []
+    model.layers[0].register_forward_hook(lambda module, args, out: seen.append(len(args[0])))
+    for got, plain in zip(run(model), expected, strict=True):
+        assert torch.equal(got, plain)
+    assert seen == [105]
+
+
 def test_another_cache_in_turn(kernels: NativeKernels) -> None:
     """State of one runner is not used for the next."""
-    model = packed(GEOMETRIES["all-apart"], "float32", kernels)
+    model = packed(GEOMETRIES["convolutions"], "float32", kernels)
     plain = [Bench(model, "native", seed=seed) for seed in (1, 2)]
     (tokens,) = prompts(20)
     expected = [bench.prefill(bench.sequence(tokens), 7) for bench in plain]
@@ -173,6 +203,9 @@ def test_refusals_say_why(kernels: NativeKernels) -> None:
     assert decision is not None
     assert (decision.value, decision.reason) == ("module by module", refusals(plain)[0])
     assert refusals(random_model(GEOMETRIES["plain"], "float16")) == ["the native kernels do not compute in float16"]
+    mixed = packed(GEOMETRIES["convolutions"], "float32", kernels)
+    mixed.layers[2].conv = torch.nn.Identity()
+    assert refusals(mixed) == ["layer 2: its mixer is of class Identity"]
     other = packed(GEOMETRIES["plain"], "float32", kernels)
     other.layers[1].input_layernorm = copy.deepcopy(other.layers[1].input_layernorm).bfloat16()
     assert refusals(other) == ["layer 1: its norms are not plain ones"]

@@ -36,6 +36,7 @@ _SIGNATURES: dict[str, list[type]] = {
         *(c_int64, c_int64, c_int64, c_int64, c_int64, c_int64, c_int64, c_int64, c_int),
     ],
     "causal_conv": [*(c_void_p,) * 6, *(c_int64,) * 4, c_int, c_int],
+    "gated_conv": [*(c_void_p,) * 6, *(c_int64,) * 4, c_int],
     "delta_rule": [*(c_void_p,) * 9, c_int64, c_float, c_int, c_int],
     "state_space": [*(c_void_p,) * 9, c_float, c_float, c_int, c_int],
     "selective_scan": [*(c_void_p,) * 10, c_int, c_int],
@@ -68,6 +69,7 @@ class NativeKernels:
         self.rotate_and_write = library.headrace_rotate_and_write
         self.layers = library.headrace_layers
         self.causal_conv = library.headrace_causal_conv
+        self.gated_conv = library.headrace_gated_conv
         self.delta_rule = library.headrace_delta_rule
         self.state_space = library.headrace_state_space
         self.selective_scan = library.headrace_selective_scan

@@ -20,9 +20,10 @@ class NativeLayer(ctypes.Structure):
 
     _fields_ = [
         *((name, NativeMatrix) for name in ("qkv", "o", "gate_up", "down")),
-        *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm", "sinks", "rows")),
+        *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm", "sinks")),
+        *((name, c_void_p) for name in ("conv", "conv_bias", "rows")),
         *((name, c_int64) for name in ("heads", "kv_heads", "width", "v_width", "rotary", "window", "block_size")),
-        *((name, c_int64) for name in ("block_stride", "group")),
+        *((name, c_int64) for name in ("block_stride", "group", "taps")),
         *((name, c_float) for name in ("input_eps", "post_eps", "q_eps", "k_eps", "scale", "soft_cap")),
     ]
 
@@ -31,7 +32,7 @@ class NativeStep(ctypes.Structure):
     """One step: addresses of its tensors, and of the arrays of addresses a cache group, and a layer, has."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("starts", "lengths", "slots", "tables", "table_widths", "angles")),
+        *((name, c_void_p) for name in ("starts", "lengths", "slots", "tables", "table_widths", "angles", "states")),
         *((name, c_int64) for name in ("batch", "tokens")),
     ]
 

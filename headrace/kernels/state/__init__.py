@@ -30,6 +30,7 @@ __all__ = [
     "StateRow",
     "causal_conv",
     "delta_rule",
+    "gated_conv",
     "gated_norm",
     "selective_scan",
     "state_space",
@@ -61,6 +62,24 @@ def causal_conv(
     if library is not None and x.dtype == weight.dtype == cache.dtype:
         return native.causal_conv(library, x, weight, bias, activation, cache, step)
     return reference.causal_conv_ref(x, weight, bias, activation, cache, step)
+
+
+def gated_conv(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cache: torch.Tensor, step: StateMetadata
+) -> torch.Tensor:
+    """A causal convolution between two gates: ``c * causal_conv(b * v)``, where x has b, c and v, of C channels each.
+
+    Args:
+        x: ``[T, 3 * C]``; the rest as in ``causal_conv``.
+
+    Returns:
+        ``[T, C]`` in x's dtype.
+    """
+    library = kernels_for(x)
+    if library is not None and x.dtype == weight.dtype == cache.dtype:
+        return native.gated_conv(library, x, weight, bias, cache, step)
+    gate, out_gate, values = x.chunk(3, dim=-1)
+    return out_gate * causal_conv(gate * values, weight, bias, None, cache, step)
 
 
 def delta_rule(

@@ -31,12 +31,39 @@ def causal_conv(
         None if bias is None else bias.data_ptr(),
         cache.data_ptr(),
         out.data_ptr(),
-        byref(_step(step)),
+        byref(state_rows(step)),
         channels,
         taps,
         x.stride(0),
         cache.stride(0),
         activation == "silu",
+        DTYPES[x.dtype],
+    )
+    return out
+
+
+def gated_conv(
+    native: NativeKernels,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    cache: torch.Tensor,
+    step: StateMetadata,
+) -> torch.Tensor:
+    x, weight = _rows(x), weight.contiguous()
+    channels, taps = weight.shape
+    out = torch.empty(len(x), channels, dtype=x.dtype)
+    native.gated_conv(
+        x.data_ptr(),
+        weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        cache.data_ptr(),
+        out.data_ptr(),
+        byref(state_rows(step)),
+        channels,
+        taps,
+        x.stride(0),
+        cache.stride(0),
         DTYPES[x.dtype],
     )
     return out
@@ -66,7 +93,7 @@ def delta_rule(
         dt_bias.data_ptr(),
         state.data_ptr(),
         out.data_ptr(),
-        byref(_step(step)),
+        byref(state_rows(step)),
         byref(NativeRecurrence(heads, shared, value_dim, key_dim, *strides)),
         decay.shape[1] // heads,
         beta_factor,
@@ -99,7 +126,7 @@ def state_space(
         dt_bias.data_ptr(),
         state.data_ptr(),
         out.data_ptr(),
-        byref(_step(step)),
+        byref(state_rows(step)),
         byref(NativeRecurrence(heads, shared, width, size, xbc.stride(0), dt.stride(0), 0, state.stride(0))),
         *dt_limit,
         DTYPES[xbc.dtype],
@@ -133,7 +160,7 @@ def selective_scan(
         dt_bias.data_ptr(),
         state.data_ptr(),
         out.data_ptr(),
-        byref(_step(step)),
+        byref(state_rows(step)),
         byref(NativeRecurrence(channels, 1, 1, size, x.stride(0), dt.stride(0), bc.stride(0), state.stride(0))),
         DTYPES[x.dtype],
         DTYPES[state.dtype],
@@ -175,6 +202,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _step(step: StateMetadata) -> NativeStateRows:
+def state_rows(step: StateMetadata) -> NativeStateRows:
+    """The rows as the library takes them: addresses of tensors that ``step`` holds."""
     tensors = (step.query_start, step.blocks, step.starts)
     return NativeStateRows(*(tensor.data_ptr() for tensor in tensors), step.num_rows)

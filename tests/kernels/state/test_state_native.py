@@ -36,6 +36,13 @@ def slices(*widths: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return list(torch.randn(T, sum(widths) + 3).to(dtype).split_with_sizes([*widths, 3], dim=1)[:-1])
 
 
+def gated_conv_ref(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, cache: torch.Tensor, step: StateMetadata
+) -> torch.Tensor:
+    gate, out_gate, values = x.chunk(3, dim=1)
+    return out_gate * causal_conv_ref(gate * values, weight, bias, None, cache, step)
+
+
 Case = tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor], list[torch.Tensor], list, list[torch.Tensor]]
 
 
@@ -43,8 +50,11 @@ def case(name: str, dtype: torch.dtype, state_dtype: torch.dtype) -> Case:
     """(operation, reference, inputs by token, weights before the state, states of two runs)."""
     torch.manual_seed(len(name))
     if name.startswith("conv"):
-        channels, taps = (150, 4) if name == "conv" else (16, 3)
+        channels, taps = (16, 3) if name == "conv-short" else (150, 4)
         weights: list = [torch.randn(channels, taps).to(dtype), torch.randn(channels).to(dtype), "silu"]
+        if name == "conv-gated":
+            states = [blocks_of(5, taps - 1, channels, dtype=dtype) for _ in range(2)]
+            return ops.gated_conv, gated_conv_ref, slices(3 * channels, dtype=dtype), weights[:2], states
         if name == "conv-short":
             weights = [weights[0], None, None]
         states = [blocks_of(5, taps - 1, channels, dtype=dtype) for _ in range(2)]
@@ -68,7 +78,7 @@ def case(name: str, dtype: torch.dtype, state_dtype: torch.dtype) -> Case:
     return ops.delta_rule, delta_rule_ref, inputs, [torch.randn(heads), torch.randn(fades)], states
 
 
-NAMES = ["conv", "conv-short", "delta", "delta-channels", "space", "scan"]
+NAMES = ["conv", "conv-short", "conv-gated", "delta", "delta-channels", "space", "scan"]
 
 
 @pytest.mark.parametrize("state_dtype", DTYPES, ids=str)

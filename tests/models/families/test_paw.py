@@ -29,7 +29,8 @@ from headrace.frontend.explain import explain
 from headrace.frontend.llm import LLM
 from headrace.model_spec import ELASTIC_MODES, ModelSpec, VisionSpec
 from headrace.models import implementation, registry
-from headrace.models.fused import FusedLayers, _objections
+from headrace.models.fused import FusedLayers
+from headrace.models.fusible import _objections
 from headrace.resolve.facts import DecisionLog
 from headrace.resolve.sparse import sparse, with_yarn_factor
 from headrace.sampling_params import SamplingParams

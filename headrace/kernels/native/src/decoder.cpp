@@ -14,15 +14,19 @@ struct Matrix {
     int64_t outputs, groups, format;
 };
 
+// A layer with a short convolution in place of attention has one of its projections as `qkv`, the other as `o`, and its states as
+// `rows`.
 struct Layer {
     Matrix qkv, o, gate_up, down;
     const void *input_norm, *post_norm;
     const void *q_norm, *k_norm;  // [width], or both null.
-    const float* sinks;           // [heads], or null.
-    void* rows;                   // The layer's cache.
+    const float* sinks;            // [heads], or null.
+    const void *conv, *conv_bias;  // [channels, taps], [channels]; null for attention, and where there is no bias.
+    void* rows;                    // The layer's cache.
     int64_t heads, kv_heads, width, v_width, rotary, window, block_size;
     int64_t block_stride;  // Elements from block to block of `rows`.
     int64_t group;  // Of caches, by which the step's slots and tables are found.
+    int64_t taps;
     float input_eps, post_eps, q_eps, k_eps, scale, soft_cap;
 };
 
@@ -32,6 +36,7 @@ struct Step {
     const int32_t* const* tables;     // A cache group's: [batch, table width]
     const int64_t* table_widths;      // A cache group's
     const float* const* angles;       // A layer's: [tokens, rotary], or null for one that does not rotate
+    const StateRows* states;          // Or null.
     int64_t batch, tokens;
 };
 
@@ -61,6 +66,13 @@ struct Runner {
                            step.table_widths[l.group], l.scale, l.soft_cap, l.window, type);
     }
 
+    // The same of the three parts of a convolution's input, in `narrow`.
+    void convolve(const Layer& l, const void* wide, void* narrow) const {
+        int64_t stride = l.qkv.outputs;
+        headrace_gated_conv(wide, l.conv, l.conv_bias, l.rows, narrow, step.states, stride / 3, l.taps, stride, l.block_stride,
+                            type);
+    }
+
     // x is what the layer before added to the stream, and then what this one adds. The first layer has only the stream.
     void layer(const Layer& l, const float* angles, bool first, void* stream, void* x, void* wide, void* narrow) const {
         if (first)
@@ -68,8 +80,13 @@ struct Runner {
         else
             headrace_add_rms_norm(x, stream, l.input_norm, l.input_eps, x, stream, step.tokens, hidden, type);
         product(l.qkv, x, wide);
-        attend(l, angles, wide, narrow);
-        product(l.o, wide, x);
+        if (l.conv) {
+            convolve(l, wide, narrow);
+            product(l.o, narrow, x);
+        } else {
+            attend(l, angles, wide, narrow);
+            product(l.o, wide, x);
+        }
         headrace_add_rms_norm(x, stream, l.post_norm, l.post_eps, x, stream, step.tokens, hidden, type);
         product(l.gate_up, x, wide);
         headrace_silu_mul(wide, narrow, step.tokens, l.gate_up.outputs / 2, type);

@@ -3,6 +3,20 @@
 
 #include "common.h"
 
+namespace headrace {
+
+// Rows of a step as state layers see them, as Python describes them too.
+struct StateRows {
+    const int32_t *query_start, *blocks, *starts;  // [count + 1], [count], [count]
+    int64_t count;
+
+    int64_t first(int64_t row) const { return query_start[row]; }
+    int64_t end(int64_t row) const { return query_start[row + 1]; }
+    int64_t tokens() const { return query_start[count]; }
+};
+
+}  // namespace headrace
+
 API void headrace_rms_norm(const void* x, const void* weight, float eps, void* out, int64_t rows, int64_t n, int type);
 API void headrace_add_rms_norm(const void* x, const void* residual, const void* weight, float eps, void* out, void* total,
                                int64_t rows, int64_t n, int type);
@@ -17,6 +31,9 @@ API void headrace_attention(const void* q, int64_t q_stride, const void* rows, c
                             const int32_t* lengths, const float* sinks, void* out, int64_t batch, int64_t tokens, int64_t heads,
                             int64_t kv_heads, int64_t width, int64_t v_width, int64_t row_width, int64_t block_size,
                             int64_t block_stride, int64_t table_width, float scale, float soft_cap, int64_t window, int type);
+API void headrace_gated_conv(const void* x, const void* weight, const void* bias, void* cache, void* out,
+                             const headrace::StateRows* rows, int64_t channels, int64_t taps, int64_t stride,
+                             int64_t block_stride, int type);
 
 namespace headrace {
 

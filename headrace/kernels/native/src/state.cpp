@@ -13,28 +13,27 @@ namespace {
 constexpr int64_t LEAST = 16384;  // Numbers below which another thread costs more than it gains.
 constexpr int64_t CHANNELS = 64;  // Of a convolution, that are computed together.
 
-// Rows of a step, as Python describes them too.
-struct Rows {
-    const int32_t *query_start, *blocks, *starts;  // [count + 1], [count], [count]
-    int64_t count;
-
-    int64_t first(int64_t row) const { return query_start[row]; }
-    int64_t end(int64_t row) const { return query_start[row + 1]; }
-    int64_t tokens() const { return query_start[count]; }
-};
-
 struct Convolution {
     int64_t channels, taps, stride, block_stride;  // Elements from token to token of x, and from block to block of the cache.
     bool silu;
 };
 
+// to = a * b
 template <class T>
-void convolve(const T* x, const T* weight, const T* bias, T* cache, T* out, const Rows& rows, const Convolution& c) {
+void multiply(const T* a, const T* b, int64_t n, T* to) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) to[i] = from_float<T>(to_float(a[i]) * to_float(b[i]));
+}
+
+// GATED: x has three parts of `channels`. The first times the last is convolved, and the second multiplies the result.
+template <bool GATED, class T>
+void convolve(const T* x, const T* weight, const T* bias, T* cache, T* out, const StateRows& rows, const Convolution& c) {
     int64_t groups = (c.channels + CHANNELS - 1) / CHANNELS;
     int64_t work = std::max<int64_t>(1, rows.tokens() * CHANNELS * c.taps);
     parallel(groups, std::max<int64_t>(1, LEAST / work), [&](int64_t begin, int64_t end) {
         std::vector<float> taps(c.taps * CHANNELS);
         float total[CHANNELS];
+        T product[CHANNELS];
         for (int64_t group = begin; group < end; ++group) {
             int64_t at = group * CHANNELS, n = std::min(CHANNELS, c.channels - at);
             for (int64_t i = 0; i < n; ++i)
@@ -50,6 +49,10 @@ void convolve(const T* x, const T* weight, const T* bias, T* cache, T* out, cons
                     T* ring = cache + rows.blocks[row] * c.block_stride + at;
                     int64_t position = rows.starts[row] + t - rows.first(row), kept = c.taps - 1;
                     const T* now = x + t * c.stride + at;
+                    if (GATED) {
+                        multiply(now, now + 2 * c.channels, n, product);
+                        now = product;
+                    }
                     for (int64_t i = 0; i < n; ++i) total[i] = bias ? to_float(bias[at + i]) : 0.0f;
                     for (int64_t tap = 0; tap < kept; ++tap) {
                         const T* old = ring + (position + tap) % kept * c.channels;
@@ -66,6 +69,7 @@ void convolve(const T* x, const T* weight, const T* bias, T* cache, T* out, cons
                     }
 #pragma omp simd
                     for (int64_t i = 0; i < n; ++i) y[i] = from_float<T>(total[i]);
+                    if (GATED) multiply(x + t * c.stride + c.channels + at, y, n, y);
                     std::memcpy(ring + position % kept * c.channels, now, size_t(n) * sizeof(T));
                 }
             }
@@ -137,7 +141,7 @@ struct Recurrence {
 
 // Calls f(row, head) for each state; padding rows get zeros.
 template <class F>
-void each_state(const Rows& rows, const Recurrence& r, float* out, const F& f) {
+void each_state(const StateRows& rows, const Recurrence& r, float* out, const F& f) {
     int64_t work = std::max<int64_t>(1, rows.tokens() * r.outer * r.inner / std::max<int64_t>(1, rows.count));
     parallel(rows.count * r.heads, std::max<int64_t>(1, LEAST / work), [&](int64_t begin, int64_t end) {
         for (int64_t task = begin; task < end; ++task) {
@@ -154,7 +158,7 @@ void each_state(const Rows& rows, const Recurrence& r, float* out, const F& f) {
 
 template <class T, class S>
 void delta_rule(const T* qkv, const T* decay, const T* beta, const float* a_log, const float* dt_bias, S* state, float* out,
-                const Rows& rows, const Recurrence& r, int64_t fades, float beta_factor) {
+                const StateRows& rows, const Recurrence& r, int64_t fades, float beta_factor) {
     each_state(rows, r, out, [&](int64_t row, int64_t head) {
         std::vector<float> buffer(3 * r.inner);
         float *q = buffer.data(), *k = q + r.inner, *fade = k + r.inner;
@@ -186,7 +190,7 @@ void delta_rule(const T* qkv, const T* decay, const T* beta, const float* a_log,
 
 template <class T, class S>
 void state_space(const T* xbc, const T* dt, const float* a_log, const float* d, const float* dt_bias, S* state, float* out,
-                 const Rows& rows, const Recurrence& r, float least, float most) {
+                 const StateRows& rows, const Recurrence& r, float least, float most) {
     each_state(rows, r, out, [&](int64_t row, int64_t head) {
         std::vector<float> buffer(3 * r.inner);
         float *b = buffer.data(), *c = b + r.inner, *fade = c + r.inner;
@@ -217,7 +221,7 @@ void state_space(const T* xbc, const T* dt, const float* a_log, const float* d, 
 // Each channel is a head of its own, with a rate for each number of its state; `bc` has b and then c of a token.
 template <class T, class S>
 void selective_scan(const T* x, const T* dt, const T* bc, const float* rate, const float* d, const float* dt_bias, S* state,
-                    float* out, const Rows& rows, const Recurrence& r) {
+                    float* out, const StateRows& rows, const Recurrence& r) {
     each_state(rows, r, out, [&](int64_t row, int64_t channel) {
         std::vector<float> buffer(3 * r.inner);
         float *b = buffer.data(), *c = b + r.inner, *fade = c + r.inner;
@@ -303,15 +307,24 @@ void gated_norm(const float* x, const T* z, const T* weight, T* out, const Gated
 #define OUT(T, p) static_cast<T*>(p)
 
 // weight [channels, taps], cache [blocks, taps - 1, channels], out [tokens, channels]. bias may be null.
-API void headrace_causal_conv(const void* x, const void* weight, const void* bias, void* cache, void* out, const Rows* rows,
-                              int64_t channels, int64_t taps, int64_t stride, int64_t block_stride, int silu, int type) {
+API void headrace_causal_conv(const void* x, const void* weight, const void* bias, void* cache, void* out,
+                              const StateRows* rows, int64_t channels, int64_t taps, int64_t stride, int64_t block_stride,
+                              int silu, int type) {
     Convolution c{channels, taps, stride, block_stride, silu != 0};
-    DISPATCH(type, T, convolve(IN(T, x), IN(T, weight), IN(T, bias), OUT(T, cache), OUT(T, out), *rows, c))
+    DISPATCH(type, T, convolve<false>(IN(T, x), IN(T, weight), IN(T, bias), OUT(T, cache), OUT(T, out), *rows, c))
+}
+
+// x [tokens, 3, channels]: the gate of the inputs, that of the results, and the inputs. The rest is as above.
+API void headrace_gated_conv(const void* x, const void* weight, const void* bias, void* cache, void* out,
+                             const StateRows* rows, int64_t channels, int64_t taps, int64_t stride, int64_t block_stride,
+                             int type) {
+    Convolution c{channels, taps, stride, block_stride, false};
+    DISPATCH(type, T, convolve<true>(IN(T, x), IN(T, weight), IN(T, bias), OUT(T, cache), OUT(T, out), *rows, c))
 }
 
 // state [blocks, heads, value_dim, key_dim]; fades: numbers of a head's decay, 1 or key_dim; out [tokens, heads * value_dim].
 API void headrace_delta_rule(const void* qkv, const void* decay, const void* beta, const float* a_log, const float* dt_bias,
-                             void* state, float* out, const Rows* rows, const Recurrence* shape, int64_t fades,
+                             void* state, float* out, const StateRows* rows, const Recurrence* shape, int64_t fades,
                              float beta_factor, int type, int state_type) {
     DISPATCH(type, T, DISPATCH(state_type, S, delta_rule(IN(T, qkv), IN(T, decay), IN(T, beta), a_log, dt_bias, OUT(S, state), out,
                                                           *rows, *shape, fades, beta_factor)))
@@ -319,7 +332,7 @@ API void headrace_delta_rule(const void* qkv, const void* decay, const void* bet
 
 // state [blocks, heads, width, size], out [tokens, heads * width].
 API void headrace_state_space(const void* xbc, const void* dt, const float* a_log, const float* d, const float* dt_bias,
-                              void* state, float* out, const Rows* rows, const Recurrence* shape, float least, float most,
+                              void* state, float* out, const StateRows* rows, const Recurrence* shape, float least, float most,
                               int type, int state_type) {
     DISPATCH(type, T, DISPATCH(state_type, S, state_space(IN(T, xbc), IN(T, dt), a_log, d, dt_bias, OUT(S, state), out, *rows,
                                                            *shape, least, most)))
@@ -327,7 +340,7 @@ API void headrace_state_space(const void* xbc, const void* dt, const float* a_lo
 
 // rate [heads, size], state [blocks, heads, size], out [tokens, heads].
 API void headrace_selective_scan(const void* x, const void* dt, const void* bc, const float* rate, const float* d,
-                                 const float* dt_bias, void* state, float* out, const Rows* rows, const Recurrence* shape,
+                                 const float* dt_bias, void* state, float* out, const StateRows* rows, const Recurrence* shape,
                                  int type, int state_type) {
     DISPATCH(type, T, DISPATCH(state_type, S, selective_scan(IN(T, x), IN(T, dt), IN(T, bc), rate, d, dt_bias, OUT(S, state), out,
                                                               *rows, *shape)))

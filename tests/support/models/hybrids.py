@@ -201,6 +201,24 @@ CASES: dict[str, tuple[str, dict]] = {
         NEMOTRON | NEMOTRON_EXPERTS | {"moe_latent_size": 24, "n_routed_experts": 8, "n_group": 4, "topk_group": 2},
     ),
     "nemotron-h-biases": ("nemotron_h", NEMOTRON | {"use_bias": True, "mlp_bias": True}),
+    "minimax": (
+        "minimax",
+        SMALL
+        | {
+            "head_dim": 20,
+            "intermediate_size": 40,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "block_size": 16,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            "full_attn_alpha_factor": 1.5,
+            "full_attn_beta_factor": 0.8,
+            "linear_attn_alpha_factor": 1.2,
+            "linear_attn_beta_factor": 0.9,
+            "mlp_alpha_factor": 0.7,
+            "mlp_beta_factor": 1.1,
+        },
+    ),
     "falcon-h1": ("falcon_h1", FALCON | {"mamba_rms_norm": False}),
     "falcon-h1-norm": ("falcon_h1", FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": True, "projectors_bias": True}),
 }

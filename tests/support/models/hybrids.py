@@ -201,6 +201,30 @@ CASES: dict[str, tuple[str, dict]] = {
         NEMOTRON | NEMOTRON_EXPERTS | {"moe_latent_size": 24, "n_routed_experts": 8, "n_group": 4, "topk_group": 2},
     ),
     "nemotron-h-biases": ("nemotron_h", NEMOTRON | {"use_bias": True, "mlp_bias": True}),
+    "kimi-linear": (
+        "kimi_linear",
+        SMALL
+        | {
+            "num_key_value_heads": 4,
+            "intermediate_size": 96,
+            "moe_intermediate_size": 32,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "linear_head_dim": 12,
+            "linear_num_heads": 4,
+            "linear_conv_kernel_dim": 4,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
     "minimax": (
         "minimax",
         SMALL

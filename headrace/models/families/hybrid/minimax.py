@@ -15,7 +15,6 @@ from torch import nn
 from headrace.attention.context import ForwardContext
 from headrace.kernels.state import state_space
 from headrace.layers.linear import FusedLinear, Linear, RowParallelLinear
-from headrace.layers.moe import Experts
 from headrace.layers.norm import RMSNorm
 from headrace.layers.short_conv import StateMixer
 from headrace.layers.state import GatedNorm, SpanningNorm
@@ -24,7 +23,7 @@ from headrace.models.decoder import Decoder, DecoderLayer
 from headrace.models.family import Family
 from headrace.models.hf_config import HFConfig, attending, attention_specs, decoder_spec, hybrid_mixers, required
 from headrace.models.moe_config import activation, must_be, number
-from headrace.models.names import decoder_names, experts_apart
+from headrace.models.names import block_sparse_experts, decoder_names
 from headrace.weights.names import NameTable
 
 ARCHITECTURE = "MiniMaxForCausalLM"
@@ -144,15 +143,8 @@ class MiniMaxDecoder(Decoder):
                 module.place(device)
 
 
-def _experts(table: NameTable, theirs: str, ours: str, module: Experts) -> None:
-    """Each expert's matrices apart, or stacked as transformers has them."""
-    experts_apart(table, theirs, ours, module, matrices=("w1", "w3", "w2"))
-    for kind in ("gate_up_proj", "down_proj"):
-        table.instead(f"{theirs.replace('.block_sparse_moe.', '.mlp.')}.{kind}", f"{ours}.{kind}")
-
-
 def names(model: Decoder) -> NameTable:
-    table = decoder_names(model, _MOVED, experts=_experts, ignorable=_RATES)
+    table = decoder_names(model, _MOVED, experts=block_sparse_experts, ignorable=_RATES)
     for layer in range(model.spec.num_layers):
         table.instead(f"model.layers.{layer}.mlp.gate.weight", f"layers.{layer}.mlp.gate.weight")
     return table

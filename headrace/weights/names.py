@@ -405,9 +405,12 @@ class NameTable:
         yield from self._parts.items()
 
     def all_names(self) -> list[str]:
-        """Every checkpoint name that is known, ties and alternatives included."""
-        others = (name for groups in self._instead.values() for group in groups for name in group)
-        return [*self._parts, *self._ties, *others]
+        """Every checkpoint name that is known, ties included."""
+        return [*self._parts, *self._ties]
+
+    def alternatives(self) -> list[str]:
+        """Every name of a tensor that a checkpoint may have in place of others."""
+        return [name for groups in self._instead.values() for group in groups for name in group]
 
     def parameters(self) -> list[str]:
         """Every parameter that the table fills."""

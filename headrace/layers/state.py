@@ -46,13 +46,13 @@ class GatedNorm(nn.Module):
 
 
 class SpanningNorm(GatedNorm):
-    """A norm gated by SiLU, over a group of channels that neighbouring tensor-parallel ranks share. ``channels`` are the
-    rank's."""
+    """A gated norm over a group of channels that neighbouring tensor-parallel ranks share. ``channels`` are the rank's."""
 
     group: Group = ALONE
 
     def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        gate, ranks = nn.functional.silu(z.float()), self.width // len(self.weight)
+        gate = torch.sigmoid(z.float()) if self.gate == "sigmoid" else nn.functional.silu(z.float())
+        ranks = self.width // len(self.weight)
         if self.gate_first:
             x = x * gate
         first = self.group.rank // ranks * ranks

@@ -9,8 +9,9 @@ from typing import Literal
 from headrace.errors import ContradictionError
 from headrace.model_spec.kv import ALIGNMENT, DTYPE_BYTES
 
-StateKind = Literal["gdn", "kda", "ssd", "mamba1", "conv"]
-"""Gated delta rule, Kimi delta attention, Mamba-2 (state space duality), Mamba-1, a short convolution without a state."""
+StateKind = Literal["gdn", "kda", "ssd", "mamba1", "lightning", "conv"]
+"""Gated delta rule, Kimi delta attention, Mamba-2 (state space duality), Mamba-1, lightning attention, a short convolution
+without a state."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +64,7 @@ class StateSpec:
     """Width of a value head; of ssd the head's width P, of mamba1 1."""
     conv: ConvSpec | None
     dt_limit: tuple[float, float] = (0.0, math.inf)
-    """Bounds of the time step (ssd)."""
+    """Bounds of the time step (ssd); of lightning attention 1 and 1."""
     beta_factor: int = 1
     """Factor on the sigmoid of beta (gdn): 2 allows negative eigenvalues."""
 

@@ -101,6 +101,14 @@ def experts_apart(
         table.add(f"{one}.{down}.weight", f"{ours}.down_proj", index=expert)
 
 
+def block_sparse_experts(table: NameTable, theirs: str, ours: str, module: Experts) -> None:
+    """Adds Mixtral's names of each expert's matrices, and those that are stacked as transformers has them."""
+    here = theirs.replace(".block_sparse_moe.", ".mlp.")
+    experts_apart(table, here.replace(".mlp.", ".block_sparse_moe."), ours, module, matrices=("w1", "w3", "w2"))
+    for kind in ("gate_up_proj", "down_proj"):
+        table.instead(f"{here}.{kind}", f"{ours}.{kind}")
+
+
 def checkpoint_name(name: str, moved: Mapping[str, str] = _MOVED) -> str:
     """Returns the checkpoint's name of a parameter or module."""
     for ours, theirs in moved.items():

@@ -66,6 +66,8 @@ _FAMILIES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("hybrid.granite_hybrid.FAMILY", ("GraniteMoeHybridForCausalLM",), ("granitemoehybrid",)),
     ("hybrid.falcon_h1.FAMILY", ("FalconH1ForCausalLM",), ("falcon_h1",)),
     ("hybrid.nemotron_h.FAMILY", ("NemotronHForCausalLM",), ("nemotron_h",)),
+    ("hybrid.kimi_linear.FAMILY", ("KimiLinearForCausalLM",), ("kimi_linear",)),
+    ("hybrid.minimax.FAMILY", ("MiniMaxForCausalLM",), ("minimax",)),
     ("hybrid.olmo_hybrid.FAMILY", ("OlmoHybridForCausalLM",), ("olmo_hybrid",)),
     ("paw.QWEN3_FAMILY", ("PawQwen3ForCausalLM",), ()),
     ("paw.LLAMA_FAMILY", ("PawLlamaForCausalLM",), ()),

@@ -16,6 +16,7 @@ KINDS = {
     "kda": "Kimi delta attention",
     "ssd": "Mamba-2",
     "mamba1": "Mamba-1",
+    "lightning": "lightning attention",
     "conv": "short convolution",
 }
 

@@ -31,6 +31,7 @@ from headrace.sources.fields import (
     sampling_default,
     typed,
 )
+from headrace.sources.gguf_hybrid import HYBRIDS, hybrid_facts, kv_heads
 from headrace.sources.plain_config import plain_config
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ _ARCHITECTURES = {
 """Model type in transformers -> architecture."""
 _MIXTURES = {"qwen3moe": "qwen3_moe"}
 """Architectures of mixtures -> model type."""
-_KNOWN = ("llama", "qwen2", "qwen3", *_MIXTURES)
+_KNOWN = ("llama", "qwen2", "qwen3", *_MIXTURES, *HYBRIDS)
 """Supported values of ``general.architecture``."""
 _PLAIN_DTYPES = {
     GGMLQuantizationType.F32: "float32",
@@ -246,8 +247,8 @@ def eos_token_ids(metadata: Metadata) -> list[int]:
 
 
 def _config(metadata: Metadata, tensors: Mapping[str, Any], arch: str, decisions: list[Decision]) -> PreTrainedConfig:
-    kind = _MIXTURES.get(arch, arch)
-    if arch not in _MIXTURES and metadata.get(f"{arch}.expert_count", Experts, 0):
+    kind, architecture = HYBRIDS[arch] if arch in HYBRIDS else (_MIXTURES.get(arch, arch), "")
+    if arch not in _MIXTURES and arch not in HYBRIDS and metadata.get(f"{arch}.expert_count", Experts, 0):
         raise ConfigError(f"{metadata.path} is a mixture of experts, which is not supported", "model")
     if "token_embd.weight" not in tensors:
         raise ConfigError(f"{metadata.path} has no tensor token_embd.weight", "model")
@@ -261,7 +262,9 @@ def _config(metadata: Metadata, tensors: Mapping[str, Any], arch: str, decisions
         "intermediate_size": metadata.integer(f"{arch}.feed_forward_length", Size),
         "num_hidden_layers": metadata.integer(f"{arch}.block_count", Layers),
         "num_attention_heads": heads,
-        "num_key_value_heads": metadata.integer(f"{arch}.attention.head_count_kv", Size, heads),
+        "num_key_value_heads": kv_heads(metadata, arch, heads)
+        if arch in HYBRIDS
+        else metadata.integer(f"{arch}.attention.head_count_kv", Size, heads),
         "head_dim": head_dim,
         "max_position_embeddings": metadata.integer(f"{arch}.context_length", Positions),
         "rms_norm_eps": metadata.number(f"{arch}.attention.layer_norm_rms_epsilon", Epsilon),
@@ -272,7 +275,7 @@ def _config(metadata: Metadata, tensors: Mapping[str, Any], arch: str, decisions
         "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id", TokenId),
         "dtype": _dtype(tensors),
     }
-    for key in (f"{arch}.attention.value_length", f"{arch}.rope.dimension_count"):
+    for key in (f"{arch}.attention.value_length", f"{arch}.rope.dimension_count")[: 1 if arch == "qwen3next" else 2]:
         if (width := metadata.integer(key, Size, head_dim)) != head_dim:
             raise ConfigError(f"{metadata.path}: {key} is {width}, but a head is {head_dim} wide", "model")
     if metadata.integer(f"{arch}.embedding_length", Size, hidden) != hidden:
@@ -298,18 +301,21 @@ def _config(metadata: Metadata, tensors: Mapping[str, Any], arch: str, decisions
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         }
-    plain = plain_config({"model_type": kind, "architectures": [_ARCHITECTURES[kind]], **facts})
+    if arch in HYBRIDS:
+        facts |= hybrid_facts(metadata, tensors, arch, facts)
+    architecture = architecture or _ARCHITECTURES[kind]
+    plain = plain_config({"model_type": kind, "architectures": [architecture], **facts})
     if plain is not None:
         return cast("PreTrainedConfig", plain)
     from transformers import AutoConfig
 
     try:
-        found: PreTrainedConfig = AutoConfig.for_model(kind, architectures=[_ARCHITECTURES[kind]], **facts)
+        found: PreTrainedConfig = AutoConfig.for_model(kind, architectures=[architecture], **facts)
         return found
     except Exception as error:
         # The config classes raise errors of several libraries.
         why = " ".join(str(error).split())[:300]
-        raise ConfigError(f"{metadata.path} does not describe a {_ARCHITECTURES[kind]}: {why}", "model") from error
+        raise ConfigError(f"{metadata.path} does not describe a {architecture}: {why}", "model") from error
 
 
 def _rope(metadata: Metadata, tensors: Mapping[str, Any], arch: str, head_dim: int) -> dict[str, Any]:

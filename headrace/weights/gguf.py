@@ -11,10 +11,8 @@ import numpy.typing as npt
 import torch
 from gguf import (
     GGML_QUANT_SIZES,
-    MODEL_ARCH_NAMES,
     GGMLQuantizationType,
     ReaderTensor,
-    get_tensor_name_map,
 )
 from gguf.quants import dequantize
 
@@ -24,6 +22,7 @@ from headrace.quant import gguf_blocks
 from headrace.quant.groups import GroupCodes
 from headrace.sources.gguf import Metadata, forget, open_gguf
 from headrace.weights.checkpoint import Checkpoint, StoredTensor
+from headrace.weights.gguf_names import hf_names, hf_shape, hf_values
 
 Type = GGMLQuantizationType
 READABLE = frozenset(
@@ -32,10 +31,8 @@ READABLE = frozenset(
 _PLAIN = {Type.F32: torch.float32, Type.F16: torch.float16, Type.BF16: torch.bfloat16}
 _IN_THE_CONFIG = frozenset({"rope_freqs.weight"})
 """Tensors whose content the configuration holds."""
-_PERMUTED = frozenset({"llama"})
+_PERMUTED = frozenset({"llama", "granitehybrid"})
 """Architectures whose q and k rows GGUF stores for a rotary embedding of neighbouring channels."""
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)(\..*)")
-"""Name of a matrix of one expert; a file has those of all experts in one tensor."""
 _QK = re.compile(r"model\.layers\.(\d+)\.self_attn\.([qk])_proj\.(?:weight|bias)")
 
 
@@ -54,8 +51,8 @@ class GGUFCheckpoint(Checkpoint):
         reader = open_gguf(file)
         architecture = Metadata(file, reader).required("general.architecture", str)
         self._spec = spec
-        self._permuted = architecture in _PERMUTED
-        to_hf = _hf_names(architecture, spec.num_layers, names)
+        self._architecture = architecture
+        to_hf = hf_names(architecture, spec.num_layers, names, {tensor.name for tensor in reader.tensors})
         self._stored: dict[str, tuple[ReaderTensor, int | None]] = {}
         """Tensors of the file, and which expert's part."""
         self.tensors: dict[str, StoredTensor] = {}
@@ -71,7 +68,7 @@ class GGUFCheckpoint(Checkpoint):
             if None in parts.values():
                 (name,) = parts
                 self._stored[name] = tensor, None
-                self.tensors[name] = StoredTensor(shape, kind.name, int(tensor.n_bytes), source)
+                self.tensors[name] = StoredTensor(hf_shape(name, shape), kind.name, int(tensor.n_bytes), source)
                 continue
             last = max(expert for expert in parts.values() if expert is not None)
             if len(shape) != 3 or shape[0] <= last:
@@ -83,11 +80,12 @@ class GGUFCheckpoint(Checkpoint):
     def _whole(self, name: str) -> torch.Tensor:
         kind, shape = self._stored[name][0].tensor_type, self.tensors[name].shape
         if kind in _PLAIN:
-            return self._order(name, torch.from_numpy(self._bytes(name)).view(_PLAIN[kind]).view(shape))
+            values = torch.from_numpy(self._bytes(name)).view(_PLAIN[kind]).view(shape)
+            return hf_values(self._architecture, name, self._order(name, values))
         if (codes := self.codes(name)) is not None:
             return codes.dequantize()
-        values = dequantize(self._blocks(name), kind)
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).view(shape)
+        floats = dequantize(self._blocks(name), kind)
+        return torch.from_numpy(np.ascontiguousarray(floats, dtype=np.float32)).view(shape)
 
     def codes(self, name: str) -> GroupCodes | None:
         kind = self._stored[name][0].tensor_type
@@ -115,26 +113,13 @@ class GGUFCheckpoint(Checkpoint):
     def _order(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         """q's and k's rows from channel pairs side by side to half a head apart; other tensors as they are."""
         match = _QK.fullmatch(name)
-        if match is None or not self._permuted:
+        if match is None or self._architecture not in _PERMUTED:
             return rows
-        layer = self._spec.layers[int(match[1])]
+        block = self._spec.blocks[int(match[1])]
+        layer = self._spec.layers[block.attention or 0]
         heads = layer.num_heads if match[2] == "q" else layer.num_kv_heads
         if len(rows) % (2 * heads):
             # Of a wrong shape, which the loader says better.
             return rows
         pairs = rows.view(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
         return pairs.transpose(1, 2).reshape(rows.shape)
-
-
-def _hf_names(architecture: str, num_layers: int, names: Iterable[str]) -> dict[str, dict[str, int | None]]:
-    """GGUF's name -> Hugging Face's, for the names that the model has: one, or those of all experts with their numbers."""
-    known = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
-    table = get_tensor_name_map(known[architecture], num_layers)
-    found: dict[str, dict[str, int | None]] = {}
-    for name in names:
-        expert = _EXPERT.fullmatch(name)
-        merged = name if expert is None else expert[1] + expert[3]
-        gguf_name = table.get_name(merged, try_suffixes=(".weight", ".bias"))
-        if gguf_name is not None:
-            found.setdefault(gguf_name, {})[name] = None if expert is None else int(expert[2])
-    return found

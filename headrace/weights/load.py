@@ -91,7 +91,7 @@ def open_checkpoint(
         from headrace.weights.gguf import GGUFCheckpoint
 
         (file,) = files.weight_files
-        return GGUFCheckpoint(file, own.whole, table.all_names())
+        return GGUFCheckpoint(file, own.whole, [*table.all_names(), *table.alternatives()])
     parameters = {**dict(model.named_parameters()), **(packed or {})}
     like = {
         name: torch.empty(part.stored_shape(held), dtype=held.dtype, device="meta")

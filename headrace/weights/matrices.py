@@ -96,7 +96,7 @@ def expert_parts(checkpoint: Checkpoint, name: str, target: Target) -> list[tupl
 
 def _whole(checkpoint: Checkpoint, name: str, target: Target | None) -> StoredMatrix:
     layout = None if target is None else target.layout
-    if layout is not None and (layout.transposed or layout.wrapped):
+    if layout is not None and (layout.transposed or layout.ones):
         return StoredMatrix(checkpoint.tensors[name].kind, partial(checkpoint.read, name))
     codes, spec = partial(checkpoint.codes, name), partial(checkpoint.spec, name)
     return StoredMatrix(checkpoint.tensors[name].kind, partial(checkpoint.read, name), codes, spec)

@@ -27,17 +27,19 @@ class StoredLayout:
     """The axis of the target that ``rows`` permutes."""
     transposed: bool = False
     """Stored as ``[..., inputs, outputs]``; ``rows`` are those of the transpose."""
-    wrapped: bool = False
-    """Stored with an additional first axis of length 1."""
+    ones: tuple[int, ...] = ()
+    """Axes of length 1 that the stored tensor has besides, ascending."""
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of the stored tensor for a target of ``shape``."""
         shape = (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
-        return (1, *shape) if self.wrapped else shape
+        for axis in self.ones:
+            shape = (*shape[:axis], 1, *shape[axis:])
+        return shape
 
     def take(self, stored: torch.Tensor) -> torch.Tensor:
         """Converts the stored tensor to the layout of the parameter."""
-        whole = stored.squeeze(0) if self.wrapped else stored
+        whole = stored.squeeze(self.ones) if self.ones else stored
         whole = whole.mT if self.transposed else whole
         return whole if self.rows is None else whole.index_select(self.axis, torch.tensor(self.rows(), device=whole.device))
 
@@ -47,7 +49,7 @@ class StoredLayout:
         if self.rows is not None:
             whole = torch.empty_like(part).index_copy_(self.axis, torch.tensor(self.rows(), device=part.device), part)
         whole = whole.mT if self.transposed else whole
-        return whole.unsqueeze(0) if self.wrapped else whole
+        return whole.view(self.stored_shape(tuple(part.shape))) if self.ones else whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +85,7 @@ class RankPart(ParameterCut):
             return torch.zeros(self._shape(self.padding))
         if layout is None:
             held = read(self)
-        elif layout.wrapped:
+        elif layout.ones:
             held = self.of(layout.take(read(None)))
         else:
             held = self._read_in_layout(read, layout)
@@ -96,7 +98,7 @@ class RankPart(ParameterCut):
         if layout.transposed and axis >= last - 1:
             axis = last if axis == last - 1 else last - 1
         if layout.rows is None or layout.axis != self.axis:
-            return dataclasses.replace(layout, wrapped=False).take(read(Slice(axis, self.ranges)))
+            return layout.take(read(Slice(axis, self.ranges)))
         order = torch.tensor(layout.rows())
         wanted = torch.cat([order[start:stop] for start, stop in self.ranges])
         stored, place = wanted.unique(return_inverse=True)  # type: ignore[no-untyped-call]
@@ -312,7 +314,8 @@ class NameTable:
         table = self._emptied()
         for parameter, usual in self._names.items():
             groups = [*self._instead.get(parameter, []), {name: self._parts[name] for name in usual}]
-            group = next((group for group in groups if any(name in names for name in group)), groups[-1])
+            whole = next((group for group in groups if all(name in names for name in group)), None)
+            group = whole or next((group for group in groups if any(name in names for name in group)), groups[-1])
             for name, part in group.items():
                 plain = self._transposable.get(name)
                 if plain is not None and isinstance(names, Mapping) and name in names and names[name].shape == plain:
@@ -404,6 +407,10 @@ class NameTable:
     def all_names(self) -> list[str]:
         """Every checkpoint name that is known, ties included."""
         return [*self._parts, *self._ties]
+
+    def alternatives(self) -> list[str]:
+        """Every name of a tensor that a checkpoint may have in place of others."""
+        return [name for groups in self._instead.values() for group in groups for name in group]
 
     def parameters(self) -> list[str]:
         """Every parameter that the table fills."""

@@ -46,7 +46,7 @@ def model_spec(config: HFConfig) -> ModelSpec:
 
 
 def names(model: Decoder) -> NameTable:
-    wrapped = StoredLayout(wrapped=True)
+    wrapped = StoredLayout(ones=(0,))
     table = decoder_names(
         model, {_CORRECTION: _STORED[0]}, layouts={_CORRECTION: wrapped}, ignorable=(r"model\.mtp_.*", r"mtp\..*")
     )

@@ -11,7 +11,6 @@ from headrace.errors import ConfigError, ContradictionError
 from headrace.kernels.linear.fp8_reference import Activations, Fp8Rows
 from headrace.layers.indexer import BlockIndexer
 from headrace.layers.linear import Linear
-from headrace.layers.moe import Experts
 from headrace.layers.norm import OffsetRMSNorm
 from headrace.model_spec import CLAMPED_SWIGLU, AttentionSpec, DenseSpec, IndexerSpec, ModelSpec, MoeSpec
 from headrace.models.decoder import Decoder, DecoderAttention, DecoderLayer
@@ -19,7 +18,7 @@ from headrace.models.families.gemma import with_multimodal_names
 from headrace.models.family import Family
 from headrace.models.hf_config import HFConfig, attention_specs, decoder_spec, per_layer, required, text_part, whole
 from headrace.models.moe_config import number
-from headrace.models.names import decoder_names, experts_apart
+from headrace.models.names import block_sparse_experts, decoder_names
 from headrace.weights.names import NameTable
 
 ARCHITECTURE = "MiniMaxM3VLForCausalLM"
@@ -116,7 +115,7 @@ def _with_indexers(config: HFConfig, layers: tuple[AttentionSpec, ...]) -> tuple
 
 def names(model: Decoder) -> NameTable:
     """Published checkpoints have names of their own for mixtures and indexers, in the model that reads pictures too."""
-    table = with_multimodal_names(decoder_names(model, experts=_experts, ignorable=_BESIDE))
+    table = with_multimodal_names(decoder_names(model, experts=block_sparse_experts, ignorable=_BESIDE))
     for index, mlp in enumerate(model.spec.mlps):
         ours, theirs = f"layers.{index}.mlp", f"model.layers.{index}.block_sparse_moe"
         if not isinstance(mlp, MoeSpec) or mlp.shared is None:
@@ -132,13 +131,6 @@ def names(model: Decoder) -> NameTable:
             here = f"layers.{spec.layer}.self_attn"
             table.instead(f"model.{here}.index_{part}.weight", f"{here}.indexer.{part}.weight")
     return table
-
-
-def _experts(table: NameTable, theirs: str, ours: str, module: Experts) -> None:
-    """Each expert's matrices apart, or stacked as transformers has them."""
-    experts_apart(table, theirs.replace(".mlp.", ".block_sparse_moe."), ours, module, matrices=("w1", "w3", "w2"))
-    for kind in ("gate_up_proj", "down_proj"):
-        table.instead(f"{theirs}.{kind}", f"{ours}.{kind}")
 
 
 FAMILY = Family(

@@ -55,11 +55,13 @@ class Case:
             weight, bias = torch.randn(channels, taps).to(dtype).to(device), torch.randn(channels).to(dtype).to(device)
             self.weights = [weight, bias, "silu"] if name == "conv" else [weight, None, None]
             self.shape, self.state_dtype = (taps - 1, channels), dtype
-        elif name == "space":
-            heads, groups, width, size = 4, 2, 8, 24
+        elif name.startswith("space"):
+            heads, groups, width, size = (4, 2, 8, 24) if name == "space" else (2, 2, 20, 20)
             self.kernel, self.reference = kernels.state_space, state_space_ref
             self.inputs = slices(tokens, heads * width + 2 * groups * size, heads, dtype=dtype, device=device)
             self.weights, self.last = [*torch.randn(3, heads).to(device)], [(0.2, 1.0)]
+            if name == "space-fixed":
+                self.inputs[1], self.last = self.inputs[1][:1].expand(tokens, -1), [(1.0, 1.0)]
             self.shape = (heads, width, size)
         elif name == "scan":
             channels, size = 40, 12
@@ -96,11 +98,11 @@ def double(case: Case, step: StateMetadata, states: torch.Tensor) -> torch.Tenso
     return out
 
 
-NAMES = ["conv", "conv-short", "delta", "delta-channels", "space", "scan"]
+NAMES = ["conv", "conv-short", "delta", "delta-channels", "space", "space-fixed", "scan"]
 LONG = TILE + 6
 """Tokens of a prompt of two tiles."""
-SIMILAR = ("conv-short", "delta-channels")
-"""They run the code of others."""
+SIMILAR = ("conv-short", "delta-channels", "space-fixed")
+"""They run the code of others. Time steps of the last are those of all tokens, and 1."""
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from support.models.harness import Bench
 from support.models.hybrids import CASES, pair
+from transformers import CONFIG_MAPPING
 
+from headrace.errors import ConfigError
 from headrace.models import registry
 
 from .equality import check_company, check_greedy
@@ -46,3 +48,9 @@ def test_all_that_a_model_holds_lies_on_its_device(name: str) -> None:
     model = registry.build(registry.model_spec(theirs.config), "float32", "meta")
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     assert [where for where, tensor in held.items() if not tensor.is_meta] == []
+
+
+def test_windows_of_lightning_models_are_refused() -> None:
+    kind, values = CASES["minimax"]
+    with pytest.raises(ConfigError, match="sliding_window 7 is not supported"):
+        registry.model_spec(CONFIG_MAPPING[kind](**values | {"sliding_window": 7}))

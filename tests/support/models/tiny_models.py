@@ -116,6 +116,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
     "longcat_flash": {"num_layers": 2, "zero_expert_num": 2, "expert_ffn_hidden_size": 24, "head_dim": 8},
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 2},
+    "minimax": {"sliding_window": None},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], "index_n_heads": 2},
     "mimo_v2_flash": {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
     "modernbert-decoder": {"local_attention": 14},

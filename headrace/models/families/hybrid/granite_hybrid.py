@@ -91,6 +91,11 @@ def names(model: Decoder) -> NameTable:
     """Published checkpoints have experts, and the router, under other names than transformers saves."""
     table = decoder_names(model, _MOVED)
     for layer, mlp in enumerate(model.spec.mlps):
+        shared, path = (mlp.shared, "mlp.shared_experts") if isinstance(mlp, MoeSpec) else (mlp, "mlp")
+        if isinstance(shared, DenseSpec):
+            # GGUF files have gate and up apart.
+            parts = (f"model.layers.{layer}.shared_mlp.{part}_proj.weight" for part in ("gate", "up"))
+            table.instead(dict.fromkeys(parts, shared.intermediate_size), f"layers.{layer}.{path}.gate_up_proj.weight")
         if isinstance(mlp, MoeSpec):
             theirs, ours = f"model.layers.{layer}.block_sparse_moe", f"layers.{layer}.mlp"
             table.instead(f"{theirs}.router.layer.weight", f"{ours}.gate.weight")

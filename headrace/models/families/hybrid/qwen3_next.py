@@ -126,6 +126,13 @@ class Qwen35Decoder(Qwen3NextDecoder):
 
 def names(model: Decoder) -> NameTable:
     table = decoder_names(model, _MOVED, ignorable=_ELSEWHERE)
+    for layer, block in enumerate(model.spec.blocks):
+        if block.state is not None and isinstance(model.layers[layer].mixer, GroupedDeltaNet):
+            spec, here = model.spec.states[block.state], f"layers.{layer}.linear_attn"
+            # GGUF files have q, k and v, and z, of all heads.
+            parts = {"in_proj_qkv": spec.mixed_channels, "in_proj_z": spec.heads * spec.value_dim}
+            stored = {f"model.{here}.{name}.weight": rows for name, rows in parts.items()}
+            table.instead(stored, f"{here}.in_proj.weight")
     table.elsewhere({"model.": "model.language_model."})
     return table
 

@@ -12,6 +12,8 @@ from headrace.kernels.linear.triton_fp8 import quantize_rows, scale
 from headrace.kernels.linear.triton_fp8_few import few
 from headrace.kernels.linear.triton_fp8_wide import wide
 
+from .captured import check_captured
+
 SHAPES = [(256, 128), (640, 256), (1280, 128)]
 """(in, out)"""
 
@@ -156,3 +158,12 @@ def test_products_of_any_number_of_rows(shape: tuple[int, int], in_blocks: bool,
     # Fast sums keep about 14 bits of their largest term, which is seen where a block is all there is.
     exact = in_blocks or rows <= EXACT_ROWS
     check(got, x, weight, bias, (2.0**-12 if shape[0] > GROUP else 2.0**-11) if exact else 2.0**-10)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8, 16, 33, 64, 200, 600])
+@pytest.mark.parametrize("in_blocks", [False, True], ids=["outputs", "blocks"])
+def test_captured_products_need_no_memory_but_their_own(in_blocks: bool, rows: int) -> None:
+    """Whatever a library keeps for its next call, a graph must not have."""
+    weight = weight_of(1024, 768, in_blocks=in_blocks, device=torch.device("cuda"))
+    check_captured(rows, 1024, lambda x: fp8_linear(quantize_rows(x, weight.group), weight))

@@ -7,7 +7,9 @@ import torch
 
 from headrace.kernels.linear import triton_wna16 as kernels
 from headrace.kernels.linear.triton_wna16 import PackedManyTiling
+from headrace.kernels.linear.wna16 import wna16_linear
 
+from .captured import check_captured
 from .packed import packed_weight
 
 CASES = [
@@ -125,3 +127,13 @@ def test_factors_that_do_not_fit_are_refused(device: torch.device) -> None:
     crowded = weight._replace(arrived=weight.arrived[:1])
     with pytest.raises(ValueError, match="inputs of 2 tiles are split, of at most 1"):
         kernels.many(x, crowded, None, torch.bfloat16, PackedManyTiling(32, 64, 4, parts=2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8, 64, 200, 600])
+@pytest.mark.parametrize("case", [CASES[0], CASES[4]], ids=str)
+def test_captured_products_need_no_memory_but_their_own(rows: int, case: tuple[int, int, bool, torch.dtype]) -> None:
+    """Whatever a library keeps for its next call, a graph must not have."""
+    bits, group, middles, scales = case
+    weight, _ = packed_weight(512, 1024, bits, group, middles=middles, scales=scales, device="cuda")
+    check_captured(rows, 1024, lambda x: wna16_linear(x, weight))

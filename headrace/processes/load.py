@@ -31,6 +31,8 @@ _WARM_UP_PROMPT = 64
 _WARM_UP_OUTPUT = 3
 _CAPTURE_SECONDS = 0.5
 """Seconds to capture CUDA graphs before an engine process accepts requests."""
+_FLASHINFER_SECONDS = 3.0
+"""Seconds of serving before FlashInfer is imported."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +96,7 @@ def load_engine(source: ModelSource, timeline: Timeline | None = None, *, captur
 def load_core(args: EngineArgs, timeline: Timeline) -> tuple[EngineCore, EngineInfo]:
     """``load_engine`` for the engine process, whose first answer waits for FlashInfer where its kernels are to be in graphs."""
     waits = args.wait_for_kernels or args.attention_backend == "flashinfer"
-    with contextlib.nullcontext() if waits else held_back():
+    with contextlib.nullcontext() if waits else held_back(_FLASHINFER_SECONDS):
         engine = load_engine(FileSource(args), timeline, capture_seconds=_CAPTURE_SECONDS)
     engine.core.start_threads()
     return engine.core, engine.info

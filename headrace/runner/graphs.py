@@ -113,6 +113,9 @@ class EagerSteps:
     def capture_next(self) -> GraphCount:
         return GraphCount(0, 0)
 
+    def run_first(self) -> int:
+        return 0
+
     def stop_capturing(self, reason: str) -> None:
         """Nothing is ever captured."""
 
@@ -246,6 +249,19 @@ class StepGraphs:
         if shape is not None and not self._failure:
             self._try_to_capture(shape, padding=True)
         return self.count()
+
+    def run_first(self) -> int:
+        """Runs the largest shape of each kind and those of an idle server's first request, on padding rows, which change
+        nothing. Returns how many they are."""
+        kinds = itertools.product(self._decode_tokens, self._adapters)
+        decode = [Shape(rows, 0, *kind) for kind in kinds for rows in self._decode_rows[:2]]
+        prompts = [Shape(0, tokens, 1, adapters) for tokens in self._prompt_tokens for adapters in self._adapters]
+        sample = [SampleShape(rows, filters) for rows in self._logits_rows[:2] for filters in (False, True)]
+        shapes = dict.fromkeys([*itertools.islice(self.shapes(), 4), *decode, *prompts, *sample])
+        for shape in shapes:
+            self._pad(shape)
+            self._run(shape)
+        return len(shapes)
 
     def _try_to_capture(self, shape: Shape | SampleShape, *, padding: bool) -> None:
         """Captures a graph, or notes why it cannot be captured, after which no other is tried. Graphs that exist stay valid.

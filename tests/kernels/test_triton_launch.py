@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from headrace.kernels.triton_launch import Kernel, launched
+from headrace.kernels.triton_launch import Kernel, compile_ahead, launched
 
 
 def add(x, y, out, free, count, stride, wide: tl.int64, far: tl.int64, scale, BLOCK: tl.constexpr, MODE: tl.constexpr = "up"):  # type: ignore[no-untyped-def]
@@ -169,6 +169,33 @@ def test_what_is_passed_by_name_and_is_no_constant_goes_through_triton(world: Wo
     for _ in range(2):
         world.launch(args[:-1], scale=args[-1], **named)
     assert world.through_triton == 2
+
+
+def test_what_is_compiled_ahead_is_not_launched(world: World) -> None:
+    args, named = arguments(random.Random(5))
+    with compile_ahead(2):
+        for _ in range(2):
+            world.kernel[(5, 6)](*args, **named)
+        left = [
+            torch.empty(4),
+            torch.empty_like(HELD),
+            HELD.new_empty(2, 2),
+            torch.empty_strided((2, 3), (3, 1)),
+            torch.ones(2),
+        ]
+    (compiled,) = world.compiled
+    assert not compiled.launches
+    # Whatever a kernel would have written may index something.
+    assert [int(each.count_nonzero()) for each in left] == [0, 0, 0, 0, 2]
+    made, launch = world.launch(args, **named)
+    assert made is compiled and plain(launch) == plain(world.wanted(args, **named)[1])
+
+
+def test_launches_after_an_error_are_launches(world: World) -> None:
+    args, named = arguments(random.Random(6))
+    with pytest.raises(ValueError, match="no such step"), compile_ahead(2):
+        raise ValueError("no such step")
+    assert world.launch(args, **named)[0].launches
 
 
 def test_the_interpreter_keeps_its_functions() -> None:

@@ -15,7 +15,8 @@ from headrace.cli.options import ENGINE_FIELDS, Group, check_names, command
 from headrace.cli.own_options import LogOptions
 from headrace.config import EngineArgs
 from headrace.host.clock import process_start
-from headrace.processes.spawn import spawn
+from headrace.processes.early import hints
+from headrace.processes.spawn import COMMAND, spawn
 from headrace.server.listen import address, listen
 from headrace.server.models.options import ModelsOptions
 from headrace.server.settings import ServerSettings
@@ -67,7 +68,7 @@ def serve(args: EngineArgs, settings: ServerSettings, models: ModelsOptions, log
     sockets, began = listen(settings), process_start()
     server = supervised()
     # Before anything else is imported: the engine's process imports its own part beside this one.
-    spawned = spawn(origin=process_start() if server.restarts else began)
+    spawned = spawn((*COMMAND, *hints(args)), process_start() if server.restarts else began)
     from headrace.cli.startup import AnnouncedLLM, print_report, print_summary
     from headrace.server.run import run
 

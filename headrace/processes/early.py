@@ -1,0 +1,71 @@
+"""Work of an engine's process that needs no interpreter, begun beside its imports: these take seconds.
+
+PyTorch's shared libraries are loaded, and the GPU is opened, by a thread that does not hold the interpreter's lock meanwhile.
+Another one reads the weights' files, so that they are in memory when they are asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace.config import EngineArgs
+
+_CHUNK = 8 << 20
+_SHARE = 0.5
+"""Share of the machine's memory that files are read into at most."""
+
+
+def hints(args: EngineArgs) -> list[str]:
+    """What ``begin`` can make use of: words for the command line of the process, which comes before its first message."""
+    # Replicas and ranks choose their devices later.
+    alone = args.device != "cpu" and args.data_parallel_size == args.tensor_parallel_size == 1
+    reads = args.model is not None and args.load_format != "dummy"
+    return ["gpu" if alone else "none", *([args.model] if reads and args.model else [])]
+
+
+def begin(words: Sequence[str]) -> None:
+    """Starts the threads, and imports what does not wait for theirs. Returns before they end. ``words``: of ``hints``."""
+    device, *models = words or ["none"]
+    threading.Thread(target=load_libraries, args=(device == "gpu",), name="libraries", daemon=True).start()
+    for model in models:
+        threading.Thread(target=read_weights, args=(model,), name="read-ahead", daemon=True).start()
+    import headrace.core.scheduler
+    import headrace.engine.outputs
+    import headrace.startup.text  # noqa: F401
+
+
+def load_libraries(open_device: bool) -> None:
+    """Loads PyTorch's shared libraries as its import does. ``open_device``: makes the context of the first CUDA device too."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return
+    folder = Path(found.origin).parent / "lib"
+    # What cannot be loaded here is for the import to report, and what cannot be opened for PyTorch.
+    with contextlib.suppress(OSError):
+        # Its libraries of CUDA, visible to others.
+        ctypes.CDLL(str(folder / "libtorch_global_deps.so"), mode=ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(str(folder / "libtorch.so"))
+        if open_device:
+            driver, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+            if driver.cuInit(0) == 0:
+                driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
+
+
+def read_weights(model: str) -> None:
+    """Reads the weights in a model's folder, if there is one, and drops what it reads: the system keeps it in memory."""
+    files = sorted(Path(model).glob("*.safetensors"))
+    with contextlib.suppress(OSError):
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if sum(file.stat().st_size for file in files) > _SHARE * memory:
+            return
+        chunk = bytearray(_CHUNK)
+        for name in files:
+            with name.open("rb", buffering=0) as file:
+                while file.readinto(chunk):
+                    pass

@@ -22,7 +22,7 @@ _SHARE = 0.5
 
 
 def hints(args: EngineArgs) -> list[str]:
-    """What ``begin`` can make use of: words for the command line of the process, which comes before its first message."""
+    """Words of the command line of an engine's process for ``begin``: its first message comes later."""
     # Replicas and ranks choose their devices later.
     alone = args.device != "cpu" and args.data_parallel_size == args.tensor_parallel_size == 1
     reads = args.model is not None and args.load_format != "dummy"

@@ -57,15 +57,17 @@ def load_libraries(open_device: bool) -> None:
                 driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
 
 
-def read_weights(model: str) -> None:
-    """Reads the weights in a model's folder, if there is one, and drops what it reads: the system keeps it in memory."""
-    files = sorted(Path(model).glob("*.safetensors"))
+def read_weights(model: str) -> int:
+    """Reads the weights in a model's folder, if there is one, and drops what it reads: the system keeps it in memory. Returns
+    the number of bytes."""
+    files, count = sorted(Path(model).glob("*.safetensors")), 0
     with contextlib.suppress(OSError):
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if sum(file.stat().st_size for file in files) > _SHARE * memory:
-            return
+            return 0
         chunk = bytearray(_CHUNK)
         for name in files:
             with name.open("rb", buffering=0) as file:
-                while file.readinto(chunk):
-                    pass
+                while read := file.readinto(chunk):
+                    count += read
+    return count

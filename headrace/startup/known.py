@@ -62,7 +62,7 @@ def profiled(
     """
     file = None
     # Encoders, and other libraries' models, run code that is not ours.
-    if isinstance(model, Decoder) and not encode:
+    if isinstance(model, Decoder) and not encode and not support.refusals(device.device):
         file = cache_directory() / "profiles" / f"{_digest(model, config, device, ranks)}.json"
     known = None if file is None else _read(file)
     if not ranks.any(known is None) and known is not None:

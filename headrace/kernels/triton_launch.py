@@ -27,8 +27,9 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 from triton import AsyncCompileMode, knobs
+from triton.compiler.compiler import make_backend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, KernelParam
 
@@ -143,12 +144,12 @@ def launched(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     return Kernel(made) if isinstance(made, JITFunction) else made
 
 
-class _Zeros(TorchDispatchMode):
+class _Zeros(TorchFunctionMode):
     """Gives tensors that are made without values zeros, which are in range whatever they index."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        return made.zero_() if func.overloadpacket.__name__.removeprefix("new_").startswith("empty") else made
+        return made.zero_() if func.__name__.removeprefix("new_").startswith("empty") else made
 
 
 @contextlib.contextmanager
@@ -164,6 +165,12 @@ def compile_ahead(threads: int) -> Iterator[None]:
             yield
         finally:
             _only_compiles.reset(before)
+
+
+def ask_compiler(device: int) -> None:
+    """Asks what Triton asks once a process, and which takes most of a second: for its driver, and its compiler's version."""
+    torch.cuda.set_device(device)
+    make_backend(driver.active.get_current_target()).hash()
 
 
 def compiled_kernels() -> Path:

@@ -1,14 +1,13 @@
 """Work of an engine's process that needs no interpreter, begun beside its imports: these take seconds.
 
-PyTorch's shared libraries are loaded, and the GPU is opened, by a thread that does not hold the interpreter's lock meanwhile.
-Another one reads the weights' files, so that they are in memory when they are asked for.
+A thread opens the GPU, which does not hold the interpreter's lock meanwhile. Another one reads the weights' files, so that they
+are in memory when they are asked for.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 import os
 import threading
 from collections.abc import Sequence
@@ -30,31 +29,22 @@ def hints(args: EngineArgs) -> list[str]:
 
 
 def begin(words: Sequence[str]) -> None:
-    """Starts the threads, and imports what does not wait for theirs. Returns before they end. ``words``: of ``hints``."""
+    """Starts the threads, and does not wait for them. ``words``: of ``hints``."""
     device, *models = words or ["none"]
-    threading.Thread(target=load_libraries, args=(device == "gpu",), name="libraries", daemon=True).start()
+    if device == "gpu":
+        threading.Thread(target=open_device, name="open-device", daemon=True).start()
     for model in models:
         threading.Thread(target=read_weights, args=(model,), name="read-ahead", daemon=True).start()
-    import headrace.core.scheduler
-    import headrace.engine.outputs
-    import headrace.startup.text  # noqa: F401
+    # PyTorch would look through the metadata of all that is installed for backends of devices that headrace has no use for.
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 
-def load_libraries(open_device: bool) -> None:
-    """Loads PyTorch's shared libraries as its import does. ``open_device``: makes the context of the first CUDA device too."""
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
-        return
-    folder = Path(found.origin).parent / "lib"
-    # What cannot be loaded here is for the import to report, and what cannot be opened for PyTorch.
+def open_device() -> bool:
+    """Makes the context of the first CUDA device, which PyTorch uses later. Returns whether there is one."""
     with contextlib.suppress(OSError):
-        # Its libraries of CUDA, visible to others.
-        ctypes.CDLL(str(folder / "libtorch_global_deps.so"), mode=ctypes.RTLD_GLOBAL)
-        ctypes.CDLL(str(folder / "libtorch.so"))
-        if open_device:
-            driver, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
-            if driver.cuInit(0) == 0:
-                driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
+        driver, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+        return not driver.cuInit(0) and not driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
+    return False
 
 
 def read_weights(model: str) -> int:

@@ -18,7 +18,7 @@ from headrace.engine.info import EngineInfo
 from headrace.engine.outputs import OutputProcessor
 from headrace.engine.timeline import Timeline
 from headrace.processes.multiprocess import start_ranks
-from headrace.runner.graphs import GraphCount
+from headrace.runner.graphs import KINDS, GraphCount
 from headrace.sampling_params import SamplingParams
 from headrace.startup.ledger import ledger
 from headrace.startup.loader import load_executor
@@ -103,9 +103,9 @@ def load_core(args: EngineArgs, timeline: Timeline) -> tuple[EngineCore, EngineI
 
 
 def _capture_graphs(executor: Executor[Any], seconds: float, progress: Callable[[float, str], None]) -> GraphCount:
-    """Captures graphs until the time is up."""
+    """Captures graphs until the time is up, but one of each kind at least, so that the first requests find theirs."""
     end, graphs = time.perf_counter() + seconds, executor.capture_next()
-    while graphs.captured < graphs.total and time.perf_counter() < end:
+    while graphs.captured < graphs.total and (graphs.captured < KINDS or time.perf_counter() < end):
         progress(graphs.captured / graphs.total, f"{graphs.captured} of {graphs.total}")
         graphs = executor.capture_next()
     return graphs

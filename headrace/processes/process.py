@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import logging
 import sys
 import time
@@ -236,11 +237,7 @@ def serve(load: Load, client: Parent) -> int:
 
             take_device(start.args, start.replica)
         core, info = load(start.args, timeline)
-        from headrace.processes.kv_events import RoutingReports, publish_events
-
-        publish_events(core, start.args, start.replica)
-        if start.args.data_parallel_size > 1 and start.args.dp_routing_policy == "prefix":
-            core.listen(RoutingReports(core.scheduler.kv, send))
+        listen(core, start, send)
         core.weights.tell = lambda status: send(WeightsChanged(status))
         core.weights.start(start.weights)
         freeze_gc()
@@ -260,6 +257,19 @@ def serve(load: Load, client: Parent) -> int:
         return 1
 
 
+def listen(core: EngineCore, start: Start, send: Callable[[FromEngine], None]) -> None:
+    """Adds the listeners of the prefix cache that the arguments ask for, whose modules few engines need."""
+    args = start.args
+    routed = args.data_parallel_size > 1 and args.dp_routing_policy == "prefix"
+    if not (routed or args.kv_events_config.enabled):
+        return
+    from headrace.processes.kv_events import RoutingReports, publish_events
+
+    publish_events(core, args, start.replica)
+    if routed:
+        core.listen(RoutingReports(core.scheduler.kv, send))
+
+
 def _lacks_resources(error: Exception) -> bool:
     """True if the same start may succeed once files, descriptors or memory are there again."""
     # Imported by then, unless importing it is what failed.
@@ -269,8 +279,12 @@ def _lacks_resources(error: Exception) -> bool:
 
 def main(client: Parent) -> int:
     begin(sys.argv[1:])
+    # Hardly anything that imports make is garbage, and looking for it would take a tenth of their time.
+    gc.disable()
     from headrace.processes.load import load_core
 
+    gc.freeze()
+    gc.enable()
     use_no_tokenizer_threads()
     switch_threads_often()
     return serve(load_core, client)

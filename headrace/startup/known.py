@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -72,6 +73,18 @@ def profiled(
         found = KnownProfile(**{name: getattr(profile, name) for name in KnownProfile.__struct_fields__})
         keep(file, msgspec.json.encode(found).decode())
     return profile, False
+
+
+def ask_compiler(device: DeviceFacts) -> None:
+    """Lets a thread ask for what Triton needs once, beside the weights. Returns before it ends."""
+    if device.cuda and not support.refusals(device.device):
+        threading.Thread(target=_ask_compiler, args=(torch.cuda.current_device(),), name="triton", daemon=True).start()
+
+
+def _ask_compiler(device: int) -> None:
+    from headrace.kernels import triton_launch
+
+    triton_launch.ask_compiler(device)
 
 
 def compiling(model: Model, device: DeviceFacts, ranks: int) -> AbstractContextManager[object] | None:

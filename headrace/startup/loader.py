@@ -19,7 +19,7 @@ from headrace.parallel.agreement import Agreement
 from headrace.resolve import resolve
 from headrace.runner.runner import ModelRunner
 from headrace.startup import environment
-from headrace.startup.known import compiling, profiled
+from headrace.startup.known import ask_compiler, compiling, profiled
 from headrace.startup.ledger import adapter_lines
 from headrace.startup.loaded import Loaded
 from headrace.startup.source import ModelSource
@@ -41,6 +41,7 @@ def load_executor(source: ModelSource, text: ModelText, timeline: Timeline) -> L
         files = dataclasses.replace(files, decisions=(*files.decisions, *chosen.decisions))
         config = resolve(args, files, chosen.spec, device)
         torch.set_num_threads(config.num_threads)
+    ask_compiler(device)
     kernels = select.begin_compiling(config.model.layers, config.attention_backends, config.device, config.dtype)
     with timeline.phase("weights") as phase:
         model, report = chosen.load(files, config, phase.bytes)

@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from headrace.config import EngineArgs
 from headrace.processes import early
-from headrace.processes.early import hints, read_weights
-
-CODE = """
-import sys
-from pathlib import Path
-from headrace.processes.early import begin, load_libraries
-begin(["none"])
-load_libraries(True)
-print("torch" in sys.modules, "libtorch_cpu" in Path("/proc/self/maps").read_text())
-import torch
-print(torch.ones(2).sum().item())
-"""
+from headrace.processes.early import hints, open_device, read_weights
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="names of libraries are Linux's")
-def test_libraries_are_there_before_torch_is_imported() -> None:
-    """Where no GPU is, none is opened, and that is no error."""
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout.split() == ["False", "True", "2.0"], done.stderr
+def test_a_machine_without_a_gpu_opens_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr("ctypes.CDLL", missing)
+    assert not open_device()
+
+
+def test_the_first_device_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Mock()
+    driver.cuInit.return_value = driver.cuDevicePrimaryCtxRetain.return_value = 0
+    monkeypatch.setattr("ctypes.CDLL", {"libcuda.so.1": driver}.__getitem__)
+    assert open_device()
+    driver.cuInit.return_value = 100
+    assert not open_device()
 
 
 @pytest.mark.parametrize(

@@ -240,13 +240,12 @@ def test_the_first_graphs_stand_in_for_the_others(monkeypatch: pytest.MonkeyPatc
 
 
 def test_first_steps_run_without_being_captured_and_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that a lone request takes, and the largest, whose graphs are captured first."""
+    """Those whose graphs are captured first."""
     made, graphs = uncaptured(monkeypatch)
     ran: list[Shape | SampleShape] = []
     run = graphs._run
     monkeypatch.setattr(graphs, "_run", lambda shape: (ran.append(shape), run(shape)))
-    assert made.run_first() == len(ran) == len(set(ran))
-    assert {*itertools.islice(graphs.shapes(), 4), Shape(1, 0), Shape(0, 16), SampleShape(1, False)} <= set(ran)
+    assert made.run_first() == 4 and ran == list(itertools.islice(graphs.shapes(), 4))
     assert made.graphs().captured == 0 and not graphs._compiled
     monkeypatch.undo()
     engine, requests = Engine(World(), made), [request("r", prompt(1, 4), max_tokens=3, ignore_eos=True)]

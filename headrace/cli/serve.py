@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.console import Console
-
 from headrace.cli.options import ENGINE_FIELDS, Group, check_names, command
 from headrace.cli.own_options import LogOptions
 from headrace.config import EngineArgs
@@ -69,6 +67,8 @@ def serve(args: EngineArgs, settings: ServerSettings, models: ModelsOptions, log
     server = supervised()
     # Before anything else is imported: the engine's process imports its own part beside this one.
     spawned = spawn((*COMMAND, *hints(args)), process_start() if server.restarts else began)
+    from rich.console import Console
+
     from headrace.cli.startup import AnnouncedLLM, print_report, print_summary
     from headrace.server.run import run
 
@@ -84,6 +84,8 @@ def _serve_several(args: EngineArgs, settings: ServerSettings, options: ModelsOp
     declared = read_models(path, args, settings)
     sockets = listen(settings)
     server = supervised()
+    from rich.console import Console
+
     from headrace.cli.startup import print_models
     from headrace.server.models.app import build_host
     from headrace.server.models.host import ModelHost

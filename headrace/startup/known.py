@@ -28,13 +28,15 @@ from headrace.models.decoder import Decoder
 from headrace.models.interface import Model
 from headrace.parallel.agreement import Agreement
 from headrace.resolve import DeviceFacts
-from headrace.sources.user_cache import cache_directory, keep
+from headrace.sources.user_cache import keep
+from headrace.startup.kernel_bundle import profiles
 from headrace.startup.profile import Profile, measure, profile_of
 
 _THREADS = 16
 _LIBRARIES = ("torch", "triton", "flashinfer-python", "nvidia-cublas")
 _VARIABLES = ("CUBLAS", "CUDA", "CUDNN", "NVIDIA", "PYTORCH", "TORCH", "TRITON")
-"""Beginnings of the names of environment variables that may change what a step takes."""
+"""Beginnings of the names of environment variables that may change what a step takes, unless they say where files are kept."""
+_PLACES = ("_DIR", "_HOME")
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 Bytes = Annotated[int, msgspec.Meta(ge=0)]
@@ -64,7 +66,7 @@ def profiled(
     file = None
     # Encoders, and other libraries' models, run code that is not ours.
     if isinstance(model, Decoder) and not encode and not support.refusals(device.device):
-        file = cache_directory() / "profiles" / f"{_digest(model, config, device, ranks)}.json"
+        file = profiles() / f"{_digest(model, config, device, ranks)}.json"
     known = None if file is None else _read(file)
     if not ranks.any(known is None) and known is not None:
         return profile_of(config, **msgspec.structs.asdict(known)), True
@@ -135,4 +137,5 @@ def _facts(model: nn.Module, config: EngineConfig, device: DeviceFacts, ranks: A
     yield torch.version.cuda
     with suppress(OSError):
         yield _DRIVER.read_text()
-    yield sorted((name, value) for name, value in os.environ.items() if name.startswith(_VARIABLES))
+    names = sorted(name for name in os.environ if name.startswith(_VARIABLES) and not name.endswith(_PLACES))
+    yield [(name, os.environ[name]) for name in names]

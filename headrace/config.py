@@ -280,9 +280,9 @@ class EngineArgs(Checked):
     graph_capture_seconds: Annotated[
         float | None, OptionSpec(min=0.0, max=3600.0, default="0.5; 20 in Python's LLM", metavar="SECONDS")
     ] = None
-    """Time limit for capturing CUDA graphs before the engine takes requests, in seconds, most useful sizes first. The others
-    are captured while the engine is idle and when steps miss them; a step without a graph replays a larger one, if there is
-    one, or launches its kernels one by one."""
+    """Time limit for capturing CUDA graphs before the engine takes requests, in seconds, most useful sizes first, and one of
+    each kind in any case. The others are captured while the engine is idle and when steps miss them; a step without a graph
+    replays a larger one, if there is one, or launches its kernels one by one."""
     limit_mm_per_prompt: Annotated[
         MediaCounts, OptionSpec(metavar="JSON", default='{"image": 32, "video": 4, "audio": 32}')
     ] = MediaCounts()

@@ -383,7 +383,7 @@ def shown(value: Any, limit: int = 64) -> str:
 @functools.cache
 def options(cls: Any) -> Mapping[str, Option]:
     """The fields of a dataclass or msgspec struct, by name, in their order. A field needs no OptionSpec."""
-    found = {}
+    found, defaults = {}, _defaults(cls)
     for name, hint in typing.get_type_hints(cls, include_extras=True).items():
         metadata = getattr(hint, "__metadata__", ())
         spec = next((each for each in metadata if isinstance(each, OptionSpec)), OptionSpec())
@@ -391,7 +391,7 @@ def options(cls: Any) -> Mapping[str, Option]:
         plain = without_none(declared)
         if spec.max is None and int in (plain, *typing.get_args(plain)[:1]):
             spec = dataclasses.replace(spec, max=INT64_MAX)  # what a message between processes holds
-        found[name] = Option(cls, name, spec, plain, plain != declared, *_default(cls, name))
+        found[name] = Option(cls, name, spec, plain, plain != declared, *defaults[name])
     return found
 
 
@@ -410,16 +410,21 @@ def _helps(cls: Any) -> dict[str, str]:
     return found
 
 
-def _default(cls: Any, name: str) -> tuple[Any, Any]:
-    """The default and the default factory of a field."""
-    field: Any
+def _defaults(cls: Any) -> dict[str, tuple[Any, Any]]:
+    """Field -> its default and its default factory."""
+    fields: Iterable[Any]
     missing: Any
     if dataclasses.is_dataclass(cls):
-        field, missing = cls.__dataclass_fields__[name], dataclasses.MISSING
+        fields, missing = cls.__dataclass_fields__.values(), dataclasses.MISSING
     else:
-        (field,), missing = (each for each in msgspec.structs.fields(cls) if each.name == name), msgspec.NODEFAULT
-    factory = None if field.default_factory is missing else field.default_factory
-    return dataclasses.MISSING if field.default is missing else field.default, factory
+        fields, missing = msgspec.structs.fields(cls), msgspec.NODEFAULT
+    return {
+        field.name: (
+            dataclasses.MISSING if field.default is missing else field.default,
+            None if field.default_factory is missing else field.default_factory,
+        )
+        for field in fields
+    }
 
 
 def from_environment(variable: str, default: int) -> Any:

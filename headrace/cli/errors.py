@@ -8,8 +8,6 @@ import sys
 from collections.abc import Iterator
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from headrace.errors import ConfigError, EngineError, HeadraceError, RequestError
 
@@ -40,6 +38,10 @@ def print_note(message: str) -> None:
 
 
 def _print_line(kind: str, message: str, colour: str) -> None:
+    # Starting a command takes less time without it.
+    from rich.console import Console
+    from rich.text import Text
+
     text = printable(" ".join(message.split("\n")))
     Console(stderr=True, soft_wrap=True).print(Text.assemble((f"{kind}: ", f"bold {colour}"), (text, colour)))
 

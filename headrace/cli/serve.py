@@ -9,13 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.console import Console
-
 from headrace.cli.options import ENGINE_FIELDS, Group, check_names, command
 from headrace.cli.own_options import LogOptions
 from headrace.config import EngineArgs
 from headrace.host.clock import process_start
-from headrace.processes.spawn import spawn
+from headrace.processes.early import hints
+from headrace.processes.spawn import COMMAND, spawn
 from headrace.server.listen import address, listen
 from headrace.server.models.options import ModelsOptions
 from headrace.server.settings import ServerSettings
@@ -67,7 +66,9 @@ def serve(args: EngineArgs, settings: ServerSettings, models: ModelsOptions, log
     sockets, began = listen(settings), process_start()
     server = supervised()
     # Before anything else is imported: the engine's process imports its own part beside this one.
-    spawned = spawn(origin=process_start() if server.restarts else began)
+    spawned = spawn((*COMMAND, *hints(args)), process_start() if server.restarts else began)
+    from rich.console import Console
+
     from headrace.cli.startup import AnnouncedLLM, print_report, print_summary
     from headrace.server.run import run
 
@@ -83,6 +84,8 @@ def _serve_several(args: EngineArgs, settings: ServerSettings, options: ModelsOp
     declared = read_models(path, args, settings)
     sockets = listen(settings)
     server = supervised()
+    from rich.console import Console
+
     from headrace.cli.startup import print_models
     from headrace.server.models.app import build_host
     from headrace.server.models.host import ModelHost

@@ -8,6 +8,8 @@ The key tells apart whatever Triton specialises a kernel for, so that it is as f
 and options, the type of each argument, whether a pointer or a number is a multiple of 16, whether a number is 1, and how wide
 it is. What has no key (tuples, tensor descriptors) and what is new goes through Triton. Hooks of Triton's launches are called
 for those alone.
+
+``compile_ahead`` compiles kernels on several cores before they are launched. Triton compiles one when it is launched.
 """
 
 # A kernel's arguments have no types of Python's.
@@ -15,16 +17,24 @@ for those alone.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import triton
-from triton import knobs
+from torch.overrides import TorchFunctionMode
+from triton import AsyncCompileMode, knobs
+from triton.compiler.compiler import make_backend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, KernelParam
+
+_only_compiles = ContextVar("_only_compiles", default=False)
+"""Whether launches compile the kernel and no more."""
 
 
 class _Places(NamedTuple):
@@ -61,6 +71,9 @@ class Kernel:
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
+        if _only_compiles.get():
+            self._function.run(*args, grid=grid, warmup=True, **named)
+            return
         types = tuple(map(type, args))
         if types not in self._places:
             self._places[types] = _places(types, self._function.params)
@@ -129,6 +142,35 @@ def launched(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     made = triton.jit(function, **options)
     # The interpreter has functions of another class.
     return Kernel(made) if isinstance(made, JITFunction) else made
+
+
+class _Zeros(TorchFunctionMode):
+    """Gives tensors that are made without values zeros, which are in range whatever they index."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made.zero_() if func.__name__.removeprefix("new_").startswith("empty") else made
+
+
+@contextlib.contextmanager
+def compile_ahead(threads: int) -> Iterator[None]:
+    """Compiles the kernels that this thread launches within, several at a time, and launches none of them. When it ends they
+    are compiled.
+
+    What a kernel would have written is zeros, or what was there before: results are of no use, and must decide nothing.
+    """
+    with ThreadPoolExecutor(threads, "triton") as pool, AsyncCompileMode(pool), _Zeros():
+        before = _only_compiles.set(True)
+        try:
+            yield
+        finally:
+            _only_compiles.reset(before)
+
+
+def ask_compiler(device: int) -> None:
+    """Asks what Triton asks once a process, and which takes most of a second: for its driver, and its compiler's version."""
+    torch.cuda.set_device(device)
+    make_backend(driver.active.get_current_target()).hash()
 
 
 def compiled_kernels() -> Path:

@@ -18,7 +18,7 @@ from headrace.engine.info import EngineInfo
 from headrace.engine.outputs import OutputProcessor
 from headrace.engine.timeline import Timeline
 from headrace.processes.multiprocess import start_ranks
-from headrace.runner.graphs import GraphCount
+from headrace.runner.graphs import KINDS, GraphCount
 from headrace.sampling_params import SamplingParams
 from headrace.startup.ledger import ledger
 from headrace.startup.loader import load_executor
@@ -31,6 +31,8 @@ _WARM_UP_PROMPT = 64
 _WARM_UP_OUTPUT = 3
 _CAPTURE_SECONDS = 0.5
 """Seconds to capture CUDA graphs before an engine process accepts requests."""
+_FLASHINFER_SECONDS = 3.0
+"""Seconds of serving before FlashInfer is imported."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,16 +96,16 @@ def load_engine(source: ModelSource, timeline: Timeline | None = None, *, captur
 def load_core(args: EngineArgs, timeline: Timeline) -> tuple[EngineCore, EngineInfo]:
     """``load_engine`` for the engine process, whose first answer waits for FlashInfer where its kernels are to be in graphs."""
     waits = args.wait_for_kernels or args.attention_backend == "flashinfer"
-    with contextlib.nullcontext() if waits else held_back():
+    with contextlib.nullcontext() if waits else held_back(_FLASHINFER_SECONDS):
         engine = load_engine(FileSource(args), timeline, capture_seconds=_CAPTURE_SECONDS)
     engine.core.start_threads()
     return engine.core, engine.info
 
 
 def _capture_graphs(executor: Executor[Any], seconds: float, progress: Callable[[float, str], None]) -> GraphCount:
-    """Captures graphs until the time is up."""
+    """Captures graphs until the time is up, but one of each kind at least, so that the first requests find theirs."""
     end, graphs = time.perf_counter() + seconds, executor.capture_next()
-    while graphs.captured < graphs.total and time.perf_counter() < end:
+    while graphs.captured < graphs.total and (graphs.captured < KINDS or time.perf_counter() < end):
         progress(graphs.captured / graphs.total, f"{graphs.captured} of {graphs.total}")
         graphs = executor.capture_next()
     return graphs

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import logging
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from headrace.config import EngineArgs
 from headrace.core.weights import WeightResult
-from headrace.engine.core import EngineCore
 from headrace.engine.info import EngineInfo
 from headrace.engine.timeline import Timeline
 from headrace.errors import (
@@ -30,7 +30,7 @@ from headrace.host.garbage import freeze_gc
 from headrace.host.parent import Parent, run
 from headrace.host.worker_threads import switch_threads_often, use_no_tokenizer_threads
 from headrace.outputs import OutputDelta
-from headrace.processes.kv_events import RoutingReports, publish_events
+from headrace.processes.early import begin
 from headrace.processes.messages import (
     STATS_SECONDS,
     Abort,
@@ -57,6 +57,9 @@ from headrace.processes.messages import (
 from headrace.processes.spawn import STACK_SIGNAL, STACKS_SIGNAL
 from headrace.sources.adapter import AdapterFiles
 
+if TYPE_CHECKING:
+    from headrace.engine.core import EngineCore
+
 logger = logging.getLogger("headrace.engine")
 
 _POLL_SECONDS = 0.01
@@ -64,7 +67,7 @@ _POLL_SECONDS = 0.01
 _IDLE_SECONDS = 5.0
 """Most time that an engine of several processes waits for a message before it asks whether they all still answer."""
 
-Load = Callable[[EngineArgs, Timeline], tuple[EngineCore, EngineInfo]]
+Load = Callable[[EngineArgs, Timeline], "tuple[EngineCore, EngineInfo]"]
 
 
 class EngineLoop:
@@ -234,9 +237,7 @@ def serve(load: Load, client: Parent) -> int:
 
             take_device(start.args, start.replica)
         core, info = load(start.args, timeline)
-        publish_events(core, start.args, start.replica)
-        if start.args.data_parallel_size > 1 and start.args.dp_routing_policy == "prefix":
-            core.listen(RoutingReports(core.scheduler.kv, send))
+        listen(core, start, send)
         core.weights.tell = lambda status: send(WeightsChanged(status))
         core.weights.start(start.weights)
         freeze_gc()
@@ -256,6 +257,19 @@ def serve(load: Load, client: Parent) -> int:
         return 1
 
 
+def listen(core: EngineCore, start: Start, send: Callable[[FromEngine], None]) -> None:
+    """Adds the listeners of the prefix cache that the arguments ask for, whose modules few engines need."""
+    args = start.args
+    routed = args.data_parallel_size > 1 and args.dp_routing_policy == "prefix"
+    if not (routed or args.kv_events_config.enabled):
+        return
+    from headrace.processes.kv_events import RoutingReports, publish_events
+
+    publish_events(core, args, start.replica)
+    if routed:
+        core.listen(RoutingReports(core.scheduler.kv, send))
+
+
 def _lacks_resources(error: Exception) -> bool:
     """True if the same start may succeed once files, descriptors or memory are there again."""
     # Imported by then, unless importing it is what failed.
@@ -264,8 +278,13 @@ def _lacks_resources(error: Exception) -> bool:
 
 
 def main(client: Parent) -> int:
+    begin(sys.argv[1:])
+    # Hardly anything that imports make is garbage, and looking for it would take a tenth of their time.
+    gc.disable()
     from headrace.processes.load import load_core
 
+    gc.freeze()
+    gc.enable()
     use_no_tokenizer_threads()
     switch_threads_often()
     return serve(load_core, client)

@@ -112,6 +112,11 @@ class ModelRunner:
             self.note(RunnerEvent("capture"))
         return count
 
+    @torch.inference_mode()
+    def run_first(self) -> int:
+        """Runs the steps whose kernels the first requests need, on padding rows. Returns how many; 0: there are no graphs."""
+        return self._graphs.run_first()
+
     def stop_capturing(self, reason: str) -> None:
         self._graphs.stop_capturing(reason)
 

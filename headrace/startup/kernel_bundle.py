@@ -2,7 +2,8 @@
 
 A zip file. ``manifest.json`` says what the kernels are for, and the size and SHA-256 of each file; ``triton/KEY/FILE`` are
 binaries of headrace's Triton kernels and launchers under the keys of Triton's cache, ``flashinfer/NAME.so`` modules that
-FlashInfer has compiled. Nothing is unpickled, and no path comes from the file: names consist of parts that are checked.
+FlashInfer has compiled, and ``profiles/DIGEST.json`` what starts have measured (``known.py``). Nothing is unpickled, and no
+path comes from the file: names consist of parts that are checked.
 
 The digests tell a damaged file from a whole one. They are no signature: who imports a bundle runs its code.
 """
@@ -32,12 +33,14 @@ import headrace.kernels
 from headrace.attention.flashinfer.kernels import imported_modules
 from headrace.errors import ConfigError
 from headrace.kernels import support
+from headrace.sources.user_cache import cache_directory
 
 MOST_FILES, MOST_BYTES, MOST_MANIFEST = 20_000, 2**30, 2**23
 """Limits of a bundle: its files, their bytes unpacked, and those of its manifest."""
 _MANIFEST = "manifest.json"
 _TRITON = re.compile(r"triton/([A-Z2-7]{52})/(?!\.)([\w.-]{1,200})", re.ASCII)
 _FLASHINFER = re.compile(r"flashinfer/(\w{1,240})\.so", re.ASCII)
+_PROFILE = re.compile(r"profiles/([0-9a-f]{32}\.json)", re.ASCII)
 _LAUNCHERS = ("__triton_launcher", "cuda_utils")
 """Modules that Triton compiles to launch kernels."""
 _DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError)
@@ -121,6 +124,11 @@ def caches_here() -> Caches:
     return Caches(compiled_kernels(), compiled)
 
 
+def profiles() -> Path:
+    """The folder of what starts have measured, by all that it depends on."""
+    return cache_directory() / "profiles"
+
+
 def export(machine: KernelTarget, caches: Caches) -> tuple[bytes, Content]:
     """Collects the kernels that this machine has compiled.
 
@@ -138,6 +146,8 @@ def export(machine: KernelTarget, caches: Caches) -> tuple[bytes, Content]:
         for path in sorted(folder.glob("*/*.so")) if folder is not None else ():
             if path.stem == path.parent.name and _FLASHINFER.fullmatch(name := f"flashinfer/{path.name}"):
                 paths.setdefault(name, path)
+    found = {f"profiles/{path.name}": path for path in sorted(profiles().glob("*.json"))}
+    paths |= {name: path for name, path in found.items() if _PROFILE.fullmatch(name)}
     contents = {name: path.read_bytes() for name, path in paths.items()}
     manifest = Manifest(1, machine, {name: (len(data), _digest(data)) for name, data in contents.items()})
     content = _check(manifest)
@@ -170,8 +180,10 @@ def install(file: BinaryIO, machine: KernelTarget, caches: Caches) -> Content:
         _install_triton(contents, caches.triton)
         folder = imported_modules(manifest.machine.architecture, machine.flashinfer)
         for name, data in contents.items():
-            if found := _FLASHINFER.fullmatch(name):
-                _install_module(folder / found[1] / f"{found[1]}.so", data)
+            if found := _PROFILE.fullmatch(name):
+                _install_file(profiles() / found[1], data)
+            elif found := _FLASHINFER.fullmatch(name):
+                _install_file(folder / found[1] / f"{found[1]}.so", data)
     except OSError as error:
         raise ConfigError(f"the kernels cannot be written: {error}") from None
     return content
@@ -212,7 +224,7 @@ def _check(manifest: Manifest) -> Content:
         most = f"{MOST_FILES:,} of {MOST_BYTES:,}"
         raise ConfigError(f"{len(sizes):,} files of {nbytes:,} bytes are more than a bundle may have, {most}")
     for name in manifest.files:
-        if not (_TRITON.fullmatch(name) or _FLASHINFER.fullmatch(name)):
+        if not any(pattern.fullmatch(name) for pattern in (_TRITON, _FLASHINFER, _PROFILE)):
             raise ConfigError(f"{name!r} is no name of a compiled kernel")
     binaries = sum(name.endswith(".cubin") for name in manifest.files)
     return Content(binaries, sum(name.startswith("flashinfer/") for name in manifest.files), nbytes)
@@ -253,7 +265,7 @@ def _install_triton(contents: Mapping[str, bytes], cache: Path) -> None:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def _install_module(target: Path, data: bytes) -> None:
+def _install_file(target: Path, data: bytes) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=target.parent)
     try:

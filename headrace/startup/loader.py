@@ -19,9 +19,9 @@ from headrace.parallel.agreement import Agreement
 from headrace.resolve import resolve
 from headrace.runner.runner import ModelRunner
 from headrace.startup import environment
+from headrace.startup.known import ask_compiler, compiling, profiled
 from headrace.startup.ledger import adapter_lines
 from headrace.startup.loaded import Loaded
-from headrace.startup.profile import measure
 from headrace.startup.source import ModelSource
 from headrace.startup.text import ModelText
 from headrace.startup.vision import encoder_calls, load_vision, with_vision
@@ -41,6 +41,7 @@ def load_executor(source: ModelSource, text: ModelText, timeline: Timeline) -> L
         files = dataclasses.replace(files, decisions=(*files.decisions, *chosen.decisions))
         config = resolve(args, files, chosen.spec, device)
         torch.set_num_threads(config.num_threads)
+    ask_compiler(device)
     kernels = select.begin_compiling(config.model.layers, config.attention_backends, config.device, config.dtype)
     with timeline.phase("weights") as phase:
         model, report = chosen.load(files, config, phase.bytes)
@@ -50,13 +51,13 @@ def load_executor(source: ModelSource, text: ModelText, timeline: Timeline) -> L
         make_invariant(model)
     if args.head_dtype == "float32" and isinstance(model, Decoder):
         model.lm_head.exact = True
-    profile = None
+    profile, known = None, False
     if device.cuda:
         with timeline.phase("profile") as phase:
-            profile = measure(model, config, encoder_calls(files, config, encoder))
+            profile, known = profiled(model, config, device, source.ranks, encoder_calls(files, config, encoder))
             room = source.ranks.least(profile.room)
             config = resolve(args, files, chosen.spec, device, kv_room=room)
-            phase.detail = f"{room:,} bytes left for KV cache"
+            phase.detail = f"{room:,} bytes left for KV cache" + ", by the profile of an earlier start" * known
     config = with_vision(files, config, encoder, why_encoder)
     _check_alike(source.ranks, config)
     with timeline.phase("cache"):
@@ -69,6 +70,9 @@ def load_executor(source: ModelSource, text: ModelText, timeline: Timeline) -> L
         with timeline.phase("FlashInfer") as phase:
             # Ranks capture the same graphs at the same time, so none may find a kernel ready before the others do.
             phase.detail = _await_kernels(kernels, args.wait_for_kernels or source.group.size > 1)
+    if config.graph_rows and not known and (ahead := compiling(model, device, source.ranks.size)) is not None:
+        with timeline.phase("kernels") as phase, ahead:
+            phase.detail = f"compiled ahead for {runner.run_first()} steps"
     weights = [*report.memory, *adapter_lines(model, args)]
     if encoder is not None:
         weights.append(MemoryLine("vision encoder", encoder.nbytes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -35,6 +36,8 @@ class Profile:
     """Bytes that attention backends keep from step to step."""
     vision: int = 0
     """The most that the vision encoder takes at once, beside the step that it overlaps with, and the features that are kept."""
+    libraries: int = 0
+    """Bytes of ``others`` that libraries of this process took for the step: their code on the device, and their tables."""
     slack: int = CUDA_SLACK
     """Bytes held back for what comes once the cache is there: the slots' tables, CUDA graphs, fragments."""
 
@@ -45,15 +48,27 @@ class Profile:
 
 
 @torch.inference_mode()
-def measure(model: Model, config: EngineConfig, encode: Sequence[Callable[[], object]] = ()) -> Profile:
-    """Runs the largest possible step on the model's GPU, and calls of the vision encoder."""
-    held = torch.cuda.memory_allocated()
+def measure(
+    model: Model,
+    config: EngineConfig,
+    encode: Sequence[Callable[[], object]] = (),
+    compiling: AbstractContextManager[object] | None = None,
+) -> Profile:
+    """Runs the largest possible step on the model's GPU, and calls of the vision encoder.
+
+    ``compiling``: compiles the kernels of what runs within it, and launches none. None: kernels are compiled one by one.
+    """
+    held, before = torch.cuda.memory_allocated(), _others()
     few = dataclasses.replace(config.cache, nbytes=config.cache.arena.reserved)
     caches = allocate(few, config.model, config.device, few.dtype)
     backends = make_backends(config)
     if config.graph_rows:
         for backend in distinct(backends):
             backend.reserve(torch.device(config.device))
+    # Sparse prompts read on the host what kernels have chosen.
+    if compiling is not None and config.sparse is None:
+        with compiling:
+            _largest_step(model, config, caches, backends)
     torch.cuda.reset_peak_memory_stats()
     _largest_step(model, config, caches, backends)
     if (adapters := adapter_targets(model)) is not None:
@@ -69,16 +84,23 @@ def measure(model: Model, config: EngineConfig, encode: Sequence[Callable[[], ob
     if vision:
         vision += config.args.mm_encoder_cache_bytes
     torch.cuda.empty_cache()
+    # The null block, which is all that the step saw, is the KV cache's.
+    activations, libraries = peak - held - workspaces - few.nbytes, max(_others() - before, 0)
+    found = profile_of(config, activations=activations, workspaces=workspaces, vision=vision, libraries=libraries)
+    return dataclasses.replace(found, others=_others(), held=held)
+
+
+def profile_of(config: EngineConfig, *, activations: int, workspaces: int, vision: int, libraries: int) -> Profile:
+    """The profile of a step that has not run in this process: its own parts are known, and the others are as they are now."""
+    total = int(config.args.gpu_memory_utilization * torch.cuda.mem_get_info()[1])
+    held, others = torch.cuda.memory_allocated(), _others() + libraries
+    return Profile(total, others, held, activations, workspaces, vision, libraries)
+
+
+def _others() -> int:
+    """Bytes that are neither free nor PyTorch's."""
     free, total = torch.cuda.mem_get_info()
-    return Profile(
-        total=int(config.args.gpu_memory_utilization * total),
-        others=total - free - torch.cuda.memory_reserved(),
-        held=held,
-        # The null block, which is all that the step saw, is the KV cache's.
-        activations=peak - held - workspaces - few.nbytes,
-        workspaces=workspaces,
-        vision=vision,
-    )
+    return total - free - torch.cuda.memory_reserved()
 
 
 def _peak(work: Callable[[], object]) -> int:

@@ -110,5 +110,5 @@ print(*sys.modules)
 
 
 def test_the_process_is_spawned_before_anything_is_imported() -> None:
-    loaded = set(run("from headrace.cli import main\nprint(*sys.modules)").split())
-    assert not {"torch", "transformers", "fastapi", "zmq", "numpy", "tokenizers", "openai"} & loaded
+    loaded = set(run("from headrace.cli import main, serve\nprint(*sys.modules)").split())
+    assert not {"torch", "transformers", "fastapi", "zmq", "numpy", "tokenizers", "openai", "rich"} & loaded

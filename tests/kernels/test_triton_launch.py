@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,10 +17,12 @@ import pytest
 import torch
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import compiler as nvidia
+from triton.compiler.compiler import make_backend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from headrace.kernels.triton_launch import Kernel, launched
+from headrace.kernels.triton_launch import Kernel, ask_compiler, compile_ahead, launched
 
 
 def add(x, y, out, free, count, stride, wide: tl.int64, far: tl.int64, scale, BLOCK: tl.constexpr, MODE: tl.constexpr = "up"):  # type: ignore[no-untyped-def]
@@ -169,6 +176,81 @@ def test_what_is_passed_by_name_and_is_no_constant_goes_through_triton(world: Wo
     for _ in range(2):
         world.launch(args[:-1], scale=args[-1], **named)
     assert world.through_triton == 2
+
+
+def test_what_is_compiled_ahead_is_not_launched(world: World) -> None:
+    args, named = arguments(random.Random(5))
+    with compile_ahead(2):
+        for _ in range(2):
+            world.kernel[(5, 6)](*args, **named)
+        left = [
+            torch.empty(4),
+            torch.empty_like(HELD),
+            HELD.new_empty(2, 2),
+            torch.empty_strided((2, 3), (3, 1)),
+            torch.ones(2),
+        ]
+    (compiled,) = world.compiled
+    assert not compiled.launches
+    # Whatever a kernel would have written may index something.
+    assert [int(each.count_nonzero()) for each in left] == [0, 0, 0, 0, 2]
+    made, launch = world.launch(args, **named)
+    assert made is compiled and plain(launch) == plain(world.wanted(args, **named)[1])
+
+
+AHEAD = """
+import sys
+import torch
+from triton import knobs
+from triton.runtime.jit import JITFunction
+from compile_kernels import activation, compile_only, norm
+from headrace.kernels.triton_launch import compile_ahead
+run = JITFunction.run
+compile_only(90)
+JITFunction.run = run
+knobs.compilation.listener = lambda **facts: print(facts["src"].fn.__name__, "found" if facts["cache_hit"] else "compiled")
+x = torch.zeros(4, 4096, dtype=torch.bfloat16)
+with compile_ahead(2):
+    for _ in range(2):
+        norm.rms_norm(x, x[0], 1e-6)
+        activation.silu_mul(x)
+print("torch._dynamo" in sys.modules)
+"""
+
+
+@pytest.mark.slow
+def test_another_process_finds_what_was_compiled_ahead(tmp_path: Path) -> None:
+    """Each is compiled once, for a device that is not here, and without torch's compiler, whose import takes seconds."""
+
+    def compiled() -> list[str]:
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        environment |= {
+            "TRITON_CACHE_DIR": str(tmp_path),
+            "PYTHONPATH": os.pathsep.join((str(Path(__file__).parent), *sys.path)),
+        }
+        done = subprocess.run([sys.executable, "-c", AHEAD], env=environment, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return sorted(done.stdout.splitlines())
+
+    assert compiled() == ["False", "_gated compiled", "_rms_norm compiled"]
+    assert compiled() == ["False", "_gated found", "_rms_norm found"]
+
+
+def test_launches_after_an_error_are_launches(world: World) -> None:
+    args, named = arguments(random.Random(6))
+    with pytest.raises(ValueError, match="no such step"), compile_ahead(2):
+        raise ValueError("no such step")
+    assert world.launch(args, **named)[0].launches
+
+
+def test_the_compiler_is_asked_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the device's process, before a launch needs the answer."""
+    devices: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    monkeypatch.setattr(nvidia, "get_ptxas_version", functools.cache(nvidia.get_ptxas_version))
+    ask_compiler(3)
+    make_backend(world.device.get_current_target()).hash()
+    assert devices == [3] and nvidia.get_ptxas_version.cache_info().misses == 1
 
 
 def test_the_interpreter_keeps_its_functions() -> None:

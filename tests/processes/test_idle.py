@@ -13,6 +13,7 @@ from support.engine.fakes import FakeRunner, make_core
 from headrace.errors import RankLostError
 from headrace.host.channel import Channel as SocketChannel
 from headrace.processes import process
+from headrace.processes.load import _capture_graphs
 from headrace.processes.messages import Shutdown, Stats, decode_from_engine, encode
 from headrace.processes.process import EngineLoop
 from headrace.runner.graphs import GraphCount
@@ -77,6 +78,15 @@ def test_with_work_nothing_is_captured() -> None:
     core.executor = runner
     core.scheduler.has_work = lambda: True  # type: ignore[method-assign]
     assert not core.idle() and runner.captured == 0
+
+
+@pytest.mark.parametrize(("most", "captured"), [(2, 2), (4, 4), (100, 4)])
+def test_a_graph_of_each_kind_is_captured_before_requests_are_taken(most: int, captured: int) -> None:
+    """However short the time is: others take their place, so that no first request waits for a kernel."""
+    runner: Any = Capturing(most)
+    told: list[str] = []
+    assert _capture_graphs(runner, 0.0, lambda fraction, detail: told.append(detail)) == GraphCount(captured, most)
+    assert told == [f"{count} of {most}" for count in range(1, captured)]
 
 
 class Ranks(FakeRunner):

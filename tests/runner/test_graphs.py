@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 from typing import Any
 
 import msgspec
@@ -236,6 +237,21 @@ def test_the_first_graphs_stand_in_for_the_others(monkeypatch: pytest.MonkeyPatc
         same(engine.run(), serve(World(), requests))
     assert [result.replayed for result in engine.results] == [True] * 3
     assert graphs.models == [Shape(6, 24), Shape(6, 0), Shape(6, 0)] and graphs.draws == [SampleShape(6, False)] * 3
+
+
+def test_first_steps_run_without_being_captured_and_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those whose graphs are captured first."""
+    made, graphs = uncaptured(monkeypatch)
+    ran: list[Shape | SampleShape] = []
+    run = graphs._run
+    monkeypatch.setattr(graphs, "_run", lambda shape: (ran.append(shape), run(shape)))
+    assert made.run_first() == 4 and ran == list(itertools.islice(graphs.shapes(), 4))
+    assert made.graphs().captured == 0 and not graphs._compiled
+    monkeypatch.undo()
+    engine, requests = Engine(World(), made), [request("r", prompt(1, 4), max_tokens=3, ignore_eos=True)]
+    engine.add(*requests)
+    with torch.inference_mode():
+        same(engine.run(), serve(World(), requests))
 
 
 def test_a_missing_graph_is_captured_by_the_second_step_that_misses_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ HERE = KernelTarget(
 )
 KERNEL, OTHERS, OLD, BLACKWELL, LAUNCHER = (letter * 52 for letter in "ABCDE")
 """Keys of Triton's cache."""
+PROFILE = "0123456789abcdef" * 2
 MODULE = "batch_prefill_with_kv_cache_dtype_q_bf16_head_dim_qk_128_use_swa_False_sm90"
 
 
@@ -43,6 +44,9 @@ def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Caches:
     module.parent.mkdir(parents=True)
     module.write_bytes(b"a module")
     (module.parent / "build.ninja").touch()
+    kernel_bundle.profiles().mkdir(parents=True)
+    (kernel_bundle.profiles() / f"{PROFILE}.json").write_bytes(b"measured")
+    (kernel_bundle.profiles() / "half.tmp").touch()
     return Caches(tmp_path / "triton", tmp_path / "flashinfer")
 
 
@@ -74,6 +78,8 @@ def test_kernels_travel(caches: Caches, tmp_path: Path, monkeypatch: pytest.Monk
     folder = kernel_bundle.imported_modules("sm90", "0.6.14")
     assert folder.is_relative_to(there / "user")
     assert (folder / MODULE / f"{MODULE}.so").read_bytes() == b"a module"
+    (profile,) = kernel_bundle.profiles().iterdir()
+    assert profile.is_relative_to(there / "user") and (profile.name, profile.read_bytes()) == (f"{PROFILE}.json", b"measured")
     # A machine that imported kernels passes them on.
     assert export(HERE, Caches(there / "triton", None))[0] == data
 
@@ -164,6 +170,7 @@ def odd_device(manifest: dict[str, Any], files: dict[str, bytes]) -> None:
         (renamed("flashinfer/../../escaped.so"), "no name of a compiled kernel"),
         (renamed("/etc/escaped.so"), "no name of a compiled kernel"),
         (renamed(f"triton/{KERNEL}/../{OTHERS}/x.cubin"), "no name of a compiled kernel"),
+        (renamed("profiles/../0123456789abcdef.json"), "no name of a compiled kernel"),
         (renamed(f"triton/{KERNEL}/.."), "no name of a compiled kernel"),
         (renamed("triton/short/x.cubin"), "no name of a compiled kernel"),
         (changed, "damaged"),
@@ -175,12 +182,15 @@ def odd_device(manifest: dict[str, Any], files: dict[str, bytes]) -> None:
         (odd_device, "no bundle of kernels"),
     ],
 )
-def test_a_hostile_bundle_writes_nothing(edit: Any, why: str, caches: Caches, tmp_path: Path) -> None:
+def test_a_hostile_bundle_writes_nothing(
+    edit: Any, why: str, caches: Caches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data, _ = export(HERE, caches)
     there = Caches(tmp_path / "there" / "triton", None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "there" / "user"))
     with pytest.raises(ConfigError, match=why):
         install(repacked(data, edit), msgspec.structs.replace(HERE, architecture=""), there)
-    assert not (tmp_path / "there").exists() and not (tmp_path / "user").exists()
+    assert not (tmp_path / "there").exists()
 
 
 @pytest.mark.parametrize("cut", [0, 10, -30])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.gpu_memory import HELD, OTHERS, PEAK, TOTAL, gpu
 from support.resolving import GIB, HOPPER, a_device, on_gpu
 from support.runner.harness import World, model
 from support.runner.sparse_world import SparseWorld, elastic
@@ -21,9 +22,8 @@ from headrace.startup import profile as profiles
 from headrace.startup.ledger import cache_lines, ledger, planned_ledger
 from headrace.startup.profile import Profile, measure, paused_states
 
-__all__ = ["a_device"]
+__all__ = ["a_device", "gpu"]
 
-TOTAL, OTHERS, HELD, PEAK = 80 * GIB, 3 * GIB, 7 * GIB, 11 * GIB
 MEASURED = Profile(total=TOTAL, others=OTHERS, held=HELD, activations=5 * GIB, workspaces=GIB)
 
 
@@ -52,21 +52,6 @@ class Keeping:
         self.workspaces.append(torch.empty(1000, dtype=torch.uint8))
 
     def replan(self, lengths: object) -> None: ...
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers for PyTorch as if there were one GPU, of which other processes have 3 GiB."""
-    cuda = {
-        "memory_allocated": HELD,
-        "max_memory_allocated": PEAK,
-        "memory_reserved": 9 * GIB,
-        "mem_get_info": (TOTAL - OTHERS - 9 * GIB, TOTAL),
-    }
-    for name, answer in cuda.items():
-        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
-    for name in ("reset_peak_memory_stats", "synchronize", "empty_cache"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
 
 
 @pytest.mark.usefixtures("gpu")

@@ -107,13 +107,16 @@ _may_begin.set()
 
 
 @contextlib.contextmanager
-def held_back() -> Iterator[None]:
-    """Lets no thread begin meanwhile: importing FlashInfer takes the interpreter for two seconds from whatever else runs."""
+def held_back(seconds: float) -> Iterator[None]:
+    """Lets no thread begin meanwhile, nor for so many seconds after: importing FlashInfer takes the interpreter for two seconds
+    from whatever else runs, such as the first request."""
     _may_begin.clear()
     try:
         yield
     finally:
-        _may_begin.set()
+        later = threading.Timer(seconds, _may_begin.set)
+        later.daemon = True
+        later.start()
 
 
 class Compiling:

@@ -179,13 +179,19 @@ def test_prefill_that_cannot_be_captured_is_left_to_the_backend_of_decode(
 def test_kernels_are_held_back_while_an_engine_starts(flashinfer: Device) -> None:
     spec = layer_spec(mla=None)
     kernel = kernels.for_few_queries(spec, torch.bfloat16)
-    with kernels.held_back():
+    with kernels.held_back(0.0):
         held = kernels.Compiling(kernel)
         held.join(0.05)
         assert held.pending and not flashinfer.built
     held.join(10)
     assert held.ready
-    with kernels.held_back():
+    flashinfer.built.clear()
+    with kernels.held_back(3600.0):
+        pass
+    first_request = kernels.Compiling(kernel)
+    first_request.join(0.05)
+    assert first_request.pending and not flashinfer.built
+    with kernels.held_back(3600.0):
         waited_for = kernels.Compiling(kernel)
         waited_for.join(None)
         assert waited_for.ready

@@ -24,6 +24,7 @@ from torch import nn
 import headrace
 from headrace.config import EngineConfig
 from headrace.kernels import support
+from headrace.model_spec import DenseSpec, ModelSpec
 from headrace.models.decoder import Decoder
 from headrace.models.interface import Model
 from headrace.parallel.agreement import Agreement
@@ -70,7 +71,7 @@ def profiled(
     known = None if file is None else _read(file)
     if not ranks.any(known is None) and known is not None:
         return profile_of(config, **msgspec.structs.asdict(known)), True
-    profile = measure(model, config, encode, compiling(model, device, ranks.size))
+    profile = measure(model, config, encode, compiling(model, config, device, ranks.size))
     if file is not None:
         found = KnownProfile(**{name: getattr(profile, name) for name in KnownProfile.__struct_fields__})
         keep(file, msgspec.json.encode(found).decode())
@@ -89,16 +90,20 @@ def _ask_compiler(device: int) -> None:
     triton_launch.ask_compiler(device)
 
 
-def compiling(model: Model, device: DeviceFacts, ranks: int) -> AbstractContextManager[object] | None:
-    """Compiles the kernels of what runs within it on the cores that a rank has, and launches none.
+def compiling(model: Model, config: EngineConfig, device: DeviceFacts, ranks: int) -> AbstractContextManager[object] | None:
+    """Compiles the kernels of what runs within it on this process's cores, and launches none.
 
-    None: there is no Triton, or the model is another library's, which may do with results what it likes.
+    None: there is no Triton, or zeros in place of what kernels write might lead other code astray: libraries' models, the
+    routing of experts, packed weights, states, and ranks that wait for each other.
     """
-    if support.refusals(device.device) or not isinstance(model, Decoder):
+    facts = config.model
+    if support.refusals(device.device) or not isinstance(model, Decoder) or not isinstance(facts, ModelSpec) or ranks > 1:
+        return None
+    if facts.states or config.quantization != "none" or not all(isinstance(mlp, DenseSpec) for mlp in facts.mlps):
         return None
     from headrace.kernels.triton_launch import compile_ahead
 
-    return compile_ahead(min(_THREADS, max(1, device.num_cores // ranks)))
+    return compile_ahead(min(_THREADS, device.num_cores))
 
 
 def _read(file: Path) -> KnownProfile | None:

@@ -15,6 +15,8 @@ from support.gpu_memory import HELD, OTHERS, TOTAL, gpu
 from support.resolving import GIB, HOPPER
 from support.runner.harness import World, model
 
+from headrace.config import EngineConfig
+from headrace.model_spec import ModelSpec, MoeSpec
 from headrace.parallel.agreement import OneProcess
 from headrace.startup import known
 from headrace.startup.known import profiled
@@ -153,5 +155,18 @@ def test_a_model_of_another_library_leaves_nothing(starts: Starts, tmp_path: Pat
         return profiled(foreign, starts.config, starts.device, OneProcess(), [])[1]
 
     assert not start() and not start()
-    assert known.compiling(Foreign(), starts.device, 1) is None  # type: ignore[arg-type]
+    assert known.compiling(Foreign(), starts.config, starts.device, 1) is None  # type: ignore[arg-type]
     assert not (tmp_path / "headrace").exists()
+
+
+def test_kernels_of_dense_floats_alone_are_compiled_ahead(starts: Starts) -> None:
+    def compiles(config: EngineConfig, ranks: int = 1) -> bool:
+        return known.compiling(starts.model, config, starts.device, ranks) is not None
+
+    config = starts.config
+    assert isinstance(config.model, ModelSpec)
+    experts = MoeSpec(num_experts=4, top_k=2, intermediate_size=32)
+    mixture = dataclasses.replace(config.model, mlps=(experts, *config.model.mlps[1:]))
+    assert compiles(config) and not compiles(config, ranks=2)
+    assert not compiles(dataclasses.replace(config, quantization="fp8"))
+    assert not compiles(dataclasses.replace(config, model=mixture))

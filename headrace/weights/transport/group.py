@@ -1,6 +1,6 @@
 """WeightGroup: a group of a trainer and the ranks of engines, in which rank 0, the trainer's, broadcasts weights.
 
-The group is built on torch's store and backends alone, without torch's table of process groups: a rank may be in several.
+The group is built without torch's table of process groups: a rank may be in several.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from headrace.core.weights import GroupSource, GroupSpec
 from headrace.errors import ConfigError
-from headrace.weights.transport.nccl import DirectGroup
+from headrace.weights.transport.nccl import NcclGroup
 from headrace.weights.transport.source import OpenSource, announced
 from headrace.weights.update import TensorFacts
 
@@ -50,31 +50,25 @@ def join_group(spec: GroupSpec, rank: int, device: torch.device, seconds: float)
     Raises:
         Exception: the members did not come together in time.
     """
-    direct = spec.protocol == "vllm" and spec.backend == "nccl"
-    if direct and spec.unique_id:
-        return DirectGroup(spec, None, rank, device, seconds)
-    libuv = spec.protocol == "torch"
-    timeout = timedelta(seconds=seconds)
-    # A client that names no world size is not counted, and the store's host would wait for it in vain.
-    store = TCPStore(spec.address, spec.port, spec.world_size, False, timeout, multi_tenant=libuv, use_libuv=libuv)
-    if direct:
-        return DirectGroup(spec, store, rank, device, seconds)
-    return TorchGroup(spec, store, rank, device, timeout)
+    store: Store | None = None
+    if not spec.unique_id:
+        libuv, timeout = spec.protocol == "torch", timedelta(seconds=seconds)
+        # A client that names no world size is not counted, and the store's host would wait for it in vain.
+        store = TCPStore(spec.address, spec.port, spec.world_size, False, timeout, multi_tenant=libuv, use_libuv=libuv)
+    if spec.backend == "nccl":
+        return NcclGroup(spec, store and _prefixed(store, spec), rank, device, seconds)
+    assert store is not None, "over gloo there is no id"
+    return GlooGroup(spec, _prefixed(store, spec), rank, timeout)
 
 
-class TorchGroup(WeightGroup):
-    """A group over a backend of PyTorch."""
+class GlooGroup(WeightGroup):
+    """A group over PyTorch's backend of that name."""
 
-    def __init__(self, spec: GroupSpec, store: Store, rank: int, device: torch.device, timeout: timedelta) -> None:
+    device = torch.device("cpu")
+
+    def __init__(self, spec: GroupSpec, store: Store, rank: int, timeout: timedelta) -> None:
         self.spec = spec
-        self.device = device if spec.backend == "nccl" else torch.device("cpu")
-        prefixed = _prefixed(store, spec)
-        if spec.backend == "gloo":
-            self._group: Any = dist.ProcessGroupGloo(prefixed, rank, spec.world_size, timeout)
-        else:
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            self._group = dist.ProcessGroupNCCL(prefixed, rank, spec.world_size, options)
+        self._group: Any = dist.ProcessGroupGloo(store, rank, spec.world_size, timeout)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         options = dist.BroadcastOptions()
@@ -88,7 +82,7 @@ class TorchGroup(WeightGroup):
 def _prefixed(store: Store, spec: GroupSpec) -> Store:
     """The store, with the prefixes that the trainer's side gives its keys."""
     if spec.protocol == "vllm":
-        return PrefixStore("weights", store)
+        return PrefixStore("weights", store) if spec.backend == "gloo" else store
     device = "cpu" if spec.backend == "gloo" else "cuda"
     for prefix in (spec.name, f"{spec.name}/", f"{device}/"):
         store = PrefixStore(prefix, store)

@@ -340,5 +340,5 @@ class RankReply(msgspec.Struct, frozen=True, array_like=True):
     """Tensors: of the load so far, or with ``Missing`` since ``Forget``."""
     missing: list[str] = []
     fixed: list[str] = []
-    """With ``Missing``: tensors that no update writes."""
+    """With ``Missing``: tensors that only the model's files write."""
     checksums: dict[str, int] = {}

@@ -29,6 +29,7 @@ from .test_experts import (
     gptq,
     loaded,
     ordered,
+    read_again,
     same_answers,
     saved,
     saved_gpt_oss,
@@ -107,6 +108,7 @@ def test_inputs_in_another_order_are_gathered(tmp_path: Path, monkeypatch: pytes
     (held, _), (floats, _) = (loaded(hf_config, tmp_path, how) for how in ("stored", "none"))
     assert any("order" in name for one in same_experts(held, floats) for name, _ in one.named_buffers())
     same_answers(held, floats, 1e-3)
+    read_again(held, hf_config, tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     name = "model.layers.0.mlp.experts.1.up_proj.g_idx"
     stored[name] = stored[name].roll(32)

@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.models import hybrids
 from support.models.architectures import quiet
 from support.models.tiny_llama import write_config, write_model
 from transformers import Qwen3MoeConfig
@@ -268,6 +269,34 @@ def test_memory_falls(tmp_path: Path, times: int) -> None:
         resident.append(measured.resident())
     assert resident[-1] <= 1.01 * resident[0] + 2**20
     measured.llm.close()
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("family", ["qwen3-next", "granite-moe"])
+def test_states_and_graphs_on_a_gpu(family: str, tmp_path: Path) -> None:
+    """Graphs read states where they are after sleep, and take no more memory while they are captured again."""
+    with quiet():
+        hybrids.pair(family)[0].save_pretrained(tmp_path)
+    llm = build(tmp_path, device="cuda", skip_tokenizer_init=True, dtype="bfloat16", deterministic=True)
+    executor: Any = llm._engine.executor
+
+    def captured() -> None:
+        while (count := executor.capture_next()).captured < count.total:
+            pass
+
+    captured()
+    before, steady = outputs_of(llm), torch.cuda.memory_reserved()
+    for level in (1, 2):
+        torch.cuda.reset_peak_memory_stats()
+        llm.sleep(level)
+        llm.wake_up()
+        if level == 2:
+            llm.reload_weights()
+        captured()
+        assert torch.cuda.max_memory_reserved() <= 1.05 * steady
+        assert outputs_of(llm) == before
+    llm.close()
 
 
 @pytest.mark.slow

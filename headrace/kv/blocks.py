@@ -60,7 +60,7 @@ class SequenceBlocks:
     due: int = 0
     """Number of collected tokens from which on ``KVCacheManager.advance`` has something to do."""
     rows: TokenRows | None = None
-    """What the sequence's request gets back of each token: it finds cached blocks that have these rows alone."""
+    """Filled in for a request that gets them back. It finds cached blocks that have rows alone."""
     states: SequenceStates = dataclasses.field(default_factory=SequenceStates)
     """State blocks, of models with state layers."""
 

@@ -24,7 +24,7 @@ from headrace.core.weights import GroupSpec, IpcHandle, IpcSource, TensorSpec
 from headrace.errors import ConfigError
 from headrace.server.settings import ServerSettings
 from headrace.weights.transport import nccl
-from headrace.weights.transport.nccl import NcclGroup, unique_id
+from headrace.weights.transport.nccl import DirectGroup, unique_id
 from headrace.weights.transport.shared import OpenHandles, OpenSegment, _check
 from headrace.weights.transport.sibling import OpenSibling, send_weights
 
@@ -91,10 +91,10 @@ def test_torch_s_members_meet_at_the_first_broadcast(monkeypatch: pytest.MonkeyP
     library, store = FakeNccl(mute), HashStore()
     monkeypatch.setattr(nccl, "_library", lambda: library)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(NcclGroup, "_stream", lambda self: None)
-    monkeypatch.setattr(NcclGroup, "_wait", lambda self, what: None)
+    monkeypatch.setattr(DirectGroup, "_stream", lambda self: None)
+    monkeypatch.setattr(DirectGroup, "_wait", lambda self, what: None)
     spec = GroupSpec(name="g", address="", port=0, rank_offset=1, world_size=3, protocol="torch", backend="nccl")
-    group = NcclGroup(spec, store, 2, torch.device("cuda"), 0.05)
+    group = DirectGroup(spec, store, 2, torch.device("cuda"), 0.05)
     assert not library.joined
     store.set("0", ID)  # type: ignore[arg-type]
     for _ in range(2):

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from headrace.core.weights import GroupSource, GroupSpec
 from headrace.errors import ConfigError
-from headrace.weights.transport.nccl import NcclGroup
+from headrace.weights.transport.nccl import DirectGroup
 from headrace.weights.transport.source import OpenSource, announced
 from headrace.weights.update import TensorFacts
 
@@ -50,19 +50,19 @@ def join_group(spec: GroupSpec, rank: int, device: torch.device, seconds: float)
     Raises:
         Exception: the members did not come together in time.
     """
-    store: Store | None = None
-    if not spec.unique_id:
-        libuv, timeout = spec.protocol == "torch", timedelta(seconds=seconds)
-        # A client that names no world size is not counted, and the store's host would wait for it in vain.
-        store = TCPStore(spec.address, spec.port, spec.world_size, False, timeout, multi_tenant=libuv, use_libuv=libuv)
+    if spec.unique_id:
+        return DirectGroup(spec, None, rank, device, seconds)
+    libuv, timeout = spec.protocol == "torch", timedelta(seconds=seconds)
+    # A client that names no world size is not counted, and the store's host would wait for it in vain.
+    store = TCPStore(spec.address, spec.port, spec.world_size, False, timeout, multi_tenant=libuv, use_libuv=libuv)
+    prefixed = _prefixed(store, spec)
     if spec.backend == "nccl":
-        return NcclGroup(spec, store and _prefixed(store, spec), rank, device, seconds)
-    assert store is not None, "over gloo there is no id"
-    return GlooGroup(spec, _prefixed(store, spec), rank, timeout)
+        return DirectGroup(spec, prefixed, rank, device, seconds)
+    return TorchGroup(spec, prefixed, rank, timeout)
 
 
-class GlooGroup(WeightGroup):
-    """A group over PyTorch's backend of that name."""
+class TorchGroup(WeightGroup):
+    """A group over PyTorch's gloo."""
 
     device = torch.device("cpu")
 

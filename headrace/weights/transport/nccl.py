@@ -1,4 +1,4 @@
-"""NcclGroup: a group over NCCL, called directly: PyTorch ends the process when a broadcast does not come in time."""
+"""DirectGroup: a group over NCCL, called directly: PyTorch ends the process when a broadcast does not come in time."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def unique_id(pickled: bytes) -> bytes:
     return ids[0]
 
 
-class NcclGroup:
+class DirectGroup:
     """One rank's membership. Nothing waits longer than ``seconds``: then the communicator is given up.
 
     Members of torch's groups find each other at the first broadcast, since only then PyTorch's side makes its id.

@@ -10,10 +10,11 @@ import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
-from headrace.core.weights import RankReply, SleepTag
+from headrace.core.weights import DeviceMemory, RankReply, SleepTag
 from headrace.host import pages
 from headrace.models.interface import Model
 from headrace.models.kinds import model_tensors
@@ -211,7 +212,7 @@ class SleepingMemory:
             _give_back()
         if self.own_process and self._others is not None and self._runner.device.type == "cuda" and self._stack is None:
             self._stack = _set_stack(0)
-        return RankReply()
+        return RankReply(memory=[_in_use(self._runner.device)])
 
     @torch.inference_mode()
     def restore(self, tags: Sequence[SleepTag]) -> RankReply:
@@ -242,6 +243,13 @@ def _give_back() -> None:
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
     pages.trim()
+
+
+def _in_use(device: torch.device) -> DeviceMemory:
+    if device.type != "cuda":
+        return DeviceMemory(str(device), psutil.Process().memory_info().rss, 0)
+    free, total = torch.cuda.mem_get_info(device)
+    return DeviceMemory(str(device), total - free, torch.cuda.memory_reserved(device))
 
 
 def _set_stack(nbytes: int) -> int | None:

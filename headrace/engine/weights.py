@@ -16,6 +16,7 @@ from headrace.core.weights import (
     Check,
     Checksums,
     Compare,
+    DeviceMemory,
     Drop,
     Export,
     Fail,
@@ -396,7 +397,7 @@ class WeightControl:
         def paused(result: WeightResult) -> None:
             if result.status == 200:
                 try:
-                    self._fall_asleep(command)
+                    result = msgspec.structs.replace(result, memory=self._fall_asleep(command))
                 except WeightsError as error:
                     self._end_own_sleep()
                     result = WeightResult(status=error.status, error=str(error))
@@ -405,8 +406,8 @@ class WeightControl:
 
         return self._tighten(command.mode, paused)
 
-    def _fall_asleep(self, command: Sleep) -> None:
-        """No step is in flight."""
+    def _fall_asleep(self, command: Sleep) -> list[DeviceMemory]:
+        """No step is in flight. Returns what is in use then."""
         tags, level = command.tags if command.level else (), command.level
         if level == 2 and "weights" in tags and (command.until_update or self._rank(Missing()).fixed):
             unread = self._rank(Check(FilesSource())).error
@@ -417,9 +418,10 @@ class WeightControl:
         if "kv_cache" in tags:
             self._core.preempt_all()
             self._core.reset_prefix_cache()
-        if tags and (error := self._rank(Release(tags, level == 2)).error):
+        released = self._rank(Release(tags, level == 2)) if tags else RankReply()
+        if released.error:
             self._rank(Restore(tuple(tag for tag in tags if tag not in self._asleep)))
-            raise WeightsError(error, 503)
+            raise WeightsError(released.error, 503)
         self._asleep |= {"scheduling", *tags}
         self._level = max(level, self._level)
         self._until_update = self._until_update or command.until_update
@@ -427,6 +429,7 @@ class WeightControl:
             self._rank(Forget())
             self._dropped = True
             self._damage = "hollow", "the weights were dropped (sleep level 2): update or reload them"
+        return released.memory
 
     def _wake(self, tags: tuple[SleepTag, ...] | None) -> None:
         """Raises: WeightsError: a rank has no memory for it; what is woken stays awake."""

@@ -285,6 +285,7 @@ def test_a_process_of_its_own_gives_stacks_back(folder: Path) -> None:
         llm.sleep(1)
         free, total = torch.cuda.mem_get_info()
         asleep.append(total - free)
+        assert llm.is_sleeping and torch.cuda.memory_reserved() < 2**24
         llm.wake_up()
         assert outputs_of(llm) == before
         executor.own_process()
@@ -298,7 +299,8 @@ def test_ranks_and_replicas(folder: Path, args: dict[str, Any]) -> None:
     llm = build(folder, **args)
     before = outputs_of(llm)
     for level in (1, 2):
-        llm.sleep(level)  # type: ignore[arg-type]
+        memory = llm._engine.command(Sleep(level)).memory  # type: ignore[arg-type]
+        assert [one.device for one in memory] == ["cpu"] * 2 and all(one.used > 2**24 for one in memory)
         assert llm.is_sleeping
         llm.wake_up()
         if level == 2:

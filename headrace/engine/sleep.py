@@ -210,7 +210,8 @@ class SleepingMemory:
             return RankReply(error=f"no memory was given back: {type(error).__name__}: {error}".partition("\n")[0])
         finally:
             _give_back()
-        if self.own_process and self._others is not None and self._runner.device.type == "cuda" and self._stack is None:
+        all_asleep = self._weights.released and self._kv.released
+        if self.own_process and all_asleep and self._runner.device.type == "cuda" and self._stack is None:
             self._stack = _set_stack(0)
         return RankReply(memory=[_in_use(self._runner.device)])
 

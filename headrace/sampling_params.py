@@ -192,8 +192,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     return_sampling_mask: bool = False
     """Report the tokens that masks and filters left to sample from, beside the logprobs of each output token."""
     return_routed_experts: bool = False
-    """Report the experts that a mixture's routers chose for each token. Needs --enable-return-routed-experts; the request takes
-    no prefix from the cache."""
+    """Report the experts that a mixture's routers chose for each token. Needs --enable-return-routed-experts; of the prefix
+    cache, the request takes what requests of its kind have left there."""
     prompt_logprobs: Annotated[int | None, OptionSpec(min=-1, max=INT32_MAX, apis=api("vLLM"))] = None
     """Number of most likely tokens to report at each prompt position. -1: the whole vocabulary."""
     structured_outputs: Annotated[StructuredOutputsParams | None, OptionSpec(metavar="JSON", apis=api("vLLM"))] = None

@@ -12,37 +12,8 @@ from headrace.core.matcher import Matcher
 from headrace.core.points import ChunkGrid
 from headrace.core.request import Request
 from headrace.core.sparse import SparsePrompt
-from headrace.errors import EngineError
-from headrace.kv import Item, SequenceBlocks
+from headrace.kv import Item, SequenceBlocks, TokenRows
 from headrace.outputs import Failure, FinishReason, PrefixReport, RequestTimes, TokenLogprobs
-
-
-class TokenExperts:
-    """Experts that routers chose: rows of ``RoutedExperts.data``, a token each, from the first token on."""
-
-    def __init__(self) -> None:
-        self._data = bytearray()
-        self._width = 0
-        """Bytes of a token."""
-
-    def put(self, start: int, num_tokens: int, data: bytes) -> None:
-        """Stores the rows of tokens ``start, start + 1, ...``; those of tokens that are computed again replace earlier ones.
-
-        Raises:
-            EngineError: rows are missing.
-        """
-        self._width = len(data) // num_tokens
-        if not data or len(self._data) < start * self._width:
-            raise EngineError(f"{len(data)} bytes of the experts of {num_tokens} tokens from {start} on: some are missing")
-        self._data[start * self._width : (start + num_tokens) * self._width] = data
-
-    def first(self, num_tokens: int) -> bytes:
-        """The rows of the first tokens, as far as there are."""
-        return bytes(self._data[: num_tokens * self._width])
-
-    def begin_with(self, other: TokenExperts, num_tokens: int) -> None:
-        """Takes over the rows of tokens that two sequences share."""
-        self._data, self._width = bytearray(other.first(num_tokens)), other._width
 
 
 class Status(enum.Enum):
@@ -123,7 +94,7 @@ class Sequence:
     """State of the request's constraint after the known outputs; None: there is no constraint, or it is being compiled."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Logprobs of prompt tokens 1, 2, ..., filled in as they are computed; None: not requested, or delivered already."""
-    routed_experts: TokenExperts | None = None
+    routed_experts: TokenRows | None = None
     """Choices for the tokens that are computed, filled in with their steps; None: not requested."""
     versions: list[tuple[int, str]] = dataclasses.field(default_factory=lambda: [(0, "0")])
     """(output tokens before it, name) of each version of the weights that the sequence has met."""
@@ -149,7 +120,7 @@ class Sequence:
         if self.request.sampling.prompt_logprobs is not None and self.index == 0:
             self.prompt_logprobs = [None] * (self.num_prompt - 1)
         if self.request.sampling.return_routed_experts:
-            self.routed_experts = TokenExperts()
+            self.routed_experts = self.blocks.rows = TokenRows()
 
     @property
     def num_tokens(self) -> int:
@@ -174,7 +145,7 @@ class Sequence:
         """Whether its result is made of all tokens of the prompt, so that no cached prefix can stand in for some of them."""
         pooling = self.request.pooling
         pooled = pooling is not None and pooling.computes_all
-        return pooled or self.prompt_logprobs is not None or self.routed_experts is not None
+        return pooled or self.prompt_logprobs is not None
 
     @property
     def ready(self) -> bool:

@@ -48,4 +48,4 @@ def share_prompt(kv: KVCacheManager, seq: Sequence, sibling: Sequence, boundary:
     if boundary and kv.can_fork(seq.blocks, boundary):
         kv.fork(seq.blocks, sibling.blocks, boundary)
         if seq.routed_experts is not None and sibling.routed_experts is not None:
-            sibling.routed_experts.begin_with(seq.routed_experts, boundary)
+            sibling.routed_experts.begin([seq.routed_experts.first(boundary)], boundary)

@@ -258,6 +258,17 @@ class WeightStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Tensors that loads have written so far."""
 
 
+class DeviceMemory(msgspec.Struct, frozen=True, array_like=True):
+    """Memory that is in use on the device of a rank."""
+
+    device: str
+    used: int
+    """Bytes: on a GPU, of all processes; on a CPU, of this one."""
+    pytorch: int
+    """Bytes of these that PyTorch's allocator for the GPU holds. The others are CUDA's context, code of kernels, memory of
+    libraries, and other processes."""
+
+
 class WeightResult(msgspec.Struct, frozen=True, kw_only=True):
     """Answer to a command."""
 
@@ -271,6 +282,8 @@ class WeightResult(msgspec.Struct, frozen=True, kw_only=True):
     """The first of the tensors that the update did not write."""
     num_kept: int = 0
     checksums: dict[str, int] = {}
+    memory: list[DeviceMemory] = []
+    """With ``Sleep``: of each rank of each replica, once it is asleep."""
 
 
 # Of an executor's ranks
@@ -340,5 +353,7 @@ class RankReply(msgspec.Struct, frozen=True, array_like=True):
     """Tensors: of the load so far, or with ``Missing`` since ``Forget``."""
     missing: list[str] = []
     fixed: list[str] = []
-    """With ``Missing``: tensors that no update writes."""
+    """With ``Missing``: tensors that only the model's files write."""
+    memory: list[DeviceMemory] = []
+    """With ``Release``."""
     checksums: dict[str, int] = {}

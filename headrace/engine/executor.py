@@ -119,6 +119,10 @@ class LocalExecutor(Executor[StepHandle]):
         self._files = files
         self._memory = SleepingMemory(model, runner, own_weights=files is not None)
 
+    def own_process(self) -> None:
+        """Says that nothing else in the process runs on the GPU."""
+        self._memory.own_process = True
+
     def execute(self, plan: StepPlan) -> StepHandle:
         return self.runner.execute(plan)
 

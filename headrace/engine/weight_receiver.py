@@ -35,7 +35,7 @@ from headrace.core.weights import (
     Source,
 )
 from headrace.errors import ConfigError, listed
-from headrace.models.kinds import model_tensors, unwritable
+from headrace.models.kinds import from_files, model_tensors
 from headrace.models.update import update_plan
 from headrace.weights.checksum import checksum
 from headrace.weights.transport.group import OpenBroadcasts, WeightGroup, join_group
@@ -130,9 +130,9 @@ class WeightReceiver:
                 self._whole = False
             case Missing():
                 table = self._table or self._plan([])
-                count, fixed = sum(map(len, self._written.values())), set().union(*unwritable(self._model).values())
+                count, fixed = sum(map(len, self._written.values())), sorted(from_files(self._model))
                 missing = [] if self._whole else table.unwritten(self._written)
-                return RankReply(written=count, missing=missing, fixed=sorted(fixed))
+                return RankReply(written=count, missing=missing, fixed=fixed)
             case Join(spec, replica):
                 self._leave(spec.name)
                 rank = spec.rank_offset + replica * self._size + self._rank

@@ -16,6 +16,7 @@ from headrace.core.weights import (
     Check,
     Checksums,
     Compare,
+    DeviceMemory,
     Drop,
     Export,
     Fail,
@@ -131,6 +132,8 @@ class WeightControl:
         """Parts that sleep."""
         self._level = 0
         """Level of the last sleep."""
+        self._dropped = False
+        """Weights were dropped, and have no values since."""
         self._until_update = False
         """The end of the next update wakes everything."""
         self._num_updates = 0
@@ -353,7 +356,7 @@ class WeightControl:
         found = self._rank(Missing())
         lacking = found.missing if self._complete else []
         if self._damage is not None:
-            lacking = [name for name in found.missing if name not in found.fixed]
+            lacking = [name for name in found.missing if self._dropped or name not in found.fixed]
         if lacking:
             what = self._damage[1] if self._damage is not None else "the update is not complete (weights_must_be_complete)"
             raise WeightsError(f"{what}; {len(lacking)} tensors were not written: {', '.join(lacking[:_SHOWN])}", 409)
@@ -375,7 +378,7 @@ class WeightControl:
         number = max(number, self._number + 1)
         self._version = str(number) if version is None else version
         self._number = self._core.weights_changed(self._version, number)
-        self._open, self._damage = False, None
+        self._open, self._damage, self._dropped = False, None, False
         if self._own_pause:
             self._pause, self._own_pause = None, False
         self._rank(Forget())
@@ -394,7 +397,7 @@ class WeightControl:
         def paused(result: WeightResult) -> None:
             if result.status == 200:
                 try:
-                    self._fall_asleep(command)
+                    result = msgspec.structs.replace(result, memory=self._fall_asleep(command))
                 except WeightsError as error:
                     self._end_own_sleep()
                     result = WeightResult(status=error.status, error=str(error))
@@ -403,24 +406,30 @@ class WeightControl:
 
         return self._tighten(command.mode, paused)
 
-    def _fall_asleep(self, command: Sleep) -> None:
-        """No step is in flight."""
+    def _fall_asleep(self, command: Sleep) -> list[DeviceMemory]:
+        """No step is in flight. Returns what is in use then."""
         tags, level = command.tags if command.level else (), command.level
-        if level == 2 and command.until_update:
-            level = 1 if self._rank(Check(FilesSource())).error else 2
+        if level == 2 and "weights" in tags and (command.until_update or self._rank(Missing()).fixed):
+            unread = self._rank(Check(FilesSource())).error
             self._rank(Drop())
+            if unread and not command.until_update:
+                raise WeightsError(f"experts that only the model's files write would be lost ({unread}): sleep at level 1", 409)
+            level = 1 if unread else 2
         if "kv_cache" in tags:
             self._core.preempt_all()
             self._core.reset_prefix_cache()
-        if tags and (error := self._rank(Release(tags, level == 2)).error):
+        released = self._rank(Release(tags, level == 2)) if tags else RankReply()
+        if released.error:
             self._rank(Restore(tuple(tag for tag in tags if tag not in self._asleep)))
-            raise WeightsError(error, 503)
+            raise WeightsError(released.error, 503)
         self._asleep |= {"scheduling", *tags}
         self._level = max(level, self._level)
         self._until_update = self._until_update or command.until_update
         if "weights" in tags and level == 2:
             self._rank(Forget())
+            self._dropped = True
             self._damage = "hollow", "the weights were dropped (sleep level 2): update or reload them"
+        return released.memory
 
     def _wake(self, tags: tuple[SleepTag, ...] | None) -> None:
         """Raises: WeightsError: a rank has no memory for it; what is woken stays awake."""

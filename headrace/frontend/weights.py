@@ -186,8 +186,8 @@ class Weights:
         return await self.finish(version)
 
     async def reload(self, version: str | None = None) -> WeightResult:
-        """An update from the files that the model was loaded from. Weights that a checkpoint stores as codes are not read
-        again: 400, and nothing has changed."""
+        """An update from the files that the model was loaded from. Those of a foreign model are not read again: 400, and
+        nothing has changed."""
         return await self._update(FilesSource(), version)
 
     async def join(self, group: GroupSpec) -> WeightResult:

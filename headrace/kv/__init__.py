@@ -5,6 +5,7 @@ from headrace.kv.blocks import SequenceBlocks
 from headrace.kv.identity import CacheIdentity, Item, SparseIdentity
 from headrace.kv.manager import KVCacheManager, NewBlocks
 from headrace.kv.prefix_cache import Hit
+from headrace.kv.rows import TokenRows
 from headrace.kv.states import StateOp
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "SequenceBlocks",
     "SparseIdentity",
     "StateOp",
+    "TokenRows",
 ]

@@ -7,6 +7,7 @@ import dataclasses
 from headrace.kv.block_pool import NULL_BLOCK
 from headrace.kv.identity import CacheIdentity
 from headrace.kv.prefix_cache import KeyChain
+from headrace.kv.rows import TokenRows
 
 
 @dataclasses.dataclass(slots=True)
@@ -58,6 +59,8 @@ class SequenceBlocks:
     """A position at which another sequence will fork: windows do not pass it until then."""
     due: int = 0
     """Number of collected tokens from which on ``KVCacheManager.advance`` has something to do."""
+    rows: TokenRows | None = None
+    """Filled in for a request that gets them back. It finds cached blocks that have rows alone."""
     states: SequenceStates = dataclasses.field(default_factory=SequenceStates)
     """State blocks, of models with state layers."""
 

@@ -10,7 +10,7 @@ from headrace.kv.block_pool import NULL_BLOCK
 from headrace.kv.block_regions import BlockRegions
 from headrace.kv.blocks import SequenceBlocks
 from headrace.kv.identity import CacheIdentity, SparseIdentity
-from headrace.kv.prefix_cache import Change, Hit, KeyChain, find_hit
+from headrace.kv.prefix_cache import Change, Hit, KeyChain, cached_rows, find_hit
 from headrace.kv.states import StateBlocks
 from headrace.model_spec import CacheGroup
 
@@ -38,6 +38,9 @@ class KVCacheManager:
         """Moves of blocks since the last ``take_moves``, in order."""
         self._window_groups = tuple((i, group.window) for i, group in enumerate(self.groups) if group.window is not None)
         self._indexes = tuple(pool.index for pool in self.pools)
+        whole = (index for index, group in zip(self._indexes, self.groups, strict=True) if group.window is None)
+        self._with_rows = next(whole, self._indexes[0])
+        """Index whose keys keep the rows of tokens: of a group without a window, if there is one."""
         self._bytes_per_block = sum(config.arena.block_bytes[: len(config.groups)])
         """Sum over the KV groups of the bytes of one block."""
         self.states: StateBlocks | None = None
@@ -81,6 +84,8 @@ class KVCacheManager:
             return self.no_hit()
         keys, identity = self._current_keys(blocks), blocks.identity
         most = (len(blocks.token_ids) - 1) // self.block_size
+        if blocks.rows is not None:
+            most = len(cached_rows(self._with_rows, keys, most))
         attention, state = -1, NULL_BLOCK
         while True:
             hit = find_hit(self._indexes, self.groups, keys, most, self.block_size)
@@ -145,6 +150,8 @@ class KVCacheManager:
             blocks.identity = dataclasses.replace(blocks.identity, weight_version=self._weight_version)
             blocks.keys, blocks.generation = None, self._generation
         blocks.num_published = hit.num_tokens // self.block_size
+        if blocks.rows is not None and hit.num_tokens and blocks.keys is not None:
+            blocks.rows.begin(cached_rows(self._with_rows, blocks.keys, blocks.num_published), hit.num_tokens)
         if self.states is not None:
             self.states.hold(blocks, hit.state)
         self._share(blocks, hit)
@@ -420,6 +427,8 @@ class KVCacheManager:
             for table, pool in zip(blocks.tables, self.pools, strict=True):
                 if table[i] != NULL_BLOCK:
                     blocks.keys.adopt(i, pool.publish(table[i], blocks.keys[i]))
+            if blocks.rows is not None and (found := self._with_rows.find(blocks.keys[i])) is not None:
+                found[1].rows = blocks.rows.part(i * self.block_size, (i + 1) * self.block_size)
         blocks.num_published = full
 
     def _pass(self, blocks: SequenceBlocks, group: int, passed: int) -> None:

@@ -25,14 +25,16 @@ class BlockKey:
     """The token history of one full block: its own part and a link to its parent.
 
     ``payload`` is the block's part of the history in full: two keys are equal if the payloads of their chains are.
-    ``index`` is the block's place in its sequence, and -1 for a root.
+    ``index`` is the block's place in its sequence, and -1 for a root. ``rows``: of its tokens, if the sequence that
+    computed the block had them (``TokenRows``), and while it is cached.
     """
 
-    __slots__ = ("digest", "index", "parent", "payload")
+    __slots__ = ("digest", "index", "parent", "payload", "rows")
 
     def __init__(self, parent: BlockKey | None, payload: bytes) -> None:
         self.parent = parent
         self.payload = payload
+        self.rows = b""
         self.index: int = parent.index + 1 if parent else -1
         self.digest: bytes = _digest((parent.digest if parent else b"") + payload)
 
@@ -100,6 +102,7 @@ class PrefixIndex:
 
     def drop(self, block: int) -> None:
         key = self._keys.pop(block)
+        key.rows = b""
         del self._blocks[key.digest]
         if self._changes is not None:
             self._changes.append(Change(self._group, key))
@@ -205,6 +208,18 @@ def find_hit(
         first = kind.first_seen(num_blocks * block_size) // block_size
         blocks.append([0] * first + [known[i] for i in range(first, num_blocks)])
     return Hit(num_blocks * block_size, tuple(blocks))
+
+
+def cached_rows(index: PrefixIndex, keys: KeyChain, max_blocks: int) -> list[bytes]:
+    """Returns the rows of leading blocks, of at most ``max_blocks``, up to the first that is not cached or has none."""
+    rows = list[bytes]()
+    for position in range(max_blocks):
+        found = index.find(keys[position])
+        if found is None or not found[1].rows:
+            break
+        keys.adopt(position, found[1])
+        rows.append(found[1].rows)
+    return rows
 
 
 def _lookup(index: PrefixIndex, keys: KeyChain, position: int, found: dict[int, int]) -> bool:

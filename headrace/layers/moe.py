@@ -114,6 +114,8 @@ class ExpertsMethod:
     format = "floats"
     takes_codes = False
     """``load`` takes the codes of stored matrices, in place of floats."""
+    constants: tuple[str, ...] = ()
+    """Ends of the names of buffers that belong to the format: nothing writes them anew when weights are read again."""
 
     def allocate(self, layer: Experts, dtype: torch.dtype, device: str | torch.device) -> None:
         for name, shape in layer.shapes.items():

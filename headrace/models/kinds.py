@@ -13,7 +13,6 @@ from torch import nn
 
 from headrace.errors import ConfigError
 from headrace.layers.linear import Linear
-from headrace.layers.moe import Experts
 from headrace.models import registry
 from headrace.models.adapters import adapter_targets
 from headrace.models.decoder import Decoder
@@ -27,9 +26,10 @@ class ModelTensors(NamedTuple):
     """Tensors of a model. No two of different kinds share memory."""
 
     weights: list[torch.Tensor]
-    """Weights, in whatever form: an update of all weights writes every number of them."""
+    """Weights, in whatever form: the model's files read again write every number of them, and so does an update of all weights,
+    but for ``from_files``."""
     kept: list[torch.Tensor]
-    """Weights that no update writes, constants, counters, and the tables of adapters."""
+    """Vision encoders, constants, counters, and the tables of adapters."""
 
 
 def model_tensors(model: Any) -> ModelTensors:
@@ -42,23 +42,23 @@ def model_tensors(model: Any) -> ModelTensors:
     weights = list(model.parameters())
     for layer in packed_layers(model).values():
         weights += _packed_weights(layer)
-    for name, experts in _updated_experts(model).items():
-        matrix = name.rpartition(".")[2]
-        weights += [buffer for leaf, buffer in experts.named_buffers() if leaf.startswith(f"{matrix}_")]
+    for name, experts in packed_experts(model).items():
+        matrix, constants = name.rpartition(".")[2], experts.method.constants
+        own = (one for leaf, one in experts.named_buffers() if leaf.startswith(f"{matrix}_") and not leaf.endswith(constants))
+        weights += own
     kept = _beside(weights, model)
     if (targets := adapter_targets(model)) is not None:
         kept.append(targets.memory)
     return ModelTensors(weights, kept)
 
 
-def unwritable(model: Any) -> dict[str, set[str]]:
-    """Names, by parameter, of the tensors of checkpoints that no update writes: experts in formats to which none is rounded."""
+def from_files(model: Any) -> set[str]:
+    """Names of tensors that only the model's files write: experts in formats to which no floats are rounded."""
     if not isinstance(model, Decoder):
-        return {}
-    table = registry.name_table(model.spec)
-    writable = {*dict(model.named_parameters()), *packed_layers(model), *_updated_experts(model)}
-    parameters = {part.parameter for _, part in table.items()} - writable
-    return {parameter: set(table.names(parameter)) for parameter in parameters}
+        return set()
+    table, experts = registry.name_table(model.spec), packed_experts(model)
+    coded = [name for name, layer in experts.items() if not layer.method.rounds(name.rpartition(".")[2])]
+    return {name for parameter in coded for name in table.names(parameter)}
 
 
 def own_weights(model: Any, files: ModelFiles, seed: int, device: torch.device) -> OpenSource:
@@ -69,30 +69,25 @@ def own_weights(model: Any, files: ModelFiles, seed: int, device: torch.device) 
     """
     if not isinstance(model, Decoder):
         raise ConfigError("a foreign library's model is not loaded again: update its weights from a directory", "model")
-    table, fixed = registry.name_table(model.spec), set[str]().union(*unwritable(model).values())
+    table = registry.name_table(model.spec)
     dtype = model.embed_tokens.weight.dtype
     packed = {
         name: torch.empty(layer.out_features, layer.in_features, dtype=dtype, device="meta")
         for name, layer in packed_layers(model).items()
     }
-    for name, experts in _updated_experts(model).items():
+    for name, experts in packed_experts(model).items():
         packed[name] = torch.empty(experts.shapes[name.rpartition(".")[2]], dtype=dtype, device="meta")
     checkpoint = open_checkpoint(model, table, files, seed, device, packed)
     table = table.chosen(checkpoint.tensors)
 
     def wanted(name: str) -> bool:
-        return name not in fixed and (table.part(name) is not None or table.tied(name) is not None)
+        return table.part(name) is not None or table.tied(name) is not None
 
     try:
         return OpenCheckpoint(checkpoint, wanted, coded=True)
     except BaseException:
         checkpoint.close()
         raise
-
-
-def _updated_experts(model: Decoder) -> dict[str, Experts]:
-    found = packed_experts(model)
-    return {name: layer for name, layer in found.items() if layer.method.rounds(name.rpartition(".")[2])}
 
 
 def _packed_weights(layer: Linear) -> list[torch.Tensor]:

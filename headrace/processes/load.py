@@ -13,7 +13,7 @@ from headrace.config import Decision, EngineArgs, EngineConfig
 from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
 from headrace.engine.core import EngineCore
-from headrace.engine.executor import Executor
+from headrace.engine.executor import Executor, LocalExecutor
 from headrace.engine.info import EngineInfo
 from headrace.engine.outputs import OutputProcessor
 from headrace.engine.timeline import Timeline
@@ -98,6 +98,8 @@ def load_core(args: EngineArgs, timeline: Timeline) -> tuple[EngineCore, EngineI
     waits = args.wait_for_kernels or args.attention_backend == "flashinfer"
     with contextlib.nullcontext() if waits else held_back(_FLASHINFER_SECONDS):
         engine = load_engine(FileSource(args), timeline, capture_seconds=_CAPTURE_SECONDS)
+    if isinstance(engine.executor, LocalExecutor):
+        engine.executor.own_process()
     engine.core.start_threads()
     return engine.core, engine.info
 

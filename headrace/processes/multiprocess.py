@@ -172,7 +172,9 @@ class MultiprocessExecutor(Executor[int]):
         error = next((f"rank {rank}: {reply.error}" for rank, reply in enumerate(replies) if reply.error), "")
         done = all(reply.done for reply in replies)
         checksums = {f"{name}#{rank}": value for rank, reply in enumerate(replies) for name, value in reply.checksums.items()}
-        return msgspec.structs.replace(replies[0], done=done, error=error if done else "", checksums=checksums)
+        memory = [one for reply in replies for one in reply.memory]
+        shared = {"checksums": checksums, "memory": memory}
+        return msgspec.structs.replace(replies[0], done=done, error=error if done else "", **shared)
 
     def memory(self) -> list[tuple[str, int]]:
         """Memory of rank 0; the other ranks use about as much."""

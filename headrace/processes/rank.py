@@ -72,6 +72,7 @@ class Rank:
         if not isinstance(loaded.executor, LocalExecutor):
             raise TypeError(f"a rank has one runner, not a {type(loaded.executor).__name__}")
         self._executor = loaded.executor
+        self._executor.own_process()
         self._handles: dict[int, Any] = {}
         self._results: deque[StepResult] = deque(maxlen=_KEPT)
         self._done(to_plain((loaded.config, loaded.device, loaded.weights, loaded.profile)))

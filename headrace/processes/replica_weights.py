@@ -189,7 +189,8 @@ class ReplicaWeights:
         results = list(call.results.values())
         if not failed:
             sums = {f"{name}@{at}": value for at, one in call.results.items() for name, value in one.checksums.items()}
-            self._answer(WeightReply(call.number, msgspec.structs.replace(results[0], checksums=sums)))
+            memory = [one for _, result in sorted(call.results.items()) for one in result.memory]
+            self._answer(WeightReply(call.number, msgspec.structs.replace(results[0], checksums=sums, memory=memory)))
             return
         number, first = next(iter(failed.items()))
         error = f"replica {number}: {first.error}"

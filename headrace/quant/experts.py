@@ -200,6 +200,8 @@ class CodedExperts(ExpertsMethod):
         rounds: the formats are not those of the checkpoint.
     """
 
+    constants = ("_x_scale",)
+
     def __init__(self, formats: Mapping[str, ExpertFormat], *, rounds: bool = False) -> None:
         self.formats = formats
         self.takes_codes = not rounds

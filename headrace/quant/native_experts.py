@@ -34,6 +34,8 @@ class NativeExperts(ExpertsMethod):
         rounds: floats are rounded, and the checkpoint's codes are not kept.
     """
 
+    constants = ("_order",)
+
     def __init__(self, kernels: NativeKernels, bits: Mapping[str, int | None], *, rounds: bool = False) -> None:
         self._matmul = kernels.matmul
         self._bits = bits

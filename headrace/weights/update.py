@@ -27,6 +27,8 @@ class TensorFacts(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    coded: bool = False
+    """It comes as the codes of a checkpoint, in place of floats."""
 
 
 class WeightUpdate:
@@ -86,7 +88,7 @@ class WeightUpdate:
     def _check(self, name: str, one: TensorFacts) -> None:
         """Raises: ConfigError: the model has no place for the tensor."""
         if (part := self._table.part(name)) is not None:
-            _check(one, part.stored_shape(self._shaped(part.parameter, name)))
+            _check(one, part.stored_shape(self._shaped(part.parameter, one)))
         elif (tied := self._table.tied(name)) is not None:
             _check(one, self._table.tied_part(name).stored_shape(self._parameters[tied]))
         elif not self._table.ignored(name):
@@ -95,17 +97,17 @@ class WeightUpdate:
     def _is_packed(self, parameter: str) -> bool:
         return parameter in self._packed and parameter not in self._parameters
 
-    def _shaped(self, parameter: str, name: str) -> torch.Tensor:
+    def _shaped(self, parameter: str, one: TensorFacts) -> torch.Tensor:
         if self._is_packed(parameter):
             layer = self._packed[parameter]
             return torch.empty(layer.out_features, layer.in_features, device="meta")
         if parameter in self._experts:
             experts, matrix = self._experts[parameter], parameter.rpartition(".")[2]
-            if experts.method.rounds(matrix):
+            if experts.method.rounds(matrix) or (one.coded and experts.method.takes_codes):
                 return torch.empty(experts.shapes[matrix], device="meta")
             raise ConfigError(
-                f"{name} is of experts that are kept as {experts.method.format}, to which new values are not rounded: load the "
-                "model with quantization none",
+                f"{one.name} is of experts that are kept as {experts.method.format}, to which new values are not rounded: load "
+                "the model with quantization none",
                 "quantization",
             )
         return self._parameters[parameter]

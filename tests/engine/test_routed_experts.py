@@ -72,13 +72,16 @@ def samples(llm: LLM, **fields: Any) -> list[tuple[list[int], np.ndarray]]:
 
 
 @pytest.fixture(scope="module")
-def alone(llm: LLM) -> list[tuple[list[int], np.ndarray]]:
-    """Each sample of each prompt computed by itself, in one chunk."""
+def alone(folder: Path) -> list[tuple[list[int], np.ndarray]]:
+    """Each sample of each prompt computed by itself, in one chunk, without a cache."""
     found = []
-    for prompt in PROMPTS:
-        for sample in llm.generate(prompt, params(n=3))[0].outputs:
-            [again] = llm.generate({"prompt_token_ids": prompt["prompt_token_ids"] + sample.token_ids}, params(max_tokens=1))
-            found.append((sample.token_ids, rows(again.outputs[0].routed_experts)[:-1]))
+    with build(folder, enable_prefix_caching=False) as llm:
+        for prompt in PROMPTS:
+            for sample in llm.generate(prompt, params(n=3))[0].outputs:
+                [again] = llm.generate(
+                    {"prompt_token_ids": prompt["prompt_token_ids"] + sample.token_ids}, params(max_tokens=1)
+                )
+                found.append((sample.token_ids, rows(again.outputs[0].routed_experts)[:-1]))
     return found
 
 
@@ -148,6 +151,30 @@ def test_samples_and_cached_prefixes(llm: LLM, alone: list[tuple[list[int], np.n
     assert [len(experts) for _, experts in found] == [length for length in lengths for _ in range(3)]
     [hit] = llm.generate(PROMPTS[0], params(return_routed_experts=False))
     assert hit.num_cached_tokens > 0 and hit.outputs[0].routed_experts is None
+    [first, second, other] = llm.generate(PROMPTS, params(n=3))
+    assert (first.num_cached_tokens, second.num_cached_tokens, other.num_cached_tokens) == (28, 40, 20)
+
+
+def test_cached_blocks_without_rows_are_computed_again(llm: LLM, alone: list[tuple[list[int], np.ndarray]]) -> None:
+    """Those of requests that did not ask. Blocks that are given back for others take their rows with them."""
+    llm.reset_prefix_cache()
+    prompt = PROMPTS[0]["prompt_token_ids"]
+    llm.generate({"prompt_token_ids": prompt[:14]}, params(max_tokens=1))
+    llm.generate(PROMPTS[0], params(max_tokens=1, return_routed_experts=False))
+    for cached in (12, 28):
+        [result] = llm.generate(PROMPTS[0], params())
+        assert result.num_cached_tokens == cached
+        assert np.array_equal(rows(result.outputs[0].routed_experts), alone[0][1])
+    [conversation] = llm.generate({"prompt_token_ids": prompt + alone[0][0] + [3, 4]}, params(max_tokens=1))
+    assert conversation.num_cached_tokens == 36
+    assert np.array_equal(rows(conversation.outputs[0].routed_experts)[: len(alone[0][1])], alone[0][1])
+    for start in range(3, 40):
+        llm.generate({"prompt_token_ids": [(5 * i + start) % 256 for i in range(41)]}, params(max_tokens=1))
+    kv = llm._engine.core.scheduler.kv  # type: ignore[union-attr]
+    kept = [key.rows for key in kv._with_rows._keys.values()]
+    assert all(len(one) == 4 * 4 for one in kept) and len(kept) < 200
+    [result] = llm.generate(PROMPTS[0], params())
+    assert np.array_equal(rows(result.outputs[0].routed_experts), alone[0][1])
 
 
 @pytest.mark.parametrize("args", [{"max_num_batched_tokens": 8}, {"num_kv_blocks": 26, "pipeline_depth": 2}], ids=str)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.models.architectures import quiet
 from support.models.tiny_llama import write_model
+from support.pages import ROOT, blocks
 
 from headrace import LLM, SamplingParams
 from headrace.core.request import Request
@@ -18,6 +21,43 @@ from headrace.errors import ConfigError, EngineError, UnavailableError, WeightsE
 from headrace.weights.names import Target
 
 PROMPT = list(range(40, 90))
+RANK = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+from headrace import LLM
+from headrace.core.weights import Checksums
+from headrace.errors import ConfigError
+
+rank, folder, store = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+policy = AutoModelForCausalLM.from_pretrained(folder)
+with torch.no_grad():
+    for weight in policy.parameters():
+        weight.mul_(0.9)
+whole = {name: value.clone() for name, value in policy.state_dict().items()}
+fully_shard(policy, mesh=init_device_mesh("cpu", (2,)))
+llm = None
+if rank == 0:
+    llm = LLM(folder, num_kv_blocks=16, num_threads=1, device="cpu")
+    try:
+        llm.update_weights(policy.state_dict())
+    except ConfigError as error:
+        assert "give what its full_tensor() returns" in str(error)
+    else:
+        raise AssertionError("a part of a weight was taken for the weight")
+send(llm, policy)
+if rank == 0:
+    sums = llm._engine.executor.weights(Checksums()).checksums
+    llm.update_weights(whole)
+    assert llm._engine.executor.weights(Checksums()).checksums == sums
+    llm.close()
+    print("equal")
+dist.destroy_process_group()
+"""
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
@@ -186,3 +226,18 @@ def test_weights_are_torn_until_all_are_written(old: Path, new: Path, monkeypatc
         llm.update_weights({K_PROJ: weights_of(new)[K_PROJ]})
     assert llm.update_weights(weights_of(new)) == len(weights_of(new))
     assert tokens_of(llm) == tokens_of(build(new))
+
+
+@pytest.mark.slow
+def test_weights_that_are_cut_are_gathered_by_all_ranks(old: Path, tmp_path: Path) -> None:
+    """The function of docs/rl.md, in two processes of FSDP."""
+    [send] = [text for _, text in blocks(ROOT / "docs" / "rl.md", "python") if "full_tensor" in text]
+    script = tmp_path / "rank.py"
+    script.write_text(f"{send}\n{RANK}")
+    command = [sys.executable, str(script)]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(old), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
+        for rank in (1, 0)
+    ]
+    outputs = [one.communicate(timeout=240)[0] for one in reversed(ranks)]
+    assert [one.returncode for one in ranks] == [0, 0] and "equal" in outputs[0]

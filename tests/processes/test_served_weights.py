@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.models.architectures import quiet
 from support.models.tiny_llama import write_model
-from support.trainer import Trainer
+from support.trainer import NcclTrainer, Trainer
 
 from headrace import LLM, AsyncLLM, SamplingParams
 from headrace.config import EngineArgs
-from headrace.core.weights import DiskSource, GroupSpec, SegmentSource
+from headrace.core.weights import DiskSource, GroupSpec, IpcSource, SegmentSource, Source
 from headrace.errors import EngineDeadError, UnavailableError, WeightsError
+from headrace.frontend.weights import tensor_specs
 from headrace.option_groups import WeightTransferConfig
 from headrace.outputs import RequestOutput
 from headrace.weights.checksum import checksum
+from headrace.weights.transport.shared import ipc_handle
 from processes.async_engine import Shared, until
 
 COMPANY: dict[str, Any] = {
@@ -38,6 +41,8 @@ COMPANY: dict[str, Any] = {
 ALONE = COMPANY | {"max_num_seqs": 1, "enable_prefix_caching": False, "max_step_seconds": 0}
 """Each step has one sequence, and a prompt is computed in one of them: results are equal bit for bit. In company, products of a
 CPU sum up in other orders."""
+ON_GPU = COMPANY | {"device": "cuda", "deterministic": True, "graph_capture_seconds": 0.3}
+"""Results are equal bit for bit in any company."""
 PACK = 50_000
 """Bytes beyond which a pack of tensors is sent."""
 TRANSFER = WeightTransferConfig(packed_buffer_size_bytes=PACK)
@@ -93,9 +98,9 @@ async def rollout(llm: AsyncLLM, prompt: int, length: int, begun: asyncio.Event 
 
 
 def check(
-    outputs: list[RequestOutput], models: dict[str, Weights], folder: Path, tmp_path: Path, *, alone: bool = True
+    outputs: list[RequestOutput], models: dict[str, Weights], folder: Path, tmp_path: Path, args: dict[str, Any] = ALONE
 ) -> None:
-    """Each token has the logprob that a fresh engine of its version gives it. ``alone``: to the last bit."""
+    """Each token has the logprob that a fresh engine of its version gives it, but in company on a CPU to the last bit."""
     for version, weights in models.items():
         model = tmp_path / f"fresh-{version}"
         shutil.copytree(folder, model, dirs_exist_ok=True)
@@ -107,8 +112,8 @@ def check(
             if span.version == version and span.end > span.start
         ]
         with quiet():
-            llm = LLM(str(model), **(ALONE if alone else COMPANY))
-        if alone:
+            llm = LLM(str(model), **args)
+        if args is not COMPANY:
             check_continued(llm, parts)
             continue
         prompts: Any = [{"prompt_token_ids": output.prompt_token_ids + output.outputs[0].token_ids} for output, _ in parts]
@@ -140,8 +145,32 @@ def spans(output: RequestOutput) -> list[tuple[str, int, int]]:
     return [(span.version, span.start, span.end) for span in output.outputs[0].weight_versions]
 
 
+Shares = Callable[[Weights, Path], contextlib.AbstractContextManager[Source]]
+
+
+@contextlib.contextmanager
+def in_a_segment(weights: Weights, folder: Path) -> Iterator[Source]:
+    path = write(folder, weights) / "model.safetensors"
+    (place := Path("/dev/shm") / f"headrace-test-{os.getpid()}-{folder.name}").write_bytes(path.read_bytes())
+    yield SegmentSource(place.name)
+    place.unlink()
+
+
+@contextlib.contextmanager
+def on_the_gpu(weights: Weights, folder: Path) -> Iterator[Source]:
+    """Views of one buffer, which the sender overwrites as soon as the engine has answered."""
+    held, start = torch.cat([one.flatten() for one in weights.values()]).cuda(), 0
+    shared = {}
+    for name, one in weights.items():
+        shared[name], start = held[start : start + one.numel()].view(one.shape), start + one.numel()
+    specs = tensor_specs(list(shared), ["float32"] * len(shared), [one.shape for one in shared.values()])
+    torch.cuda.synchronize()
+    yield IpcSource(specs, [ipc_handle(one) for one in shared.values()])
+    held.fill_(torch.nan)
+
+
 async def updates_under_load(
-    llm: AsyncLLM, folder: Path, tmp_path: Path, count: int, first: int, trainer: Trainer | None, segment: bool
+    llm: AsyncLLM, folder: Path, tmp_path: Path, count: int, first: int, trainer: Trainer | None, shares: Shares | None
 ) -> tuple[list[RequestOutput], dict[str, Weights]]:
     """Requests keep arriving while ``count`` updates go through; pauses are of every mode that keeps requests."""
     served = llm.weights.status().version
@@ -164,12 +193,10 @@ async def updates_under_load(
         await begun.wait()
         await llm.weights.pause(mode)  # type: ignore[arg-type]
         assert llm.weights.status().state == "paused"
-        if trainer is None and segment:
-            path = write(tmp_path / f"step-{step}", weights) / "model.safetensors"
-            (place := Path("/dev/shm") / f"headrace-test-{os.getpid()}-{step}").write_bytes(path.read_bytes())
+        if shares is not None:
             await llm.weights.begin(checksums=True)
-            await llm.weights.load(SegmentSource(place.name))
-            place.unlink()
+            with shares(weights, tmp_path / f"step-{step}") as source:
+                await llm.weights.load(source)
             done = await llm.weights.finish(f"v{step}", checksums={name: checksum(one) for name, one in weights.items()})
         elif trainer is None:
             path = write(tmp_path / f"step-{step}", weights)
@@ -201,18 +228,18 @@ def run_updates(
     first: int,
     trainer: Trainer | None,
     *,
-    alone: bool = True,
-    segment: bool = False,
+    args: dict[str, Any] = ALONE,
+    shares: Shares | None = None,
 ) -> None:
     async def work() -> None:
-        outputs, models = await updates_under_load(shared.llm, folder, tmp_path, count, first, trainer, segment)
+        outputs, models = await updates_under_load(shared.llm, folder, tmp_path, count, first, trainer, shares)
         seen = {version for output in outputs for version, _, _ in spans(output)}
         assert seen == set(models)
         assert any(len(spans(output)) > 1 for output in outputs), "no sequence met an update"
         for output in outputs:
             tiled = [place for _, start, end in spans(output) for place in range(start, end)]
             assert tiled == list(range(len(output.outputs[0].token_ids)))
-        await asyncio.to_thread(check, outputs, models, folder, tmp_path, alone=alone)
+        await asyncio.to_thread(check, outputs, models, folder, tmp_path, args)
         await shared.llm.check_integrity()
 
     shared.run(work(), 120 + 30 * count)
@@ -221,16 +248,7 @@ def run_updates(
 def joined(shared: Shared, trainer: Trainer) -> None:
     async def work() -> None:
         trainer.beside(trainer.join)
-        spec = GroupSpec(
-            name="g",
-            address="127.0.0.1",
-            port=trainer.port,
-            rank_offset=1,
-            world_size=trainer.world_size,
-            protocol="vllm" if trainer.packs else "torch",
-            backend="gloo",
-        )
-        assert (await shared.llm.weights.join(spec)).weights.groups == ["g"]
+        assert (await shared.llm.weights.join(trainer.spec)).weights.groups == ["g"]
         trainer.wait()
 
     shared.run(work())
@@ -491,14 +509,30 @@ def test_a_replica_heals_from_its_sibling(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("args", [ALONE, COMPANY], ids=["alone", "in company"])
 @pytest.mark.parametrize("transport", ["disk", "shm", "vllm's group", "torch's group"])
-def test_fifty_updates(folder: Path, tmp_path: Path, transport: str, alone: bool) -> None:
-    args = ALONE if alone else COMPANY
+def test_fifty_updates(folder: Path, tmp_path: Path, transport: str, args: dict[str, Any]) -> None:
     shared = Shared(AsyncLLM(EngineArgs(model=str(folder), weight_transfer_config=TRANSFER, **args)))
     trainer = None
     if transport.endswith("group"):
         trainer = Trainer(2) if transport == "vllm's group" else Trainer(2, ("g", "g/", "cpu/"))
         joined(shared, trainer)
-    run_updates(shared, folder, tmp_path, 50, 0, trainer, alone=alone, segment=transport == "shm")
+    shares = in_a_segment if transport == "shm" else None
+    run_updates(shared, folder, tmp_path, 50, 0, trainer, args=args, shares=shares)
+    shared.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transport", ["ipc", "vllm's group", "torch's group"])
+def test_fifty_updates_on_a_gpu(tmp_path: Path, transport: str) -> None:
+    """The trainer of a group is on a second GPU."""
+    if torch.cuda.device_count() < (1 if transport == "ipc" else 2):
+        pytest.skip("there are too few CUDA devices")
+    folder = write_model(tmp_path / "model", head_dim=64)
+    shared = Shared(AsyncLLM(EngineArgs(model=str(folder), weight_transfer_config=TRANSFER, **ON_GPU)))
+    trainer = None
+    if transport.endswith("group"):
+        trainer = NcclTrainer(2) if transport == "vllm's group" else NcclTrainer(2, ("g", "g/", "cuda/"))
+        joined(shared, trainer)
+    run_updates(shared, folder, tmp_path, 50, 0, trainer, args=ON_GPU, shares=on_the_gpu if transport == "ipc" else None)
     shared.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import itertools
+import weakref
 from typing import Any
 
 import msgspec
@@ -308,6 +309,30 @@ def test_rows_with_drafts_have_graphs_of_their_own(monkeypatch: pytest.MonkeyPat
         assert (found.seq_ids, found.token_ids) == (expected.seq_ids, expected.token_ids)
         assert found.replayed == (each.step != 3) and [len(own) for own in found.token_ids] == [1, 1]
     assert graphs.models == [Shape(0, 16), Shape(2, 0, 3)] and {Shape(6, 0), Shape(6, 0, 3)} <= set(graphs.shapes())
+
+
+def test_graphs_that_are_dropped_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No old graph is alive while new ones are captured, so that the peak is no higher, and these give the same."""
+    world = World(family="delta rule")
+    made, graphs = runner(world, monkeypatch)
+    old = [weakref.ref(captured) for captured in graphs._captured.values()]
+    alive, capture = list[int](), graphs._capture
+
+    def counting(shape: Shape | SampleShape) -> Captured:
+        alive.append(sum(one() is not None for one in old))
+        return capture(shape)
+
+    monkeypatch.setattr(graphs, "_capture", counting)
+    made.drop_graphs()
+    assert (made.graphs().captured, graphs.nbytes) == (0, 0)
+    while (count := made.capture_next()).captured < count.total:
+        pass
+    assert alive == [0] * len(old)
+    engine = Engine(world, made)
+    engine.add(*PLAIN[:2])
+    with torch.inference_mode():
+        same(engine.run(), serve(world, PLAIN[:2]))
+    assert all(result.replayed for result in engine.results)
 
 
 def test_a_failed_capture_leaves_the_graphs_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,6 +223,8 @@ def test_prime_rl(http: httpx.Client, folder: Path, root: Path) -> None:
 
 
 def test_slime(http: httpx.Client, folder: Path, root: Path) -> None:
+    expected = {"enable_memory_saver": False, "enable_return_routed_experts": False, "dtype": "float32"}
+    assert expected.items() <= http.get("/server_info").json().items()
     rollout = Rollout(http, LONG)
     until(lambda: running_requests(http))
     post(http, "/pause_generation", {})

@@ -79,7 +79,10 @@ def test_vllms_names(http: httpx.Client) -> None:
     before = tokens(http)
     for level in (0, 1, 2):
         stream, lines = begin_long(http)
-        assert post(http, f"/sleep?level={level}")["status"] == "sleeping"
+        asleep = post(http, f"/sleep?level={level}")
+        assert asleep["status"] == "sleeping"
+        assert [(one["device"], one["pytorch"]) for one in asleep["memory"]] == [("cpu", 0)] * bool(level)
+        assert all(one["used"] > 2**24 for one in asleep["memory"])
         assert gauges(http) == [0.0, 0.0, 0.0], "who asks once sleep has answered"
         assert '"finish_reason":"abort"' in "".join(lines), "a request that ran has its end"
         stream.__exit__(None, None, None)

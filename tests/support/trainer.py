@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 
+import msgspec
 import torch
 from torch import distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from headrace.core.weights import GroupSpec
+from headrace.weights.transport.nccl import DirectGroup
 
 
 def free_port() -> int:
@@ -37,6 +42,19 @@ class Trainer:
         for prefix in self._prefixes:
             store = PrefixStore(prefix, store)
         self._group = dist.ProcessGroupGloo(store, 0, self.world_size, self._timeout)
+
+    @property
+    def spec(self) -> GroupSpec:
+        """With which an engine joins."""
+        return GroupSpec(
+            name="g",
+            address="127.0.0.1",
+            port=self.port,
+            rank_offset=1,
+            world_size=self.world_size,
+            protocol="vllm" if self.packs else "torch",
+            backend="gloo",
+        )
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         self._group.broadcast([tensor], dist.BroadcastOptions()).wait()
@@ -74,3 +92,29 @@ class Trainer:
 
     def close(self) -> None:
         self._group.abort()
+
+
+class NcclTrainer(Trainer):
+    """On the second GPU, over NCCL."""
+
+    @functools.cached_property
+    def spec(self) -> GroupSpec:
+        uid = torch.cuda.nccl.unique_id() if self.packs else b""  # type: ignore[no-untyped-call]
+        return msgspec.structs.replace(super().spec, backend="nccl", unique_id=uid)
+
+    def join(self) -> None:
+        if self.packs:
+            self._direct = DirectGroup(self.spec, None, 0, torch.device("cuda", 1), 30.0)
+            return
+        store: Store = TCPStore("127.0.0.1", self.port, self.world_size, True, self._timeout, multi_tenant=True, use_libuv=True)
+        for prefix in self._prefixes:
+            store = PrefixStore(prefix, store)
+        self._group = dist.ProcessGroupNCCL(store, 0, self.world_size, dist.ProcessGroupNCCL.Options())
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        held = tensor.to("cuda:1")
+        if self.packs:
+            self._direct.broadcast(held)
+        else:
+            self._group.broadcast([held], dist.BroadcastOptions()).wait()
+            torch.cuda.synchronize(1)

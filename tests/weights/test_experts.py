@@ -19,7 +19,7 @@ from headrace.errors import ConfigError
 from headrace.layers.moe import Experts
 from headrace.models import registry
 from headrace.models.decoder import Decoder
-from headrace.models.kinds import model_tensors, own_weights
+from headrace.models.kinds import from_files, model_tensors, own_weights
 from headrace.models.size import weight_bytes
 from headrace.models.update import update_plan, weight_update
 from headrace.parallel.layout import ParallelSizes, shard_model
@@ -405,19 +405,29 @@ def test_new_values_of_kept_codes(name: str, kept: bool, tmp_path: Path) -> None
     assert 0 < (experts.method.dequantize(experts, "down_proj") - meant).norm() / meant.norm() < 0.04
 
 
-def test_codes_of_files_are_read_again(tmp_path: Path) -> None:
-    """Experts in FP8 that were dropped have their tiles again, and the matrices beside them, bit for bit."""
-    hf_config = saved(tmp_path, Qwen3MoeConfig, QWEN, "blocks")
-    model, _ = loaded(hf_config, tmp_path, "stored")
+def read_again(model: Decoder, hf_config: PretrainedConfig, folder: Path) -> None:
+    """Drops all weights, reads the files again, and compares every bit."""
     before = {name: one.clone().flatten().view(torch.uint8) for name, one in model.named_buffers()}
-    for dropped in model_tensors(model).weights:
-        dropped.untyped_storage().fill_(0)
-    source = own_weights(model, files(hf_config, "safetensors", [tmp_path / "model.safetensors"]), 0, torch.device("cpu"))
+    dropped = model_tensors(model).weights
+    for one in dropped:
+        one.untyped_storage().fill_(0)
+    codes = [one for name, one in model.named_buffers() if "experts" in name and name.endswith(("codes", "packed", "scales"))]
+    assert codes and {one.data_ptr() for one in codes} <= {one.data_ptr() for one in dropped}
+    source = own_weights(model, files(hf_config, "safetensors", [folder / "model.safetensors"]), 0, torch.device("cpu"))
     update = update_plan(model, source.facts)
-    for name, tensor in source.tensors():
-        update.put(name, tensor)
+    for full, tensor in source.tensors():
+        update.put(full, tensor)
     update.finish()
     source.close()
-    assert any("experts" in name for name in before)
-    for name, one in model.named_buffers():
-        assert torch.equal(before[name], one.flatten().view(torch.uint8)), name
+    assert not update.unwritten(update.written)
+    for leaf, one in model.named_buffers():
+        assert torch.equal(before[leaf], one.flatten().view(torch.uint8)), leaf
+
+
+@pytest.mark.parametrize("name", ["blocks", "gptq", "w4afp8", "mxfp4"])
+def test_codes_of_files_are_read_again(name: str, tmp_path: Path) -> None:
+    """Experts that were dropped have their codes again, and the matrices beside them, bit for bit; on a rank its own part."""
+    hf_config = saved_gpt_oss(tmp_path) if name == "mxfp4" else saved(tmp_path, Qwen3MoeConfig, QWEN, name)
+    model, _ = loaded(hf_config, tmp_path, "stored", 1, tensor=2)
+    assert bool(from_files(model)) == (name != "blocks")
+    read_again(model, hf_config, tmp_path)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, PretrainedConfig, Qwen3MoeConfig
 
-from headrace.errors import ConfigError
+from headrace import LLM, SamplingParams
+from headrace.errors import ConfigError, WeightsError
 from headrace.kernels.native import load
 from headrace.layers.linear import Linear
 from headrace.layers.moe import Experts
@@ -29,6 +31,7 @@ from .test_experts import (
     gptq,
     loaded,
     ordered,
+    read_again,
     same_answers,
     saved,
     saved_gpt_oss,
@@ -107,6 +110,7 @@ def test_inputs_in_another_order_are_gathered(tmp_path: Path, monkeypatch: pytes
     (held, _), (floats, _) = (loaded(hf_config, tmp_path, how) for how in ("stored", "none"))
     assert any("order" in name for one in same_experts(held, floats) for name, _ in one.named_buffers())
     same_answers(held, floats, 1e-3)
+    read_again(held, hf_config, tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     name = "model.layers.0.mlp.experts.1.up_proj.g_idx"
     stored[name] = stored[name].roll(32)
@@ -161,3 +165,28 @@ def test_sizes_that_groups_do_not_divide_stay_floats(tmp_path: Path) -> None:
     held, report = loaded(hf_config, tmp_path, "int8")
     assert all(not isinstance(one.method, NativeExperts) for one in held.modules() if isinstance(one, Experts))
     assert any("48 inputs are not a multiple of 32" in one.reason for one in report.decisions)
+
+
+def test_experts_that_only_files_write(tmp_path: Path) -> None:
+    """After level 2, codes to which no floats are rounded are whole once they are read again, and not by floats alone."""
+    saved(tmp_path, Qwen3MoeConfig, QWEN, "gptq").save_pretrained(tmp_path)
+    args: dict[str, Any] = {"num_kv_blocks": 40, "num_threads": 1, "max_step_seconds": 0, "skip_tokenizer_init": True}
+    with LLM(str(tmp_path), device="cpu", dtype="bfloat16", **args) as llm:
+
+        def answer() -> list[int]:
+            llm.reset_prefix_cache()
+            return list(llm.generate({"prompt_token_ids": [*range(40, 70)]}, params)[0].outputs[0].token_ids)
+
+        params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+        before = answer()
+        llm.sleep(2)
+        llm.wake_up()
+        floats = {name: one for name, one in load_file(tmp_path / "model.safetensors").items() if ".experts." not in name}
+        with pytest.raises(WeightsError, match=r"dropped.*tensors were not written: .*experts\.0"):
+            llm.update_weights(floats)
+        llm.reload_weights()
+        assert answer() == before
+        (tmp_path / "model.safetensors").rename(tmp_path / "gone")
+        with pytest.raises(WeightsError, match="only the model's files write would be lost"):
+            llm.sleep(2)
+        assert answer() == before

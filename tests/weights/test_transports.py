@@ -18,11 +18,13 @@ import torch
 from safetensors.torch import save
 from support.server.fakes import FakeLLM
 from support.server.harness import Api
+from torch._C._distributed_c10d import HashStore
 
-from headrace.core.weights import IpcHandle, IpcSource, TensorSpec
+from headrace.core.weights import GroupSpec, IpcHandle, IpcSource, TensorSpec
 from headrace.errors import ConfigError
 from headrace.server.settings import ServerSettings
-from headrace.weights.transport.nccl import unique_id
+from headrace.weights.transport import nccl
+from headrace.weights.transport.nccl import DirectGroup, unique_id
 from headrace.weights.transport.shared import OpenHandles, OpenSegment, _check
 from headrace.weights.transport.sibling import OpenSibling, send_weights
 
@@ -58,6 +60,50 @@ def imports() -> Iterator[list[str]]:
 @pytest.mark.parametrize("protocol", [4, 5])
 def test_an_id_of_nccl_is_read(protocol: int) -> None:
     assert unique_id(pickle.dumps(ncclUniqueId.from_buffer_copy(ID), protocol=protocol)) == ID
+
+
+class FakeNccl:
+    """Notes who joins; ``mute``: members never come together."""
+
+    def __init__(self, mute: bool) -> None:
+        self.joined = list[tuple[bytes, int, int]]()
+        self._state = 7 if mute else 0
+
+    def ncclCommInitRankConfig(self, comm: Any, size: int, raw: Any, rank: int, config: Any) -> int:
+        comm._obj.value = 1
+        self.joined.append((bytes(raw), size, rank))
+        return 7
+
+    def ncclCommGetAsyncError(self, comm: Any, state: Any) -> int:
+        state._obj.value = self._state
+        return 0
+
+    def ncclBroadcast(self, *arguments: Any) -> int:
+        return 0
+
+    def ncclCommAbort(self, comm: Any) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("mute", [False, True])
+def test_torch_s_members_meet_at_the_first_broadcast(monkeypatch: pytest.MonkeyPatch, mute: bool) -> None:
+    """PyTorch's side has no id before. What does not come in time is given up, and ends no process."""
+    library, store = FakeNccl(mute), HashStore()
+    monkeypatch.setattr(nccl, "_library", lambda: library)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(DirectGroup, "_stream", lambda self: None)
+    monkeypatch.setattr(DirectGroup, "_wait", lambda self, what: None)
+    spec = GroupSpec(name="g", address="", port=0, rank_offset=1, world_size=3, protocol="torch", backend="nccl")
+    group = DirectGroup(spec, store, 2, torch.device("cuda"), 0.05)
+    assert not library.joined
+    store.set("0", ID)  # type: ignore[arg-type]
+    for _ in range(2):
+        if mute:
+            with pytest.raises(RuntimeError, match="joining the group g: not within" if not group._left else "was left"):
+                group.broadcast(torch.zeros(1))
+        else:
+            group.broadcast(torch.zeros(1))
+    assert library.joined == [(ID, 3, 2)]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, cast
 
+import msgspec
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import PlainTextResponse, Response
 
@@ -39,8 +40,8 @@ async def sleep(request: Request) -> Response:
     await rl_body(request, RlBody)
     level = cast(Literal[0, 1, 2], int(query_word(request, "level", "1", "0", "2")))
     mode = cast(PauseMode, query_word(request, "mode", "abort", "wait", "keep"))
-    await serving(request).llm.weights.sleep(level, mode, _query_tags(request) or MEMORY_TAGS)
-    return _state(serving(request))
+    result = await serving(request).llm.weights.sleep(level, mode, _query_tags(request) or MEMORY_TAGS)
+    return _state(serving(request), memory=[msgspec.structs.asdict(one) for one in result.memory])
 
 
 @router.post("/wake_up")
@@ -51,9 +52,9 @@ async def wake_up(request: Request) -> Response:
     return _state(serving(request))
 
 
-def _state(state: Serving) -> Response:
+def _state(state: Serving, **more: object) -> Response:
     weights = state.llm.weights.status()
-    return JSON({"status": "sleeping" if weights.asleep else "awake", "tags": weights.asleep, "state": weights.state})
+    return JSON({"status": "sleeping" if weights.asleep else "awake", "tags": weights.asleep, "state": weights.state, **more})
 
 
 @router.get("/is_sleeping")

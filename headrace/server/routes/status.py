@@ -81,6 +81,10 @@ async def server_info(request: Request) -> Response:
         "version": headrace.__version__,
         "model": info.model,
         "device": info.device,
+        # slime compares these with what its trainer is set to.
+        "dtype": info.dtype,
+        "enable_memory_saver": False,
+        "enable_return_routed_experts": args.enable_return_routed_experts,
         "data_parallel_size": args.data_parallel_size,
         "engine_args": msgspec.to_builtins(args, enc_hook=str),
     }
@@ -92,7 +96,6 @@ async def server_info(request: Request) -> Response:
         answer["routing"] = [_decision(decision) for decision in replicas.decisions()]
     if config_format == "json":
         answer["vllm_config"] = vllm_config(state)
-        answer["enable_memory_saver"] = False
     return JSON(answer)
 
 

@@ -1,6 +1,6 @@
 """WeightGroup: a group of a trainer and the ranks of engines, in which rank 0, the trainer's, broadcasts weights.
 
-The group is built on torch's store and backends alone, without torch's table of process groups: a rank may be in several.
+The group is built without torch's table of process groups: a rank may be in several.
 """
 
 from __future__ import annotations
@@ -50,31 +50,25 @@ def join_group(spec: GroupSpec, rank: int, device: torch.device, seconds: float)
     Raises:
         Exception: the members did not come together in time.
     """
-    direct = spec.protocol == "vllm" and spec.backend == "nccl"
-    if direct and spec.unique_id:
+    if spec.unique_id:
         return DirectGroup(spec, None, rank, device, seconds)
-    libuv = spec.protocol == "torch"
-    timeout = timedelta(seconds=seconds)
+    libuv, timeout = spec.protocol == "torch", timedelta(seconds=seconds)
     # A client that names no world size is not counted, and the store's host would wait for it in vain.
     store = TCPStore(spec.address, spec.port, spec.world_size, False, timeout, multi_tenant=libuv, use_libuv=libuv)
-    if direct:
-        return DirectGroup(spec, store, rank, device, seconds)
-    return TorchGroup(spec, store, rank, device, timeout)
+    prefixed = _prefixed(store, spec)
+    if spec.backend == "nccl":
+        return DirectGroup(spec, prefixed, rank, device, seconds)
+    return TorchGroup(spec, prefixed, rank, timeout)
 
 
 class TorchGroup(WeightGroup):
-    """A group over a backend of PyTorch."""
+    """A group over PyTorch's gloo."""
 
-    def __init__(self, spec: GroupSpec, store: Store, rank: int, device: torch.device, timeout: timedelta) -> None:
+    device = torch.device("cpu")
+
+    def __init__(self, spec: GroupSpec, store: Store, rank: int, timeout: timedelta) -> None:
         self.spec = spec
-        self.device = device if spec.backend == "nccl" else torch.device("cpu")
-        prefixed = _prefixed(store, spec)
-        if spec.backend == "gloo":
-            self._group: Any = dist.ProcessGroupGloo(prefixed, rank, spec.world_size, timeout)
-        else:
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            self._group = dist.ProcessGroupNCCL(prefixed, rank, spec.world_size, options)
+        self._group: Any = dist.ProcessGroupGloo(store, rank, spec.world_size, timeout)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         options = dist.BroadcastOptions()
@@ -88,7 +82,7 @@ class TorchGroup(WeightGroup):
 def _prefixed(store: Store, spec: GroupSpec) -> Store:
     """The store, with the prefixes that the trainer's side gives its keys."""
     if spec.protocol == "vllm":
-        return PrefixStore("weights", store)
+        return PrefixStore("weights", store) if spec.backend == "gloo" else store
     device = "cpu" if spec.backend == "gloo" else "cuda"
     for prefix in (spec.name, f"{spec.name}/", f"{device}/"):
         store = PrefixStore(prefix, store)

@@ -1,4 +1,4 @@
-"""DirectGroup: a group of vLLM's kind over NCCL, called directly: a communicator of PyTorch cannot be given up by itself."""
+"""DirectGroup: a group over NCCL, called directly: PyTorch ends the process when a broadcast does not come in time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch._C._distributed_c10d import Store
 from headrace.core.weights import GroupSpec
 
 _ID_BYTES = 128
-_ID_KEY = "broadcast_from/0/0"
+_ID_KEYS = {"vllm": "broadcast_from/0/0", "torch": "0"}
+"""Key of the id in the store, by protocol. PyTorch's is the number of the communicator."""
 _IN_PROGRESS = 7
 _SUM = 0
 _SENDER = 0
@@ -88,6 +89,8 @@ def unique_id(pickled: bytes) -> bytes:
 class DirectGroup:
     """One rank's membership. Nothing waits longer than ``seconds``: then the communicator is given up.
 
+    Members of torch's groups find each other at the first broadcast, since only then PyTorch's side makes its id.
+
     Raises:
         RuntimeError: NCCL is not there, or the members did not come together in time.
     """
@@ -97,34 +100,46 @@ class DirectGroup:
         self.spec, self.device, self._seconds = spec, device, seconds
         if device.type != "cuda":
             raise RuntimeError(f"nccl joins GPUs, and the model is on {device}: use the backend gloo")
-        own_id = spec.unique_id if store is None else unique_id(store.get(_ID_KEY))
+        self._store, self._rank = store, rank
         self._nccl = _library()
         self._comm = ctypes.c_void_p()
+        self._left = False
+        if spec.protocol == "vllm":
+            with torch.cuda.device(device):
+                self._connect()
+                # vLLM's side makes this sum, and waits in it.
+                one, what = torch.zeros(1, device=device), "the first sum"
+                place, kind = one.data_ptr(), _TYPES[one.dtype]
+                self._do(what, self._nccl.ncclAllReduce, place, place, 1, kind, _SUM, self._comm, self._stream())
+                self._wait(what)
+
+    def _connect(self) -> None:
+        raw = _UniqueId.from_buffer_copy(self._id())
         # Not blocking, so that it can be given up.
         config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21800, 0, _UNSET, _UNSET, _UNSET, None, _UNSET)
-        raw = _UniqueId.from_buffer_copy(own_id)
-        with torch.cuda.device(device):
-            where, how = ctypes.byref(self._comm), ctypes.byref(config)
-            join = self._nccl.ncclCommInitRankConfig
-            self._do(f"joining the group {spec.name}", join, where, spec.world_size, raw, rank, how)
-            # vLLM's side makes this sum, and waits in it.
-            one, what = torch.zeros(1, device=device), "the first sum"
-            place, kind = one.data_ptr(), _TYPES[one.dtype]
-            self._do(what, self._nccl.ncclAllReduce, place, place, 1, kind, _SUM, self._comm, self._stream())
-            self._wait(what)
+        where, how, join = ctypes.byref(self._comm), ctypes.byref(config), self._nccl.ncclCommInitRankConfig
+        self._do(f"joining the group {self.spec.name}", join, where, self.spec.world_size, raw, self._rank, how)
+
+    def _id(self) -> bytes:
+        if self._store is None:
+            return self.spec.unique_id
+        found = self._store.get(_ID_KEYS[self.spec.protocol])
+        return unique_id(found) if self.spec.protocol == "vllm" else found
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Fills the tensor with that of the trainer. Raises: RuntimeError: it was not sent in time."""
-        if not self._comm:
+        if self._left:
             raise RuntimeError(f"the group {self.spec.name} was left")
         with torch.cuda.device(self.device):
+            if not self._comm:
+                self._connect()
             place, kind, stream = tensor.data_ptr(), _TYPES[tensor.dtype], self._stream()
             self._do("a broadcast", self._nccl.ncclBroadcast, place, place, tensor.numel(), kind, _SENDER, self._comm, stream)
             self._wait("a broadcast")
 
     def close(self) -> None:
         """Leaves the group. A transfer that is under way fails."""
-        comm, self._comm = self._comm, ctypes.c_void_p()
+        comm, self._comm, self._left = self._comm, ctypes.c_void_p(), True
         if comm:
             self._nccl.ncclCommAbort(comm)
 

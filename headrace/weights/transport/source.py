@@ -52,7 +52,9 @@ class OpenCheckpoint(OpenSource):
         stored = {name: one for name, one in checkpoint.tensors.items() if wanted(name)}
         self._coded = {name for name, one in stored.items() if one.kind not in _KINDS} if coded else set[str]()
         self.facts = [
-            TensorFacts(name, torch.float32 if name in self._coded else _dtype(name, one.kind), one.shape)
+            TensorFacts(name, torch.float32, one.shape, coded=True)
+            if name in self._coded
+            else TensorFacts(name, _dtype(name, one.kind), one.shape)
             for name, one in stored.items()
         ]
 

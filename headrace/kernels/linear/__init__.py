@@ -74,12 +74,21 @@ def linear_adapted(
 ) -> torch.Tensor:
     """``linear`` and the addition of adapters, before the result is rounded where one kernel does both. That depends on the
     number of rows, so that a ``batch_invariant`` product is never one."""
-    fits = not batch_invariant and x.ndim == 2 and len(x) in _ADAPTED_ROWS and weight.dtype == x.dtype == torch.bfloat16
-    if fits and gpu.takes(x) and support.is_hopper(x.device) and triton_added.takes(added, _TILE_OUTPUTS):
-        return invariant_kernels.matmul(x, weight, bias, out_dtype, added)
+    if not batch_invariant and x.ndim == 2 and gpu.takes(x) and weight.dtype == x.dtype:
+        if few_rows(x, weight):
+            tiling = kernels.choose_tiling(len(x), x.shape[1], len(weight))
+            if kernels.adds(added, tiling):
+                return kernels.linear(x, weight, bias, tiling, out_dtype, added)
+        elif _adapts(x) and triton_added.takes(added, _TILE_OUTPUTS):
+            return invariant_kernels.matmul(x, weight, bias, out_dtype, added)
     y = linear(x, weight, bias, out_dtype, batch_invariant=batch_invariant, exact=exact)
     expand(added, y, batch_invariant=batch_invariant)
     return y
+
+
+def _adapts(x: torch.Tensor) -> bool:
+    """Whether a product of several rows that adds what adapters add is the faster one."""
+    return len(x) in _ADAPTED_ROWS and x.dtype == torch.bfloat16 and support.is_hopper(x.device)
 
 
 def linear_by_head(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, batch_invariant: bool = False) -> None:

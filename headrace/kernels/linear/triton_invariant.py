@@ -20,7 +20,7 @@ import triton.language as tl
 
 from headrace.kernels import support
 from headrace.kernels.linear import triton_added
-from headrace.kernels.linear.triton_added import with_added
+from headrace.kernels.linear.triton_added import added_sums
 from headrace.kernels.lora.reference import LowRank
 from headrace.kernels.support import cdiv
 from headrace.kernels.triton_launch import launched
@@ -34,6 +34,8 @@ _LEAST_CHANNELS = 64
 """Channels of a step where they are too few for any tile to take several steps."""
 _MOST_TILES = 4096
 """Tiles whose splits are those of several programs, at most."""
+_ADAPTED_NEAR = 1024
+"""Channels that a program fetches while adapters' kernels before it run."""
 _BAND = 8
 """Tiles of rows that go through the outputs together, so that both factors stay in the cache."""
 
@@ -120,9 +122,17 @@ def _invariant_product(
     wait(PDL)
     x_base = x + row.to(tl.int64)[None, :] * x_row
     weight_base = weight + output.to(tl.int64)[:, None] * weight_row
+    added = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    if ADAPTED and split == 0:
+        added = added_sums(
+            low, b, places, row, rows, within // height * OUTPUTS, output, output < OUT, b_place, END_0, END_1, RANK, WIDTH,
+            SHARES, NUM_PLACES, PLACES, COLUMNS, "tf32",
+        )  # fmt: skip
     if SHARED:
         end = tl.minimum((split + 1) * SPAN, IN)
         total = _sum_split(x_base, weight_base, row, rows, output, split * SPAN, end, IN, OUT, OUTPUTS, ROWS, CHANNELS)
+        if ADAPTED:
+            total += added
         inside = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
         base = partials + tile.to(tl.int64) * (SPLITS * OUTPUTS * ROWS) + inside
         tl.store(base + split * (OUTPUTS * ROWS), total)
@@ -136,16 +146,11 @@ def _invariant_product(
                 total += tl.load(base + each * (OUTPUTS * ROWS), cache_modifier=".cg")
     else:
         last = True
-        total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+        total = added
         for each in range(SPLITS):
             end = tl.minimum((each + 1) * SPAN, IN)
             total += _sum_split(x_base, weight_base, row, rows, output, each * SPAN, end, IN, OUT, OUTPUTS, ROWS, CHANNELS)
     if last:
-        if ADAPTED:
-            total = with_added(
-                total, low, b, places, row, rows, within // height * OUTPUTS, output, output < OUT, b_place, END_0, END_1, RANK,
-                WIDTH, SHARES, NUM_PLACES, PLACES, COLUMNS, "tf32",
-            )  # fmt: skip
         if BIAS:
             total += tl.load(bias + output, mask=output < OUT, other=0.0).to(tl.float32)[:, None]
         place = row.to(tl.int64)[None, :] * y_row + output[:, None]
@@ -213,6 +218,7 @@ def matmul(
         return y
     splits = splits or splits_of(in_features, out_features)
     tile = tile or choose_tile(rows, out_features, splits, x.dtype, x.device)
+    near = tile.near if added is None else _ADAPTED_NEAR
     tiles = cdiv(rows, tile.rows) * cdiv(out_features, tile.outputs)
     shared = splits > 1 and (tiles < _PROGRAMS if shared is None else shared)
     partials = turns = y
@@ -221,13 +227,13 @@ def matmul(
         turns = _turns(x.device, torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0)
     # Triton unrolls a loop of one step, and then sums onto the bias instead of adding it at the end: tiles take equal steps.
     channels = _LEAST_CHANNELS if in_features <= _STEP else tile.channels
-    aligned = not (weight.data_ptr() % 16 or weight.stride(0) % 8 or in_features % 8) and in_features >= tile.near
+    aligned = not (weight.data_ptr() % 16 or weight.stride(0) % 8 or in_features % 8) and in_features >= near
     *adapters, b_place = triton_added.tensors(added, y)
     _invariant_product[(tiles, splits if shared else 1)](
         x, weight, x if bias is None else bias, y, partials, turns, *adapters, rows, x.stride(0), weight.stride(0),
         y.stride(0), b_place, IN=in_features, OUT=out_features, OUTPUTS=tile.outputs, ROWS=tile.rows, CHANNELS=channels,
         SPLITS=splits, SPAN=cdiv(cdiv(in_features, splits), _STEP) * _STEP, SHARED=shared, BAND=_BAND,
-        NEAR=tile.near if aligned else 0, PIECES=max(32 * tile.num_warps // tile.outputs, 1), BIAS=bias is not None,
+        NEAR=near if aligned else 0, PIECES=max(32 * tile.num_warps // tile.outputs, 1), BIAS=bias is not None,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **triton_added.sizes(added), **options(x.device),
     )  # fmt: skip
     return y

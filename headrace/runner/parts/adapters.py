@@ -21,7 +21,7 @@ from headrace.models.adapters import AdapterTargets
 from headrace.models.interface import ModelInputs
 from headrace.multimodal.threads import use_one_core
 from headrace.runner.part import RunnerPart, StepExtras, StepHandle
-from headrace.runner.slots import RowArrays
+from headrace.runner.slots import Bounds, RowArrays
 from headrace.sources.adapter import AdapterFiles
 
 
@@ -162,18 +162,20 @@ class AdapterTables(RunnerPart):
                 start = extras.segments.pop().start
             extras.segments.append(Segment(start, end, place))
 
-    def adapt(self, inputs: ModelInputs, rows: RowTensors, extras: StepExtras) -> ModelInputs:
+    def adapt(self, inputs: ModelInputs, rows: RowTensors, bounds: Bounds, extras: StepExtras) -> ModelInputs:
         """Tells the model's matrices the adapters of the tokens."""
         self._targets.rows.clear()
         if not extras.segments:
             return inputs
         self._targets.rows.segments = extras.segments
         if takes(rows.slots):
-            tokens = torch.arange(len(inputs.positions), dtype=torch.int32, device=self._device)
-            row = torch.searchsorted(rows.query_start[1:], tokens, right=True)
-            # Tokens behind the last row are padding, as rows of slot -1 are.
-            slots = torch.nn.functional.pad(rows.slots, (0, 1), value=-1)
-            self._targets.rows.places = self._table[slots[row].long()]
+            slots = rows.slots
+            if not bounds.single:
+                tokens = torch.arange(len(inputs.positions), dtype=torch.int32, device=self._device)
+                row = torch.searchsorted(rows.query_start[1:], tokens, right=True)
+                # Tokens behind the last row are padding, as rows of slot -1 are.
+                slots = torch.nn.functional.pad(rows.slots, (0, 1), value=-1)[row]
+            self._targets.rows.places = self._table[slots.long()]
         return dataclasses.replace(inputs, adapters=True)
 
     def end(self, rows: RowArrays, step: StepHandle) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
+from headrace.kernels.linear import triton as triton_linear
 from headrace.kernels.linear import triton_added, triton_invariant
 from headrace.kernels.lora import triton as kernels
 from headrace.kernels.lora.reference import LowRank, Segment, expand, shrink
@@ -125,17 +128,51 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         add_by_kernel(y, x.double(), a, b, [16], places)
 
 
-@pytest.mark.parametrize(("places", "rank"), [([NONE, 1, 1, 2] * 5, 16), ([2, 0] * 10, 72), ([0] * 60, 8)])
-def test_a_product_adds_it_before_it_rounds(places: list[int], rank: int, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("places", "channels", "rank"),
+    [
+        ([2], 1100, 16),
+        ([NONE], 64, 5),
+        ([2, NONE], 64, 16),
+        ([NONE, 0, 1, 1, 2, 0], 600, 8),
+        ([2, 1] * 6, 160, 24),
+        ([NONE, 1, 1, 2] * 5, 160, 16),
+        ([2, 0] * 10, 160, 72),
+        ([0] * 60, 160, 8),
+    ],
+)
+def test_a_product_adds_it_before_it_rounds(places: list[int], channels: int, rank: int, device: torch.device) -> None:
     parts, dtype = (64, 128), torch.bfloat16
-    _, x, a, b, on_device = case(places, parts, 160, rank, dtype, device)
-    weight, bias = torch.randn(sum(parts), 160).to(dtype).to(device), torch.randn(sum(parts)).to(dtype).to(device)
+    _, x, a, b, on_device = case(places, parts, channels, rank, dtype, device)
+    weight, bias = torch.randn(sum(parts), channels).to(dtype).to(device), torch.randn(sum(parts)).to(dtype).to(device)
     a, b = 0.1 * a, 0.1 * b
     added = LowRank(kernels.shrink(x, a, on_device), b, ends_of(parts), (), on_device)
-    assert triton_added.takes(added, 64) and not triton_added.takes(added, 128)
-    given, base = (triton_invariant.matmul(x, weight, bias, added=one) for one in (added, None))
     product = x.double() @ weight.double().T + bias.double()
-    wanted = expected(product.clone(), x, a, b, on_device, parts)
-    assert (given - wanted).norm() < 0.3 * (wanted - product).norm(), "it is small beside the product"
-    has = on_device != NONE
-    assert torch.equal(given[~has], base[~has]) and not torch.isclose(given[has], base[has]).all(1).any()
+    wanted, has = expected(product.clone(), x, a, b, on_device, parts), on_device != NONE
+    for name, one, base in products(x, weight, bias, added):
+        assert (one[has] - wanted[has]).norm() <= 0.3 * (wanted - product).norm(), f"{name}: it is small beside the product"
+        assert torch.equal(one[~has], base[~has]) and not torch.isclose(one[has], base[has]).all(1).any(), name
+
+
+def products(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, added: LowRank
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yields the name of each kernel that takes so many rows, its product with what adapters add, and without."""
+    assert triton_added.takes(added, 64) and not triton_added.takes(added, 128)
+    for rows in (16, 64):
+        tile = triton_invariant.Tile(64, rows, 64, 4, 4)
+        yield f"{rows} rows", *(triton_invariant.matmul(x, weight, bias, added=one, tile=tile) for one in (added, None))
+    tiling = triton_linear.choose_tiling(len(x), x.shape[1], len(weight)) if len(x) <= 32 else None
+    if tiling is not None and triton_linear.adds(added, tiling):
+        yield "few rows", *(triton_linear.linear(x, weight, bias, added=one) for one in (added, None))
+
+
+def test_tiles_of_few_rows_hold_all_columns_of_b(device: torch.device) -> None:
+    *_, b, places = case([0] * 4, (64,), 64, 16, torch.bfloat16, device, count=17)
+    low, tiling = torch.zeros(1, 4, 16, device=device), triton_linear.LinearTiling(16, 256, 4, 4)
+    assert triton_linear.adds(LowRank(low, b[:16], [64], (), places), tiling)
+    assert not triton_linear.adds(LowRank(low, b, [64], (), places), tiling)
+    assert not triton_linear.adds(LowRank(low, b[:1], [24, 64], (), places), tiling)
+    single = triton_linear.LinearTiling(2, 64, 4, 0)
+    assert triton_linear.adds(LowRank(low.expand(4, 4, 16), b, [64], (), places), single)
+    assert not triton_linear.adds(LowRank(low.expand(5, 4, 16), b, [64], (), places), single)

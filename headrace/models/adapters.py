@@ -102,9 +102,9 @@ class AdapterTargets:
         for name, layer in self.layers.items():
             layer.tables.put(place, adapter.get(name, ()))
 
-    def image(self, adapter: LoadedAdapter, *, pinned: bool) -> torch.Tensor:
-        """``[numbers]``: what a place with the adapter holds, in the host's memory; ``pinned`` for copies beside work."""
-        image = torch.empty(self.memory.shape[1], dtype=self.memory.dtype, pin_memory=pinned)
+    def image(self, adapter: LoadedAdapter) -> torch.Tensor:
+        """``[numbers]``: what a place with the adapter holds, in the host's memory."""
+        image = torch.empty(self.memory.shape[1], dtype=self.memory.dtype)
         for name, layer in self.layers.items():
             layer.tables.fill(image[layer.start : layer.start + layer.size], adapter.get(name, ()))
         return image

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from headrace.kernels.linear import triton_added
-from headrace.kernels.linear.triton_added import all_of_b, by_place, first_column, low_of
+from headrace.kernels.linear.triton_added import first_column
 from headrace.kernels.linear.triton_matmul import check_factors
 from headrace.kernels.lora.reference import LowRank
 from headrace.kernels.support import cdiv, power_of_two
@@ -30,10 +30,8 @@ MAX_ROWS = 32
 _RUN = tl.constexpr(32)
 """Neighbouring channels that a warp's threads load together, of each of eight lines."""
 
-_MOST_COLUMNS = 256
-"""Most columns of all places that the matrix units add to several rows at once."""
-_ADAPTED_NEAR = 4
-"""Tiles that a product fetches into the L2 cache while adapters' kernels before it run."""
+_MOST_PRODUCTS = 2048
+"""Most of A's products, in all shares, that a program adds up."""
 _X_AHEAD = tl.constexpr(2)
 """Tiles of x loaded ahead; fewer than of the weight, because x is in the cache."""
 
@@ -51,8 +49,8 @@ class LinearTiling:
     ahead: int
     """Tiles of the weight loaded ahead of the matrix units; 0: one row, without matrix units."""
     near: int = 0
-    """Tiles after these that are fetched into the L2 cache while the kernel before still runs: 0 or a power of two. Only where
-    kernels are launched before the one before is complete."""
+    """Tiles after these that are fetched into the L2 cache while the kernel before still runs: 0 or a power of two. Only with
+    matrix units, and where kernels are launched before the one before is complete."""
 
 
 _SEVERAL: tuple[tuple[int, float, float, LinearTiling], ...] = (
@@ -78,14 +76,9 @@ def choose_tiling(rows: int, in_features: int, out_features: int) -> LinearTilin
 
 
 def adds(added: LowRank, tiling: LinearTiling) -> bool:
-    """Whether a product can add it: no tile has outputs of two parts, and one tile has all of its columns."""
-    num_places, _, rank = added.b.shape
-    columns = max(16, power_of_two(rank))
-    if tiling.ahead:
-        fits = columns * power_of_two(num_places) <= _MOST_COLUMNS
-    else:
-        fits = columns * len(added.low) <= tiling.channels
-    return fits and triton_added.takes(added, tiling.outputs)
+    """Whether a product can add it: one of a single row, and no tile has outputs of two parts."""
+    products = triton_added.columns_of(added) * power_of_two(len(added.low))
+    return not tiling.ahead and products <= _MOST_PRODUCTS and triton_added.takes(added, tiling.outputs)
 
 
 @triton.jit
@@ -111,7 +104,6 @@ def _single(
     OUT: tl.constexpr,
     OUTPUTS: tl.constexpr,
     CHANNELS: tl.constexpr,
-    NEAR: tl.constexpr,
     BIAS: tl.constexpr,
     ADAPTED: tl.constexpr,
     END_0: tl.constexpr,
@@ -119,8 +111,7 @@ def _single(
     RANK: tl.constexpr,
     WIDTH: tl.constexpr,
     SHARES: tl.constexpr,
-    NUM_PLACES: tl.constexpr,
-    PLACES: tl.constexpr,
+    SHARES_P: tl.constexpr,
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -132,18 +123,17 @@ def _single(
     sums = tl.zeros([OUTPUTS, CHANNELS], tl.float32)
     # Each tile of the weight is loaded while the one before is summed; the first, while the previous kernel still runs.
     part = tl.load(base + channel[None, :], mask=present[:, None] & (channel < IN)[None, :], other=0.0)
-    if PDL and NEAR > 0:
-        _fetch_near(weight, tl.minimum(output, OUT - 1), weight_row, CHANNELS, IN, NEAR * CHANNELS)
     if ADAPTED:
-        # One more tile, in which A's products stand for x, share by share, and B for the weight.
-        place, column = tl.load(places), channel % COLUMNS
-        added = (channel < SHARES * COLUMNS) & (column < RANK) & (place >= 0)
-        lines = b + place * b_place + output.to(tl.int64)[:, None] * RANK
-        right = tl.load(lines + column[None, :], mask=present[:, None] & added[None, :], other=0.0)
+        # Channels of their own, in which A's products stand for x, share by share, and B for the weight.
+        own = tl.arange(0, SHARES_P * COLUMNS)
+        adapter, column = tl.load(places), own % COLUMNS
+        there = (own < SHARES * COLUMNS) & (column < RANK) & (adapter >= 0)
+        lines = b + adapter * b_place + output.to(tl.int64)[:, None] * RANK
+        right = tl.load(lines + column[None, :], mask=present[:, None] & there[None, :], other=0.0)
     wait(PDL)
     if ADAPTED:
         column += first_column(tl.program_id(0) * OUTPUTS, END_0, END_1, RANK)
-        left = tl.load(low + channel // COLUMNS * WIDTH + column, mask=added, other=0.0)
+        left = tl.load(low + own // COLUMNS * WIDTH + column, mask=there, other=0.0)
     for start in tl.static_range(0, IN, CHANNELS):
         inside = start + channel
         factor = tl.load(x + inside, mask=inside < IN, other=0.0).to(tl.float32)
@@ -152,9 +142,9 @@ def _single(
             ahead = inside + CHANNELS
             part = tl.load(base + ahead[None, :], mask=present[:, None] & (ahead < IN)[None, :], other=0.0)
         sums += here.to(tl.float32) * factor[None, :]
-        if ADAPTED and start == 0:
-            sums += right.to(tl.float32) * left[None, :]
     result = tl.sum(sums, 1)
+    if ADAPTED:
+        result += tl.sum(right.to(tl.float32) * left[None, :], 1)
     result = _finish(result, bias, output, present, y.dtype.element_ty, BIAS)
     tl.store(y + output, result, mask=present)
 
@@ -207,14 +197,10 @@ def _several(
     weight,
     bias,
     y,
-    low,
-    b,
-    places,
     rows,
     out,
     x_row: tl.int64,
     weight_row: tl.int64,
-    b_place: tl.int64,
     IN: tl.constexpr,
     OUTPUTS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -223,15 +209,6 @@ def _several(
     WARPS: tl.constexpr,
     ROWS_P: tl.constexpr,
     BIAS: tl.constexpr,
-    ADAPTED: tl.constexpr,
-    END_0: tl.constexpr,
-    END_1: tl.constexpr,
-    RANK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SHARES: tl.constexpr,
-    NUM_PLACES: tl.constexpr,
-    PLACES: tl.constexpr,
-    COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -254,14 +231,7 @@ def _several(
     if PDL and NEAR > 0:
         line = tl.minimum(first + tl.arange(0, OUTPUTS), out - 1)
         _fetch_near(weight, line, weight_row, AHEAD * CHANNELS, IN, NEAR * CHANNELS)
-    row = tl.arange(0, max(ROWS_P, 16))
-    output = first + tl.arange(0, OUTPUTS)
-    if ADAPTED:
-        place = tl.load(places + row, mask=row < rows, other=-1)
-        of_b = all_of_b(b, place, output, output < out, b_place, RANK, PLACES, COLUMNS)
     wait(PDL)
-    if ADAPTED:
-        products = low_of(low, place, row, rows, first, END_0, END_1, RANK, WIDTH, SHARES, COLUMNS)
     lefts = ()
     for ahead in tl.static_range(min(_X_AHEAD, COUNT)):
         lefts += (_tile(factors, x_at, ahead * CHANNELS, IN, CHANNELS, ""),)
@@ -280,15 +250,12 @@ def _several(
         right = _pieces(parts[step], OUTPUTS, CHANNELS, WARPS)
         right = tl.reshape(tl.permute(right, (2, 1, 5, 6, 4, 7, 0, 3)), (WARPS, CHANNELS // WARPS, OUTPUTS))
         sums = tl.dot(left, right, sums, input_precision=PRECISION)
-    if ADAPTED:
-        SHARE: tl.constexpr = PLACES * COLUMNS // WARPS
-        left = tl.reshape(by_place(products, place, PLACES, COLUMNS), (max(ROWS_P, 16), WARPS, SHARE))
-        left = tl.permute(left, (1, 0, 2)).to(of_b.dtype)
-        sums = tl.dot(left, tl.reshape(of_b, (WARPS, SHARE, OUTPUTS)), sums, input_precision=PRECISION)
     result = tl.sum(sums, 0)
-    mask = (row < rows)[:, None] & (output < out)[None, :]
-    result = _finish(result, bias, output[None, :], mask, y.dtype.element_ty, BIAS)
-    tl.store(y + row[:, None] * out + output[None, :], result, mask=mask)
+    row = tl.arange(0, max(ROWS_P, 16))[:, None]
+    output = first + tl.arange(0, OUTPUTS)[None, :]
+    mask = (row < rows) & (output < out)
+    result = _finish(result, bias, output, mask, y.dtype.element_ty, BIAS)
+    tl.store(y + row * out + output, result, mask=mask)
 
 
 def linear(
@@ -325,24 +292,22 @@ def linear(
     if not y.numel():
         return y
     grid = (cdiv(out_features, tiling.outputs),)
-    near = tiling.near if added is None else _ADAPTED_NEAR
-    rest = max(cdiv(in_features, tiling.channels) - max(tiling.ahead, 1), 0)
-    sizes = {
-        "IN": in_features,
-        "OUTPUTS": tiling.outputs,
-        "CHANNELS": tiling.channels,
-        "NEAR": min(near, power_of_two(rest)) if rest else 0,
-        "BIAS": bias is not None,
-        **triton_added.sizes(added, at_once=16 * tiling.num_warps),
-    }
+    sizes = {"IN": in_features, "OUTPUTS": tiling.outputs, "CHANNELS": tiling.channels, "BIAS": bias is not None}
     launch = {"num_warps": tiling.num_warps, "num_stages": 1, **options(x.device)}
-    *adapters, b_place = triton_added.tensors(added, y)
-    tensors = (x, weight, x if bias is None else bias, y, *adapters)
+    tensors = (x, weight, x if bias is None else bias, y)
     if not tiling.ahead:
-        _single[grid](*tensors, weight.stride(0), b_place, OUT=out_features, **sizes, **launch)
+        *adapters, b_place = triton_added.tensors(added, y)
+        constants = {**sizes, **triton_added.sizes(added), "SHARES_P": 1 if added is None else power_of_two(len(added.low))}
+        _single[grid](*tensors, *adapters, weight.stride(0), b_place, OUT=out_features, **constants, **launch)
     else:
-        strides = (x.stride(0), weight.stride(0), b_place)
-        shape = {"AHEAD": tiling.ahead, "WARPS": tiling.num_warps, "ROWS_P": max(power_of_two(rows), 8)}
+        strides = (x.stride(0), weight.stride(0))
+        rest = max(cdiv(in_features, tiling.channels) - tiling.ahead, 0)
+        shape = {
+            "AHEAD": tiling.ahead,
+            "NEAR": min(tiling.near, power_of_two(rest)) if rest else 0,
+            "WARPS": tiling.num_warps,
+            "ROWS_P": max(power_of_two(rows), 8),
+        }
         precision = "ieee" if x.dtype == torch.float32 else "tf32"
         _several[grid](*tensors, rows, out_features, *strides, **sizes, **shape, **launch, PRECISION=precision)
     return y

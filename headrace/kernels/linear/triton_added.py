@@ -32,69 +32,53 @@ def first_column(first, END_0: tl.constexpr, END_1: tl.constexpr, RANK: tl.const
 
 
 @triton.jit
-def added_sums(
-    low, b, places, token, tokens, first, output, present, b_place, END_0: tl.constexpr, END_1: tl.constexpr,
-    RANK: tl.constexpr, WIDTH: tl.constexpr, SHARES: tl.constexpr, NUM_PLACES: tl.constexpr, PLACES: tl.constexpr,
-    COLUMNS: tl.constexpr, PRECISION: tl.constexpr
+def lines_of_b(
+    b, place, group, start, output, present, b_place, RANK: tl.constexpr, PLACES: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """``[outputs, tokens]``: what the adapters of the tokens add; zeros for tokens without one."""
+    """``[outputs, PLACES * COLUMNS]``: columns of B from ``start`` on, in places from ``group`` on; zeros of places that no
+    token has."""
+    index, column = group + tl.arange(0, PLACES), start + tl.arange(0, COLUMNS)
+    used = tl.max((index[:, None] == place[None, :]).to(tl.int32), 1) > 0
+    at = index.to(tl.int64)[None, :, None] * b_place + output.to(tl.int64)[:, None, None] * RANK + column[None, None, :]
+    mask = present[:, None, None] & used[None, :, None] & (column < RANK)[None, None, :]
+    return tl.reshape(tl.load(b + at, mask=mask, other=0.0), [output.shape[0], PLACES * COLUMNS])
+
+
+@triton.jit
+def added_sums(
+    right, low, b, place, token, tokens, first, output, present, b_place, END_0: tl.constexpr, END_1: tl.constexpr,
+    RANK: tl.constexpr, WIDTH: tl.constexpr, SHARES: tl.constexpr, COLUMNS: tl.constexpr, NUM_PLACES: tl.constexpr,
+    PLACES: tl.constexpr, AT_ONCE: tl.constexpr
+):  # fmt: skip
+    """``[outputs, tokens]``: what the adapters of the tokens add; zeros for tokens without one.
+
+    ``right``: all of B, if it is multiplied AT_ONCE.
+    """
     added = tl.zeros([output.shape[0], token.shape[0]], tl.float32)
-    place = tl.load(places + token, mask=token < tokens, other=-1)
-    held = place >= 0
     if tl.max(place, 0) >= 0:
         inner = tl.arange(0, COLUMNS)
         column = first_column(first, END_0, END_1, RANK) + inner
         for start in tl.static_range(0, RANK, COLUMNS):
             products = low + token.to(tl.int64)[None, :] * WIDTH + start + column[:, None]
-            mask = held[None, :] & (start + inner < RANK)[:, None]
+            mask = (place >= 0)[None, :] & (start + inner < RANK)[:, None]
             left = tl.zeros([COLUMNS, token.shape[0]], tl.float32)
             for share in tl.static_range(SHARES):
                 left += tl.load(products + share * tokens.to(tl.int64) * WIDTH, mask=mask, other=0.0)
-            for group in tl.range(0, NUM_PLACES, PLACES, num_stages=1):
-                index = group + tl.arange(0, PLACES)
-                own = index[:, None] == place[None, :]
-                used = tl.max(own.to(tl.int32), 1) > 0
-                if tl.max(used.to(tl.int32), 0) > 0:
-                    at = index.to(tl.int64)[None, :, None] * b_place + output.to(tl.int64)[:, None, None] * RANK
-                    at += start + inner[None, None, :]
-                    mask_b = present[:, None, None] & used[None, :, None] & (start + inner < RANK)[None, None, :]
-                    right = tl.reshape(tl.load(b + at, mask=mask_b, other=0.0), [output.shape[0], PLACES * COLUMNS])
-                    mixed = tl.where(own[:, None, :], left[None, :, :], 0.0)
-                    mixed = tl.reshape(mixed, [PLACES * COLUMNS, token.shape[0]]).to(right.dtype)
-                    added = tl.dot(right, mixed, added, input_precision=PRECISION)
+            if AT_ONCE:
+                added = tl.dot(right, _by_place(left, place, 0, PLACES).to(right.dtype), added)
+            else:
+                for group in tl.range(0, NUM_PLACES, PLACES, num_stages=1):
+                    if tl.max(((place >= group) & (place < group + PLACES)).to(tl.int32), 0) > 0:
+                        lines = lines_of_b(b, place, group, start, output, present, b_place, RANK, PLACES, COLUMNS)
+                        added = tl.dot(lines, _by_place(left, place, group, PLACES).to(lines.dtype), added)
     return added
 
 
 @triton.jit
-def all_of_b(b, place, output, present, b_place, RANK: tl.constexpr, PLACES: tl.constexpr, COLUMNS: tl.constexpr):
-    """``[PLACES * COLUMNS, outputs]``: B of each place that a token has, and zeros."""
-    index, inner = tl.arange(0, PLACES), tl.arange(0, COLUMNS)
-    used = tl.max((place[:, None] == index[None, :]).to(tl.int32), 0) > 0
-    at = index.to(tl.int64)[:, None, None] * b_place + output.to(tl.int64)[None, None, :] * RANK + inner[None, :, None]
-    mask = used[:, None, None] & (inner < RANK)[None, :, None] & present[None, None, :]
-    return tl.reshape(tl.load(b + at, mask=mask, other=0.0), [PLACES * COLUMNS, output.shape[0]])
-
-
-@triton.jit
-def low_of(
-    low, place, token, tokens, first, END_0: tl.constexpr, END_1: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr,
-    SHARES: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
-    """``[tokens, COLUMNS]``: A's products; zeros for tokens without an adapter."""
-    inner = tl.arange(0, COLUMNS)
-    at = token[:, None] * WIDTH + first_column(first, END_0, END_1, RANK) + inner[None, :]
-    mask = (place >= 0)[:, None] & (inner < RANK)[None, :]
-    left = tl.zeros([token.shape[0], COLUMNS], tl.float32)
-    for share in tl.static_range(SHARES):
-        left += tl.load(low + share * tokens * WIDTH + at, mask=mask, other=0.0)
-    return left
-
-
-@triton.jit
-def by_place(left, place, PLACES: tl.constexpr, COLUMNS: tl.constexpr):
-    """``[tokens, PLACES * COLUMNS]``: a token's products at the columns of its own place."""
-    own = place[:, None] == tl.arange(0, PLACES)[None, :]
-    return tl.reshape(tl.where(own[:, :, None], left[:, None, :], 0.0), [left.shape[0], PLACES * COLUMNS])
+def _by_place(left, place, group, PLACES: tl.constexpr):
+    """``[PLACES * columns, tokens]``: a token's products at the columns of its own place."""
+    own = (group + tl.arange(0, PLACES))[:, None] == place[None, :]
+    return tl.reshape(tl.where(own[:, None, :], left[None, :, :], 0.0), [PLACES * left.shape[0], left.shape[1]])
 
 
 def tensors(added: LowRank | None, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
@@ -104,26 +88,35 @@ def tensors(added: LowRank | None, other: torch.Tensor) -> tuple[torch.Tensor, t
     return added.low, added.b, added.places, added.b.stride(0)
 
 
-def sizes(added: LowRank | None, *, at_once: int = 0) -> dict[str, Any]:
-    """The constants of ``added_sums``, but for PRECISION; and ADAPTED, whether there are adapters.
+def sizes(added: LowRank | None, most_columns: int | None = None) -> dict[str, Any]:
+    """Returns the constants of a kernel that adds B to its product: ADAPTED, whether there are adapters, and their sizes.
 
     Args:
-        at_once: all columns of all places are multiplied at once, of so many at the least; 0: they are not.
+        most_columns: of a place at a time.
     """
     if added is None:
-        names = ("END_0", "END_1", "RANK", "WIDTH", "SHARES", "NUM_PLACES", "PLACES", "COLUMNS")
-        return {"ADAPTED": False, **dict.fromkeys(names, 0)}
-    num_places, _, rank = added.b.shape
+        return {"ADAPTED": False, **dict.fromkeys(("END_0", "END_1", "RANK", "WIDTH", "SHARES", "COLUMNS"), 0)}
     ends = (*added.ends, *[added.ends[-1]] * PARTS)
-    columns = max(16, power_of_two(rank))
-    if not at_once:
-        columns = min(_COLUMNS, columns)
-    places = power_of_two(num_places)
+    columns = columns_of(added) if most_columns is None else min(most_columns, columns_of(added))
     return {
-        "ADAPTED": True, "END_0": ends[0], "END_1": ends[1], "RANK": rank, "WIDTH": added.low.shape[2],
-        "SHARES": len(added.low), "NUM_PLACES": num_places, "COLUMNS": columns,
-        "PLACES": max(places, at_once // columns) if at_once else min(max(1, _TOGETHER // columns), places),
+        "ADAPTED": True, "END_0": ends[0], "END_1": ends[1], "RANK": added.b.shape[2], "WIDTH": added.low.shape[2],
+        "SHARES": len(added.low), "COLUMNS": columns,
     }  # fmt: skip
+
+
+def tiles(added: LowRank | None) -> dict[str, Any]:
+    """Returns the constants of ``added_sums``, and ADAPTED."""
+    if added is None:
+        return {**sizes(added), "NUM_PLACES": 0, "PLACES": 0, "AT_ONCE": False}
+    constants, count = sizes(added, _COLUMNS), len(added.b)
+    together = min(_TOGETHER // constants["COLUMNS"], power_of_two(count))
+    at_once = together >= count and constants["COLUMNS"] >= constants["RANK"]
+    return {**constants, "NUM_PLACES": count, "PLACES": together, "AT_ONCE": at_once}
+
+
+def columns_of(added: LowRank) -> int:
+    """Columns of a place that kernels multiply: a power of two, and no fewer than an instruction has."""
+    return max(16, power_of_two(added.b.shape[2]))
 
 
 def takes(added: LowRank, outputs: int) -> bool:

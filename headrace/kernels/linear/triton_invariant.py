@@ -20,7 +20,7 @@ import triton.language as tl
 
 from headrace.kernels import support
 from headrace.kernels.linear import triton_added
-from headrace.kernels.linear.triton_added import added_sums
+from headrace.kernels.linear.triton_added import added_sums, lines_of_b
 from headrace.kernels.lora.reference import LowRank
 from headrace.kernels.support import cdiv
 from headrace.kernels.triton_launch import launched
@@ -34,8 +34,6 @@ _LEAST_CHANNELS = 64
 """Channels of a step where they are too few for any tile to take several steps."""
 _MOST_TILES = 4096
 """Tiles whose splits are those of several programs, at most."""
-_ADAPTED_NEAR = 1024
-"""Channels that a program fetches while adapters' kernels before it run."""
 _BAND = 8
 """Tiles of rows that go through the outputs together, so that both factors stay in the cache."""
 
@@ -104,8 +102,8 @@ def _invariant_product(
     OUT: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, SPLITS: tl.constexpr,
     SPAN: tl.constexpr, SHARED: tl.constexpr, BAND: tl.constexpr, NEAR: tl.constexpr, PIECES: tl.constexpr,
     BIAS: tl.constexpr, ADAPTED: tl.constexpr, END_0: tl.constexpr, END_1: tl.constexpr, RANK: tl.constexpr,
-    WIDTH: tl.constexpr, SHARES: tl.constexpr, NUM_PLACES: tl.constexpr, PLACES: tl.constexpr, COLUMNS: tl.constexpr,
-    PDL: tl.constexpr
+    WIDTH: tl.constexpr, SHARES: tl.constexpr, COLUMNS: tl.constexpr, NUM_PLACES: tl.constexpr, PLACES: tl.constexpr,
+    AT_ONCE: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """A tile of ``OUTPUTS`` and ``ROWS``; where it is ``SHARED``, one of its splits of ``SPAN`` channels."""
     announce(PDL)
@@ -119,14 +117,20 @@ def _invariant_product(
     split = tl.program_id(1)
     if PDL and NEAR > 0:
         _fetch_near(weight, tl.minimum(output, OUT - 1), weight_row, split * SPAN, IN, NEAR, PIECES)
+    if ADAPTED:
+        # The first split has what adapters add.
+        adapter = tl.load(places + row, mask=(row < rows) & (split == 0), other=-1)
+        right = tl.zeros([OUTPUTS, PLACES * COLUMNS], b.dtype.element_ty)
+        if AT_ONCE:
+            right = lines_of_b(b, adapter, 0, 0, output, output < OUT, b_place, RANK, PLACES, COLUMNS)
     wait(PDL)
     x_base = x + row.to(tl.int64)[None, :] * x_row
     weight_base = weight + output.to(tl.int64)[:, None] * weight_row
     added = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    if ADAPTED and split == 0:
+    if ADAPTED:
         added = added_sums(
-            low, b, places, row, rows, within // height * OUTPUTS, output, output < OUT, b_place, END_0, END_1, RANK, WIDTH,
-            SHARES, NUM_PLACES, PLACES, COLUMNS, "tf32",
+            right, low, b, adapter, row, rows, within // height * OUTPUTS, output, output < OUT, b_place, END_0, END_1, RANK,
+            WIDTH, SHARES, COLUMNS, NUM_PLACES, PLACES, AT_ONCE,
         )  # fmt: skip
     if SHARED:
         end = tl.minimum((split + 1) * SPAN, IN)
@@ -218,7 +222,6 @@ def matmul(
         return y
     splits = splits or splits_of(in_features, out_features)
     tile = tile or choose_tile(rows, out_features, splits, x.dtype, x.device)
-    near = tile.near if added is None else _ADAPTED_NEAR
     tiles = cdiv(rows, tile.rows) * cdiv(out_features, tile.outputs)
     shared = splits > 1 and (tiles < _PROGRAMS if shared is None else shared)
     partials = turns = y
@@ -227,13 +230,13 @@ def matmul(
         turns = _turns(x.device, torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0)
     # Triton unrolls a loop of one step, and then sums onto the bias instead of adding it at the end: tiles take equal steps.
     channels = _LEAST_CHANNELS if in_features <= _STEP else tile.channels
-    aligned = not (weight.data_ptr() % 16 or weight.stride(0) % 8 or in_features % 8) and in_features >= near
+    aligned = not (weight.data_ptr() % 16 or weight.stride(0) % 8 or in_features % 8) and in_features >= tile.near
     *adapters, b_place = triton_added.tensors(added, y)
     _invariant_product[(tiles, splits if shared else 1)](
         x, weight, x if bias is None else bias, y, partials, turns, *adapters, rows, x.stride(0), weight.stride(0),
         y.stride(0), b_place, IN=in_features, OUT=out_features, OUTPUTS=tile.outputs, ROWS=tile.rows, CHANNELS=channels,
         SPLITS=splits, SPAN=cdiv(cdiv(in_features, splits), _STEP) * _STEP, SHARED=shared, BAND=_BAND,
-        NEAR=near if aligned else 0, PIECES=max(32 * tile.num_warps // tile.outputs, 1), BIAS=bias is not None,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **triton_added.sizes(added), **options(x.device),
+        NEAR=tile.near if aligned else 0, PIECES=max(32 * tile.num_warps // tile.outputs, 1), BIAS=bias is not None,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **triton_added.tiles(added), **options(x.device),
     )  # fmt: skip
     return y

@@ -159,14 +159,11 @@ class Counted(PlaceCopies):
     """Copies at once, and counts."""
 
     def _open(self) -> None:
-        self.busy, self.sent, self.waits = False, 0, 0
+        self.sent, self.waits = 0, 0
         self.emptied: list[int] = []
 
     def _pin(self, piece: torch.Tensor) -> torch.Tensor:
         return piece.clone()
-
-    def _busy(self) -> bool:
-        return self.busy
 
     def _copy(self, target: torch.Tensor, piece: torch.Tensor) -> None:
         assert piece.nbytes <= adapter_copies.PIECE
@@ -200,9 +197,6 @@ def test_adapters_go_to_a_gpu_in_pieces_beside_the_steps(monkeypatch: pytest.Mon
 
     tables.load(a, wait=False)
     assert sent(a) == (False, adapter_copies.AT_ONCE)
-    copies.busy = True
-    assert sent(a) == (False, 0), "the pieces before are under way"
-    copies.busy = False
     assert sent(a) == (False, adapter_copies.AT_ONCE)
     done, rest = sent(a)
     assert done and 0 < rest < adapter_copies.AT_ONCE and not copies.waits

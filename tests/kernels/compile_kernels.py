@@ -117,7 +117,8 @@ def compile_only(capability: int) -> None:
             line |= {"widths": [options["D"], options["DV"]], "asynchronous": "wgmma" in ptx}
         if "PARTS" in options:
             line["asynchronous"] = "wgmma" in ptx
-        line["unset"] = unset(kernel.asm["sass"]) if "wgmma" in ptx else []
+        if options.get("ADAPTED") and "wgmma" in ptx:  # Disassembling all would take a minute.
+            line["unset"] = unset(kernel.asm["sass"])
         print(json.dumps(line | before_waiting(ptx, bool(options.get("launch_pdl")))), flush=True)
 
     JITFunction.run = compiled

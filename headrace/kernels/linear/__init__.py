@@ -28,8 +28,8 @@ measured (see benchmarks/). The first line that a weight fits in counts."""
 _MOST_FEW = max(rows for _, rows in FEW_ROWS)
 _ALIGNED = 16
 """Numbers from row to row of a factor: of multiples of these the Triton kernel for several rows reads 16 bytes at once."""
-_ADAPTED_ROWS = range(17, 65)
-"""Rows with which, on an H200, a product that adds what adapters add is faster than a library's and a kernel behind it."""
+_ADAPTED_ROWS = range(2, 65)
+"""Rows with which, on an H100, a product that adds what adapters add is faster than another and a kernel behind it."""
 _TILE_OUTPUTS = 64
 """Outputs of a tile of that product."""
 
@@ -74,21 +74,12 @@ def linear_adapted(
 ) -> torch.Tensor:
     """``linear`` and the addition of adapters, before the result is rounded where one kernel does both. That depends on the
     number of rows, so that a ``batch_invariant`` product is never one."""
-    if not batch_invariant and x.ndim == 2 and gpu.takes(x) and weight.dtype == x.dtype:
-        if few_rows(x, weight):
-            tiling = kernels.choose_tiling(len(x), x.shape[1], len(weight))
-            if kernels.adds(added, tiling):
-                return kernels.linear(x, weight, bias, tiling, out_dtype, added)
-        elif _adapts(x) and triton_added.takes(added, _TILE_OUTPUTS):
-            return invariant_kernels.matmul(x, weight, bias, out_dtype, added)
+    fits = not batch_invariant and x.ndim == 2 and len(x) in _ADAPTED_ROWS and weight.dtype == x.dtype == torch.bfloat16
+    if fits and gpu.takes(x) and support.is_hopper(x.device) and triton_added.takes(added, _TILE_OUTPUTS):
+        return invariant_kernels.matmul(x, weight, bias, out_dtype, added)
     y = linear(x, weight, bias, out_dtype, batch_invariant=batch_invariant, exact=exact)
     expand(added, y, batch_invariant=batch_invariant)
     return y
-
-
-def _adapts(x: torch.Tensor) -> bool:
-    """Whether a product of several rows that adds what adapters add is the faster one."""
-    return len(x) in _ADAPTED_ROWS and x.dtype == torch.bfloat16 and support.is_hopper(x.device)
 
 
 def linear_by_head(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, batch_invariant: bool = False) -> None:

@@ -17,10 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.linear import triton_added
-from headrace.kernels.linear.triton_added import first_column
 from headrace.kernels.linear.triton_matmul import check_factors
-from headrace.kernels.lora.reference import LowRank
 from headrace.kernels.support import cdiv, power_of_two
 from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import announce, options, wait
@@ -30,8 +27,6 @@ MAX_ROWS = 32
 _RUN = tl.constexpr(32)
 """Neighbouring channels that a warp's threads load together, of each of eight lines."""
 
-_MOST_PRODUCTS = 2048
-"""Most of A's products, in all shares, that a program adds up."""
 _X_AHEAD = tl.constexpr(2)
 """Tiles of x loaded ahead; fewer than of the weight, because x is in the cache."""
 
@@ -75,12 +70,6 @@ def choose_tiling(rows: int, in_features: int, out_features: int) -> LinearTilin
     return next(tiling for *limits, tiling in _SEVERAL if all(size <= limit for size, limit in zip(sizes, limits, strict=True)))
 
 
-def adds(added: LowRank, tiling: LinearTiling) -> bool:
-    """Whether a product can add it: one of a single row, and no tile has outputs of two parts."""
-    products = triton_added.columns_of(added) * power_of_two(len(added.low))
-    return not tiling.ahead and products <= _MOST_PRODUCTS and triton_added.takes(added, tiling.outputs)
-
-
 @triton.jit
 def _finish(result, bias, output, mask, DTYPE: tl.constexpr, BIAS: tl.constexpr):
     """Adds the bias before the product is rounded."""
@@ -95,24 +84,12 @@ def _single(
     weight,
     bias,
     y,
-    low,
-    b,
-    places,
     weight_row: tl.int64,
-    b_place: tl.int64,
     IN: tl.constexpr,
     OUT: tl.constexpr,
     OUTPUTS: tl.constexpr,
     CHANNELS: tl.constexpr,
     BIAS: tl.constexpr,
-    ADAPTED: tl.constexpr,
-    END_0: tl.constexpr,
-    END_1: tl.constexpr,
-    RANK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SHARES: tl.constexpr,
-    SHARES_P: tl.constexpr,
-    COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     announce(PDL)
@@ -123,17 +100,7 @@ def _single(
     sums = tl.zeros([OUTPUTS, CHANNELS], tl.float32)
     # Each tile of the weight is loaded while the one before is summed; the first, while the previous kernel still runs.
     part = tl.load(base + channel[None, :], mask=present[:, None] & (channel < IN)[None, :], other=0.0)
-    if ADAPTED:
-        # Channels of their own, in which A's products stand for x, share by share, and B for the weight.
-        own = tl.arange(0, SHARES_P * COLUMNS)
-        adapter, column = tl.load(places), own % COLUMNS
-        there = (own < SHARES * COLUMNS) & (column < RANK) & (adapter >= 0)
-        lines = b + adapter * b_place + output.to(tl.int64)[:, None] * RANK
-        right = tl.load(lines + column[None, :], mask=present[:, None] & there[None, :], other=0.0)
     wait(PDL)
-    if ADAPTED:
-        column += first_column(tl.program_id(0) * OUTPUTS, END_0, END_1, RANK)
-        left = tl.load(low + own // COLUMNS * WIDTH + column, mask=there, other=0.0)
     for start in tl.static_range(0, IN, CHANNELS):
         inside = start + channel
         factor = tl.load(x + inside, mask=inside < IN, other=0.0).to(tl.float32)
@@ -143,8 +110,6 @@ def _single(
             part = tl.load(base + ahead[None, :], mask=present[:, None] & (ahead < IN)[None, :], other=0.0)
         sums += here.to(tl.float32) * factor[None, :]
     result = tl.sum(sums, 1)
-    if ADAPTED:
-        result += tl.sum(right.to(tl.float32) * left[None, :], 1)
     result = _finish(result, bias, output, present, y.dtype.element_ty, BIAS)
     tl.store(y + output, result, mask=present)
 
@@ -264,7 +229,6 @@ def linear(
     bias: torch.Tensor | None = None,
     tiling: LinearTiling | None = None,
     out_dtype: torch.dtype | None = None,
-    added: LowRank | None = None,
 ) -> torch.Tensor:
     """``x W^T + bias`` for a few rows.
 
@@ -274,7 +238,6 @@ def linear(
         bias: ``[out]``
         tiling: None: ``choose_tiling``'s.
         out_dtype: what the product is rounded to; None: x's dtype.
-        added: what adapters add before that, if the tiling ``adds`` it.
 
     Returns:
         ``[rows, out]``
@@ -296,9 +259,7 @@ def linear(
     launch = {"num_warps": tiling.num_warps, "num_stages": 1, **options(x.device)}
     tensors = (x, weight, x if bias is None else bias, y)
     if not tiling.ahead:
-        *adapters, b_place = triton_added.tensors(added, y)
-        constants = {**sizes, **triton_added.sizes(added), "SHARES_P": 1 if added is None else power_of_two(len(added.low))}
-        _single[grid](*tensors, *adapters, weight.stride(0), b_place, OUT=out_features, **constants, **launch)
+        _single[grid](*tensors, weight.stride(0), OUT=out_features, **sizes, **launch)
     else:
         strides = (x.stride(0), weight.stride(0))
         rest = max(cdiv(in_features, tiling.channels) - tiling.ahead, 0)

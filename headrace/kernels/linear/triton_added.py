@@ -26,7 +26,7 @@ PARTS = 3
 
 
 @triton.jit
-def first_column(first, END_0: tl.constexpr, END_1: tl.constexpr, RANK: tl.constexpr):
+def _first_column(first, END_0: tl.constexpr, END_1: tl.constexpr, RANK: tl.constexpr):
     """The first column of A's product that a tile of outputs reads. It has none of two parts."""
     return ((first >= END_0).to(tl.int32) + (first >= END_1).to(tl.int32)) * RANK
 
@@ -57,7 +57,7 @@ def added_sums(
     added = tl.zeros([output.shape[0], token.shape[0]], tl.float32)
     if tl.max(place, 0) >= 0:
         inner = tl.arange(0, COLUMNS)
-        column = first_column(first, END_0, END_1, RANK) + inner
+        column = _first_column(first, END_0, END_1, RANK) + inner
         for start in tl.static_range(0, RANK, COLUMNS):
             products = low + token.to(tl.int64)[None, :] * WIDTH + start + column[:, None]
             mask = (place >= 0)[None, :] & (start + inner < RANK)[:, None]
@@ -88,35 +88,20 @@ def tensors(added: LowRank | None, other: torch.Tensor) -> tuple[torch.Tensor, t
     return added.low, added.b, added.places, added.b.stride(0)
 
 
-def sizes(added: LowRank | None, most_columns: int | None = None) -> dict[str, Any]:
-    """Returns the constants of a kernel that adds B to its product: ADAPTED, whether there are adapters, and their sizes.
-
-    Args:
-        most_columns: of a place at a time.
-    """
+def sizes(added: LowRank | None) -> dict[str, Any]:
+    """Returns the constants of ``added_sums``; and ADAPTED, whether there are adapters."""
     if added is None:
-        return {"ADAPTED": False, **dict.fromkeys(("END_0", "END_1", "RANK", "WIDTH", "SHARES", "COLUMNS"), 0)}
+        names = ("END_0", "END_1", "RANK", "WIDTH", "SHARES", "COLUMNS", "NUM_PLACES", "PLACES")
+        return {"ADAPTED": False, "AT_ONCE": False, **dict.fromkeys(names, 0)}
+    num_places, _, rank = added.b.shape
     ends = (*added.ends, *[added.ends[-1]] * PARTS)
-    columns = columns_of(added) if most_columns is None else min(most_columns, columns_of(added))
+    columns = min(_COLUMNS, max(16, power_of_two(rank)))
+    together = min(_TOGETHER // columns, power_of_two(num_places))
     return {
-        "ADAPTED": True, "END_0": ends[0], "END_1": ends[1], "RANK": added.b.shape[2], "WIDTH": added.low.shape[2],
-        "SHARES": len(added.low), "COLUMNS": columns,
+        "ADAPTED": True, "END_0": ends[0], "END_1": ends[1], "RANK": rank, "WIDTH": added.low.shape[2],
+        "SHARES": len(added.low), "COLUMNS": columns, "NUM_PLACES": num_places, "PLACES": together,
+        "AT_ONCE": together >= num_places and columns >= rank,
     }  # fmt: skip
-
-
-def tiles(added: LowRank | None) -> dict[str, Any]:
-    """Returns the constants of ``added_sums``, and ADAPTED."""
-    if added is None:
-        return {**sizes(added), "NUM_PLACES": 0, "PLACES": 0, "AT_ONCE": False}
-    constants, count = sizes(added, _COLUMNS), len(added.b)
-    together = min(_TOGETHER // constants["COLUMNS"], power_of_two(count))
-    at_once = together >= count and constants["COLUMNS"] >= constants["RANK"]
-    return {**constants, "NUM_PLACES": count, "PLACES": together, "AT_ONCE": at_once}
-
-
-def columns_of(added: LowRank) -> int:
-    """Columns of a place that kernels multiply: a power of two, and no fewer than an instruction has."""
-    return max(16, power_of_two(added.b.shape[2]))
 
 
 def takes(added: LowRank, outputs: int) -> bool:

@@ -237,6 +237,6 @@ def matmul(
         y.stride(0), b_place, IN=in_features, OUT=out_features, OUTPUTS=tile.outputs, ROWS=tile.rows, CHANNELS=channels,
         SPLITS=splits, SPAN=cdiv(cdiv(in_features, splits), _STEP) * _STEP, SHARED=shared, BAND=_BAND,
         NEAR=tile.near if aligned else 0, PIECES=max(32 * tile.num_warps // tile.outputs, 1), BIAS=bias is not None,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **triton_added.tiles(added), **options(x.device),
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **triton_added.sizes(added), **options(x.device),
     )  # fmt: skip
     return y

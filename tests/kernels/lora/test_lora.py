@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from headrace.kernels.linear import triton as triton_linear
 from headrace.kernels.linear import triton_added, triton_invariant
 from headrace.kernels.lora import triton as kernels
 from headrace.kernels.lora.reference import LowRank, Segment, expand, shrink
@@ -147,28 +146,16 @@ def test_a_product_adds_it_before_it_rounds(places: list[int], channels: int, ra
     added = LowRank(kernels.shrink(x, a, on_device), b, ends_of(parts), (), on_device)
     product = x.double() @ weight.double().T + bias.double()
     wanted, has = expected(product.clone(), x, a, b, on_device, parts), on_device != NONE
-    for name, one, base in products(x, weight, bias, added):
-        assert (one[has] - wanted[has]).norm() <= 0.3 * (wanted - product).norm(), f"{name}: it is small beside the product"
-        assert torch.equal(one[~has], base[~has]) and not torch.isclose(one[has], base[has]).all(1).any(), name
+    for rows, one, base in products(x, weight, bias, added):
+        assert (one[has] - wanted[has]).norm() <= 0.3 * (wanted - product).norm(), f"{rows}: it is small beside the product"
+        assert torch.equal(one[~has], base[~has]) and not torch.isclose(one[has], base[has]).all(1).any(), rows
 
 
 def products(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, added: LowRank
-) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yields the name of each kernel that takes so many rows, its product with what adapters add, and without."""
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Yields the rows of tiles that take so many, the product with what adapters add, and without."""
     assert triton_added.takes(added, 64) and not triton_added.takes(added, 128)
     for rows in (16, 64) if len(x) <= 16 else (64,):
         tile = triton_invariant.Tile(64, rows, 64, 4, 4)
-        yield f"{rows} rows", *(triton_invariant.matmul(x, weight, bias, added=one, tile=tile) for one in (added, None))
-    tiling = triton_linear.choose_tiling(len(x), x.shape[1], len(weight)) if len(x) <= 32 else None
-    if tiling is not None and triton_linear.adds(added, tiling):
-        yield "few rows", *(triton_linear.linear(x, weight, bias, added=one) for one in (added, None))
-
-
-def test_products_of_one_row_add_up_few_numbers() -> None:
-    *_, b, places = case([0], (64,), 64, 16, torch.bfloat16, torch.device("cpu"))
-    low, tiling = torch.zeros(1, 1, 16), triton_linear.choose_tiling(1, 64, 64)
-    assert triton_linear.adds(LowRank(low.expand(128, 1, 16), b, [64], (), places), tiling)
-    assert not triton_linear.adds(LowRank(low.expand(129, 1, 16), b, [64], (), places), tiling)
-    assert not triton_linear.adds(LowRank(low, b, [63, 64], (), places), tiling)
-    assert not triton_linear.adds(LowRank(low, b, [64], (), places), triton_linear.choose_tiling(2, 64, 64))
+        yield rows, *(triton_invariant.matmul(x, weight, bias, added=one, tile=tile) for one in (added, None))

@@ -102,9 +102,9 @@ class AdapterTargets:
         for name, layer in self.layers.items():
             layer.tables.put(place, adapter.get(name, ()))
 
-    def image(self, adapter: LoadedAdapter, *, pinned: bool) -> torch.Tensor:
-        """``[numbers]``: what a place with the adapter holds, in the host's memory; ``pinned`` for copies beside work."""
-        image = torch.empty(self.memory.shape[1], dtype=self.memory.dtype, pin_memory=pinned)
+    def image(self, adapter: LoadedAdapter) -> torch.Tensor:
+        """``[numbers]``: what a place with the adapter holds, in the host's memory."""
+        image = torch.empty(self.memory.shape[1], dtype=self.memory.dtype)
         for name, layer in self.layers.items():
             layer.tables.fill(image[layer.start : layer.start + layer.size], adapter.get(name, ()))
         return image
@@ -158,11 +158,7 @@ class AdapterTargets:
     def _refusal(self, name: str, target: Target | None) -> str:
         if not self._allowed(name):
             return f"--lora-target-modules has {', '.join(self.modules)} alone"
-        if target is None:
-            return "the model has no such matrix"
-        if target.parameter.rpartition(".")[2] in EXPERTS and self.memory.is_cuda:
-            return "adapters of experts run on CPUs alone"
-        return "adapters of this matrix are not supported"
+        return "the model has no such matrix" if target is None else "adapters of this matrix are not supported"
 
 
 def _key(target: Target) -> str:
@@ -200,11 +196,8 @@ def add_tables(
     max_rank: int,
     dtype: torch.dtype,
     device: str | torch.device,
-    *,
-    experts: bool = True,
 ) -> AdapterTargets:
-    """Gives the matrices of a model's layers tables for adapters. ``experts``: those of experts too, whose kernels have not run
-    on a GPU.
+    """Gives the matrices of a model's layers tables for adapters.
 
     Raises:
         ConfigError: one of ``modules`` is no matrix of the model.
@@ -223,7 +216,7 @@ def add_tables(
                 linears[path], shapes[path] = layer, (layer.in_features, _sizes(layer), 1)
         elif isinstance(layer, Experts):
             asked = [wanted(f"{path}.{parameter}", parameter) for parameter in EXPERTS]
-            if experts and layer.whole_steps and any(asked):
+            if layer.whole_steps and any(asked):
                 mixtures[path], inner = layer, layer.spec.intermediate_size
                 first = (inner,) * (layer.spec.first_outputs // inner)
                 for parameter, sizes in zip(EXPERTS, (first, (layer.shapes["down_proj"][1],)), strict=True):

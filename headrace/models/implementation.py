@@ -220,8 +220,7 @@ class _Native:
         if args.enable_lora:
             dtype = getattr(torch, config.dtype)
             slots, rank, modules = args.max_loras, args.max_lora_rank, args.lora_target_modules
-            experts = torch.device(config.device).type == "cpu"
-            model.adapter_targets = add_tables(model, table, modules, slots, rank, dtype, config.device, experts=experts)
+            model.adapter_targets = add_tables(model, table, modules, slots, rank, dtype, config.device)
         round_norms(model)
         lay_together(model)
         layers = fuse(model)

@@ -19,15 +19,13 @@ from headrace.quant.registry import find, head_quantization
 from headrace.weights.names import HEAD, layer_names
 
 
-def adapter_bytes(model: AnySpec, dtype: str, args: EngineArgs, device: str) -> int:
-    """Returns the bytes of the tables of adapters that an engine with these arguments has beside a native model's weights, on a
-    device of this type."""
+def adapter_bytes(model: AnySpec, dtype: str, args: EngineArgs) -> int:
+    """Returns the bytes of the tables of adapters that an engine with these arguments has beside a native model's weights."""
     if not args.enable_lora or isinstance(model, ForeignSpec):
         return 0
     built, modules = registry.build(model, dtype, "meta"), args.lora_target_modules
-    places, rank = args.max_loras, args.max_lora_rank
-    names, experts = registry.name_table(model), device == "cpu"
-    return add_tables(built, names, modules, places, rank, getattr(torch, dtype), "meta", experts=experts).nbytes
+    places, rank, names = args.max_loras, args.max_lora_rank, registry.name_table(model)
+    return add_tables(built, names, modules, places, rank, getattr(torch, dtype), "meta").nbytes
 
 
 def weight_bytes(

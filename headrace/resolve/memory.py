@@ -36,7 +36,7 @@ def estimated_room(args: EngineArgs, model: AnySpec, dtype: str, quantization: s
             "free",
             "model",
         )
-    room = device.available_memory - weights - adapter_bytes(whole, dtype, args, device.device)
+    room = device.available_memory - weights - adapter_bytes(whole, dtype, args)
     if device.cuda:
         room -= CUDA_SLACK + int((1 - args.gpu_memory_utilization) * device.total_memory)
     return room

@@ -145,7 +145,7 @@ class ForwardPass:
         given, ctx = self.begin(rows, bounds, extras)
         inputs = ModelInputs(given.ids, given.positions)
         for part in self._parts:
-            inputs = part.adapt(inputs, rows, extras)
+            inputs = part.adapt(inputs, rows, bounds, extras)
         if extras.inputs:
             inputs = dataclasses.replace(inputs, **extras.inputs)
         hidden = self._model(inputs, ctx)
@@ -187,8 +187,7 @@ class ForwardPass:
 
     def end(self, hidden: torch.Tensor, rows: RowTensors, bounds: Bounds, given: StepInputs, out: LogitsInputs) -> None:
         """Writes the logits inputs of the rows, and advances their slots."""
-        single = bounds.max_queries == 1 and bounds.num_tokens == bounds.num_rows
-        logits_inputs(hidden, rows, given.seq_lens, self._tables.num_computed, out, single=single)
+        logits_inputs(hidden, rows, given.seq_lens, self._tables.num_computed, out, single=bounds.single)
 
 
 def _aligned(count: int) -> int:

@@ -144,7 +144,7 @@ class RunnerPart:
         """Returns fields of ``ForwardContext``: what tables say of the rows' slots. A CUDA graph may capture this."""
         return {}
 
-    def adapt(self, inputs: ModelInputs, rows: RowTensors, extras: StepExtras) -> ModelInputs:
+    def adapt(self, inputs: ModelInputs, rows: RowTensors, bounds: Bounds, extras: StepExtras) -> ModelInputs:
         """Returns the inputs with what tables of the part say of the rows' slots. A CUDA graph may capture this."""
         return inputs
 

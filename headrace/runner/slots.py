@@ -117,6 +117,11 @@ class Bounds:
     def max_queries(self) -> int:
         return max(int(np.diff(self.query_start).max()), 1)
 
+    @property
+    def single(self) -> bool:
+        """Whether each row has one token."""
+        return self.max_queries == 1 and self.num_tokens == self.num_rows
+
     @classmethod
     def of(cls, rows: RowArrays) -> Bounds:
         return cls(rows.num_decode_rows, np.concatenate(([0], np.cumsum(rows.counts))), rows.ends)

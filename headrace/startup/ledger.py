@@ -64,7 +64,7 @@ def planned_ledger(config: EngineConfig, device: DeviceFacts) -> list[MemoryLine
     args = config.args
     asked = config.quantization, device.device, args.quantize_head, args.quantization_ignore
     estimate = weight_bytes(config.model, config.dtype, *asked)
-    adapters = _adapters(adapter_bytes(config.model, config.dtype, args, device.device), args)
+    adapters = _adapters(adapter_bytes(config.model, config.dtype, args), args)
     lines = [MemoryLine("weights", estimate, "estimated: --load measures it"), *filter(_some, [adapters]), *cache_lines(config)]
     if not device.cuda:
         return lines

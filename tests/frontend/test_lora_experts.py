@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import save_file
-from support.models.adapters import PREFIX, logprobs
+from support.models.adapters import logprobs, write_expert_adapter
 from support.models.architectures import quiet
 from support.models.cases import pair
 from transformers import PreTrainedModel
@@ -35,29 +33,14 @@ def write_stacked(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
     return model.merge_and_unload()
 
 
-def write_apart(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """Adapters of some experts' matrices, as of models whose experts are modules. Returns the merged model."""
-    merged, tensors = copy.deepcopy(base), {}
-    for layer, block in enumerate(merged.model.layers):
-        experts = block.mlp.experts
-        inner = experts.down_proj.shape[2]
-        for expert in (0, 2):
-            views = {"gate_proj": experts.gate_up_proj[expert, :inner], "up_proj": experts.gate_up_proj[expert, inner:]}
-            for name, weight in {**views, "down_proj": experts.down_proj[expert]}.items():
-                a, b = 0.1 * torch.randn(RANK, weight.shape[1]), 0.1 * torch.randn(weight.shape[0], RANK)
-                stem = f"{PREFIX}model.layers.{layer}.mlp.experts.{expert}.{name}"
-                tensors |= {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b}
-                weight.data += ALPHA / RANK * b @ a
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA}))
-    return merged
-
-
 def test_experts_equal_merged_weights(tmp_path: Path) -> None:
     base = pair("qwen3-moe")[0]
     base.save_pretrained(tmp_path / "base")
-    models = {None: base, "stacked": write_stacked(base, tmp_path / "stacked"), "apart": write_apart(base, tmp_path / "apart")}
+    models = {
+        None: base,
+        "stacked": write_stacked(base, tmp_path / "stacked"),
+        "apart": write_expert_adapter(base, tmp_path / "apart"),
+    }
     requests = {name: None if name is None else LoRARequest(name, lora_path=str(tmp_path / name)) for name in models}
     arguments = {"enable_lora": True, "max_loras": 2, "device": "cpu", "num_kv_blocks": 80, "num_threads": 1}
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=1, detokenize=False)

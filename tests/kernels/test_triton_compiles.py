@@ -17,7 +17,7 @@ CAPABILITY, SHARED = 90, 227 << 10
 
 READ_AHEAD = {
     *("_single", "_several", "_fp8_single", "_fp8_few", "_fp8_wide", "_scale", "_packed_few", "_packed_floats"),
-    *("_router_logits", "_peer_sum", "_shrink", "_expand", "_conv_rows", "_delta_rule"),
+    *("_router_logits", "_peer_sum", "_shrink", "_expand", "_conv_rows", "_delta_rule", "_invariant_product"),
 }
 FETCH_AHEAD = {"_invariant_product"}
 """Kernels that begin with what no kernel of the step writes, a weight or a state: read it, or fetch it into the L2 cache."""
@@ -46,7 +46,7 @@ def test_compiles(part: str, tmp_path: Path) -> None:
     lines = compiled(part, tmp_path)
     assert len({line["kernel"] for line in lines}) == PARTS[part]
     for line in lines:
-        assert line["shared"] <= SHARED, line
+        assert line["shared"] <= SHARED and not line.get("unset"), line
         # That a kernel is complete stands for all before it only if each of its programs waits, whatever way it takes.
         alone = line["kernel"] in ALONE
         assert (line["early"], line["waits"]) == (not alone, 0 if alone else 1), line
@@ -59,6 +59,7 @@ def test_compiles(part: str, tmp_path: Path) -> None:
         assert ([128, 128], True) in attention and ([32, 20], True) not in attention
     if part == "rest":
         assert ([32, 20], False) in attention
+        assert any("unset" in line for line in lines)
         # Sums of eight warps, 16 rows and 8 outputs: the factors of a product of few rows do not go by way of shared memory.
         assert {line["shared"] for line in lines if line["kernel"] == "_several"} == {8 * 16 * 8 * 4}
         # Nor do codes, to one sort of matrix units or to the other.

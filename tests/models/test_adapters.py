@@ -75,7 +75,7 @@ def test_an_adapter_of_every_matrix_is_added_to_its_rows(name: str, size: int, t
             target.fill(expected[target.parameter.removesuffix(".weight")], SCALE * b @ a)
         assert loaded.keys() == expected.keys()
         targets.put(1, loaded)
-        assert torch.equal(targets.image(loaded, pinned=False), targets.memory[1])
+        assert torch.equal(targets.image(loaded), targets.memory[1])
         for path in targets.layers:
             assert torch.allclose(addition(targets.layers[path], 1), expected[path], atol=1e-5), path
             assert not addition(targets.layers[path], 0).any()

@@ -28,8 +28,8 @@ measured (see benchmarks/). The first line that a weight fits in counts."""
 _MOST_FEW = max(rows for _, rows in FEW_ROWS)
 _ALIGNED = 16
 """Numbers from row to row of a factor: of multiples of these the Triton kernel for several rows reads 16 bytes at once."""
-_ADAPTED_ROWS = range(17, 65)
-"""Rows with which, on an H200, a product that adds what adapters add is faster than a library's and a kernel behind it."""
+_ADAPTED_ROWS = range(2, 65)
+"""Rows with which, on an H100, a product that adds what adapters add is faster than another and a kernel behind it."""
 _TILE_OUTPUTS = 64
 """Outputs of a tile of that product."""
 

@@ -1,4 +1,7 @@
-"""The addition of adapters in the kernel of another product: ``B low`` joins its sums before these are rounded."""
+"""The addition of adapters in the kernel of another product: ``B low`` joins its sums before these are rounded.
+
+What a program reads for it comes at its start, while its weights are on the way. At its end nothing would hide the wait.
+"""
 
 # A kernel's arguments have no types of Python's.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -23,44 +26,59 @@ PARTS = 3
 
 
 @triton.jit
-def _part(first, END_0: tl.constexpr, END_1: tl.constexpr):
-    """The part of a tile of outputs, none of which are of two."""
-    return (first >= END_0).to(tl.int32) + (first >= END_1).to(tl.int32)
+def _first_column(first, END_0: tl.constexpr, END_1: tl.constexpr, RANK: tl.constexpr):
+    """The first column of A's product that a tile of outputs reads. It has none of two parts."""
+    return ((first >= END_0).to(tl.int32) + (first >= END_1).to(tl.int32)) * RANK
 
 
 @triton.jit
-def with_added(
-    sums, low, b, places, token, tokens, first, output, present, b_place, END_0: tl.constexpr, END_1: tl.constexpr,
-    RANK: tl.constexpr, WIDTH: tl.constexpr, SHARES: tl.constexpr, NUM_PLACES: tl.constexpr, PLACES: tl.constexpr,
-    COLUMNS: tl.constexpr, PRECISION: tl.constexpr
+def lines_of_b(
+    b, place, group, start, output, present, b_place, RANK: tl.constexpr, PLACES: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """``sums``, ``[outputs, tokens]``, and what the adapters of the tokens add to them. Other tokens keep their bits."""
-    place = tl.load(places + token, mask=token < tokens, other=-1)
-    held = place >= 0
+    """``[outputs, PLACES * COLUMNS]``: columns of B from ``start`` on, in places from ``group`` on; zeros of places that no
+    token has."""
+    index, column = group + tl.arange(0, PLACES), start + tl.arange(0, COLUMNS)
+    used = tl.max((index[:, None] == place[None, :]).to(tl.int32), 1) > 0
+    at = index.to(tl.int64)[None, :, None] * b_place + output.to(tl.int64)[:, None, None] * RANK + column[None, None, :]
+    mask = present[:, None, None] & used[None, :, None] & (column < RANK)[None, None, :]
+    return tl.reshape(tl.load(b + at, mask=mask, other=0.0), [output.shape[0], PLACES * COLUMNS])
+
+
+@triton.jit
+def added_sums(
+    right, low, b, place, token, tokens, first, output, present, b_place, END_0: tl.constexpr, END_1: tl.constexpr,
+    RANK: tl.constexpr, WIDTH: tl.constexpr, SHARES: tl.constexpr, COLUMNS: tl.constexpr, NUM_PLACES: tl.constexpr,
+    PLACES: tl.constexpr, AT_ONCE: tl.constexpr
+):  # fmt: skip
+    """``[outputs, tokens]``: what the adapters of the tokens add; zeros for tokens without one.
+
+    ``right``: all of B, if it is multiplied AT_ONCE.
+    """
+    added = tl.zeros([output.shape[0], token.shape[0]], tl.float32)
     if tl.max(place, 0) >= 0:
-        added = tl.zeros(sums.shape, tl.float32)
         inner = tl.arange(0, COLUMNS)
-        column = _part(first, END_0, END_1) * RANK + inner
+        column = _first_column(first, END_0, END_1, RANK) + inner
         for start in tl.static_range(0, RANK, COLUMNS):
             products = low + token.to(tl.int64)[None, :] * WIDTH + start + column[:, None]
-            mask = held[None, :] & (start + inner < RANK)[:, None]
+            mask = (place >= 0)[None, :] & (start + inner < RANK)[:, None]
             left = tl.zeros([COLUMNS, token.shape[0]], tl.float32)
             for share in tl.static_range(SHARES):
                 left += tl.load(products + share * tokens.to(tl.int64) * WIDTH, mask=mask, other=0.0)
-            for group in tl.range(0, NUM_PLACES, PLACES, num_stages=1):
-                index = group + tl.arange(0, PLACES)
-                own = index[:, None] == place[None, :]
-                used = tl.max(own.to(tl.int32), 1) > 0
-                if tl.max(used.to(tl.int32), 0) > 0:
-                    at = index.to(tl.int64)[None, :, None] * b_place + output.to(tl.int64)[:, None, None] * RANK
-                    at += start + inner[None, None, :]
-                    mask_b = present[:, None, None] & used[None, :, None] & (start + inner < RANK)[None, None, :]
-                    right = tl.reshape(tl.load(b + at, mask=mask_b, other=0.0), [output.shape[0], PLACES * COLUMNS])
-                    mixed = tl.where(own[:, None, :], left[None, :, :], 0.0)
-                    mixed = tl.reshape(mixed, [PLACES * COLUMNS, token.shape[0]]).to(right.dtype)
-                    added = tl.dot(right, mixed, added, input_precision=PRECISION)
-        sums = tl.where(held[None, :], sums + added, sums)
-    return sums
+            if AT_ONCE:
+                added = tl.dot(right, _by_place(left, place, 0, PLACES).to(right.dtype), added)
+            else:
+                for group in tl.range(0, NUM_PLACES, PLACES, num_stages=1):
+                    if tl.max(((place >= group) & (place < group + PLACES)).to(tl.int32), 0) > 0:
+                        lines = lines_of_b(b, place, group, start, output, present, b_place, RANK, PLACES, COLUMNS)
+                        added = tl.dot(lines, _by_place(left, place, group, PLACES).to(lines.dtype), added)
+    return added
+
+
+@triton.jit
+def _by_place(left, place, group, PLACES: tl.constexpr):
+    """``[PLACES * columns, tokens]``: a token's products at the columns of its own place."""
+    own = (group + tl.arange(0, PLACES))[:, None] == place[None, :]
+    return tl.reshape(tl.where(own[:, None, :], left[None, :, :], 0.0), [PLACES * left.shape[0], left.shape[1]])
 
 
 def tensors(added: LowRank | None, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
@@ -71,17 +89,18 @@ def tensors(added: LowRank | None, other: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def sizes(added: LowRank | None) -> dict[str, Any]:
-    """The constants of ``with_added``, but for PRECISION; and ADAPTED, whether there are adapters."""
+    """Returns the constants of ``added_sums``; and ADAPTED, whether there are adapters."""
     if added is None:
-        names = ("END_0", "END_1", "RANK", "WIDTH", "SHARES", "NUM_PLACES", "PLACES", "COLUMNS")
-        return {"ADAPTED": False, **dict.fromkeys(names, 0)}
+        names = ("END_0", "END_1", "RANK", "WIDTH", "SHARES", "COLUMNS", "NUM_PLACES", "PLACES")
+        return {"ADAPTED": False, "AT_ONCE": False, **dict.fromkeys(names, 0)}
     num_places, _, rank = added.b.shape
     ends = (*added.ends, *[added.ends[-1]] * PARTS)
     columns = min(_COLUMNS, max(16, power_of_two(rank)))
+    together = min(_TOGETHER // columns, power_of_two(num_places))
     return {
         "ADAPTED": True, "END_0": ends[0], "END_1": ends[1], "RANK": rank, "WIDTH": added.low.shape[2],
-        "SHARES": len(added.low), "NUM_PLACES": num_places, "COLUMNS": columns,
-        "PLACES": min(max(1, _TOGETHER // columns), power_of_two(num_places)),
+        "SHARES": len(added.low), "COLUMNS": columns, "NUM_PLACES": num_places, "PLACES": together,
+        "AT_ONCE": together >= num_places and columns >= rank,
     }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from headrace.kernels import support
 from headrace.kernels.linear import triton_added
-from headrace.kernels.linear.triton_added import with_added
+from headrace.kernels.linear.triton_added import added_sums, lines_of_b
 from headrace.kernels.lora.reference import LowRank
 from headrace.kernels.support import cdiv
 from headrace.kernels.triton_launch import launched
@@ -102,8 +102,8 @@ def _invariant_product(
     OUT: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, SPLITS: tl.constexpr,
     SPAN: tl.constexpr, SHARED: tl.constexpr, BAND: tl.constexpr, NEAR: tl.constexpr, PIECES: tl.constexpr,
     BIAS: tl.constexpr, ADAPTED: tl.constexpr, END_0: tl.constexpr, END_1: tl.constexpr, RANK: tl.constexpr,
-    WIDTH: tl.constexpr, SHARES: tl.constexpr, NUM_PLACES: tl.constexpr, PLACES: tl.constexpr, COLUMNS: tl.constexpr,
-    PDL: tl.constexpr
+    WIDTH: tl.constexpr, SHARES: tl.constexpr, COLUMNS: tl.constexpr, NUM_PLACES: tl.constexpr, PLACES: tl.constexpr,
+    AT_ONCE: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """A tile of ``OUTPUTS`` and ``ROWS``; where it is ``SHARED``, one of its splits of ``SPAN`` channels."""
     announce(PDL)
@@ -117,12 +117,26 @@ def _invariant_product(
     split = tl.program_id(1)
     if PDL and NEAR > 0:
         _fetch_near(weight, tl.minimum(output, OUT - 1), weight_row, split * SPAN, IN, NEAR, PIECES)
+    if ADAPTED:
+        # The first split has what adapters add.
+        adapter = tl.load(places + row, mask=(row < rows) & (split == 0), other=-1)
+        right = tl.zeros([OUTPUTS, PLACES * COLUMNS], b.dtype.element_ty)
+        if AT_ONCE:
+            right = lines_of_b(b, adapter, 0, 0, output, output < OUT, b_place, RANK, PLACES, COLUMNS)
     wait(PDL)
     x_base = x + row.to(tl.int64)[None, :] * x_row
     weight_base = weight + output.to(tl.int64)[:, None] * weight_row
+    added = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    if ADAPTED:
+        added = added_sums(
+            right, low, b, adapter, row, rows, within // height * OUTPUTS, output, output < OUT, b_place, END_0, END_1, RANK,
+            WIDTH, SHARES, COLUMNS, NUM_PLACES, PLACES, AT_ONCE,
+        )  # fmt: skip
     if SHARED:
         end = tl.minimum((split + 1) * SPAN, IN)
         total = _sum_split(x_base, weight_base, row, rows, output, split * SPAN, end, IN, OUT, OUTPUTS, ROWS, CHANNELS)
+        if ADAPTED:
+            total += added
         inside = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
         base = partials + tile.to(tl.int64) * (SPLITS * OUTPUTS * ROWS) + inside
         tl.store(base + split * (OUTPUTS * ROWS), total)
@@ -136,16 +150,11 @@ def _invariant_product(
                 total += tl.load(base + each * (OUTPUTS * ROWS), cache_modifier=".cg")
     else:
         last = True
-        total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+        total = added
         for each in range(SPLITS):
             end = tl.minimum((each + 1) * SPAN, IN)
             total += _sum_split(x_base, weight_base, row, rows, output, each * SPAN, end, IN, OUT, OUTPUTS, ROWS, CHANNELS)
     if last:
-        if ADAPTED:
-            total = with_added(
-                total, low, b, places, row, rows, within // height * OUTPUTS, output, output < OUT, b_place, END_0, END_1, RANK,
-                WIDTH, SHARES, NUM_PLACES, PLACES, COLUMNS, "tf32",
-            )  # fmt: skip
         if BIAS:
             total += tl.load(bias + output, mask=output < OUT, other=0.0).to(tl.float32)[:, None]
         place = row.to(tl.int64)[None, :] * y_row + output[:, None]

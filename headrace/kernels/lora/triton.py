@@ -30,7 +30,8 @@ _FEW_TOKENS = 256
 _MANY_TOKENS = 2048
 """Tokens from which on there are tiles enough for a GPU, with few programs for the channels of one."""
 _SHARES, _LEAST_SHARE = 16, 512
-"""Most programs that share a token's channels where tokens are few, and channels of one of them, at least."""
+"""Most programs that share a token's channels where tokens are few, and channels of one of them, at least. For a single token
+they are twice as many, and half as many."""
 _CHANNELS = 128
 """Channels at a time."""
 _AHEAD = 6
@@ -67,7 +68,8 @@ class ExpandTiling:
 def shrink_tiling(tokens: int, in_features: int, width: int, *, batch_invariant: bool = False) -> ShrinkTiling:
     """Returns the sizes for A: one choice for any number of tokens if the result must not depend on it."""
     if batch_invariant or tokens <= _FEW_TOKENS:
-        share = max(_LEAST_SHARE, _whole(cdiv(in_features, _SHARES)))
+        more = 1 if batch_invariant or tokens > 1 else 2
+        share = max(_LEAST_SHARE // more, _whole(cdiv(in_features, _SHARES * more)))
         return ShrinkTiling(16 if batch_invariant or tokens <= 16 else 32, 16, share, share <= _AHEAD * _CHANNELS)
     shares = 8 if tokens <= _MANY_TOKENS else 2
     return ShrinkTiling(64, _at_most(_COLUMNS, width), max(_LEAST_SHARE, _whole(cdiv(in_features, shares))), False)

@@ -21,7 +21,8 @@ from headrace.models.adapters import AdapterTargets
 from headrace.models.interface import ModelInputs
 from headrace.multimodal.threads import use_one_core
 from headrace.runner.part import RunnerPart, StepExtras, StepHandle
-from headrace.runner.slots import RowArrays
+from headrace.runner.parts.adapter_copies import PlaceCopies
+from headrace.runner.slots import Bounds, RowArrays
 from headrace.sources.adapter import AdapterFiles
 
 
@@ -35,7 +36,7 @@ def adapter_tables(parts: Sequence[RunnerPart]) -> AdapterTables:
 
 class AdapterTables(RunnerPart):
     """An adapter stays in its place on the device until another needs the place, that of the one unused for the longest time.
-    Which place an adapter has depends on the plans alone, and no result depends on the place."""
+    No result depends on the place."""
 
     def __init__(
         self, targets: AdapterTargets, num_slots: int, num_places: int, dtype: torch.dtype, device: torch.device
@@ -48,12 +49,7 @@ class AdapterTables(RunnerPart):
         """digest -> its reading, in a thread"""
         self._loaded: dict[str, Callable[[int], None]] = {}
         """digest -> fills a place with the adapter"""
-        self._copies: torch.cuda.Stream | None = None
-        """Stream on which a GPU copies images, beside the steps in flight."""
-        self._used: dict[int, torch.cuda.Event] = {}
-        """place -> the end of the last step that had its adapter, on a GPU"""
-        if device.type == "cuda":
-            self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._copies = PlaceCopies(targets.memory) if device.type == "cuda" else None
         self._places: dict[str, int] = {}
         """Digest -> place on the device; the one used last is the last."""
         self._free = list(reversed(range(num_places)))
@@ -70,30 +66,39 @@ class AdapterTables(RunnerPart):
         return self._table.nbytes
 
     def load(self, files: AdapterFiles, *, wait: bool) -> bool:
-        """Begins to read an adapter into the host's memory, beside the steps, or looks after that. Returns whether it is there.
+        """Begins to read an adapter into the host's memory, and to send it to the device if there is a place, beside the steps;
+        or goes on with that. Returns whether it is done.
 
         Args:
-            wait: returns only then.
+            wait: returns once it is in the host's memory.
 
         Raises:
             ConfigError: it does not fit the model.
         """
-        if files.digest in self._loaded:
-            return True
-        if files.digest not in self._reading:
-            self._reading[files.digest] = self._reader.submit(self._read, files)
-        if not wait and not self._reading[files.digest].done():
-            return False
-        self._loaded[files.digest] = self._reading.pop(files.digest).result()
-        return True
+        digest = files.digest
+        if digest not in self._loaded:
+            if digest not in self._reading:
+                self._reading[digest] = self._reader.submit(self._read, files)
+            if not wait and not self._reading[digest].done():
+                return False
+            self._loaded[digest] = self._reading.pop(digest).result()
+        return wait or self._copies is None or self._send(digest, self._copies)
+
+    def _send(self, digest: str, copies: PlaceCopies) -> bool:
+        """Sends some of an adapter to the device. Returns whether none is left, or there is no place that nothing needs."""
+        if digest not in self._places:
+            place = self._make_room(settled=True)
+            if place is None:
+                return True
+            self._places[digest] = place
+            self._loaded[digest](place)
+        return copies.go_on(self._places[digest])
 
     def _read(self, files: AdapterFiles) -> Callable[[int], None]:
         adapter = self._targets.read(files, self._dtype)
         if self._copies is None:
             return functools.partial(self._targets.put, adapter=adapter)
-        with torch.cuda.device(self._device):
-            image = self._targets.image(adapter, pinned=True)
-        return functools.partial(self._copy, image=image, stream=self._copies)
+        return functools.partial(self._copies.begin, pieces=self._copies.pieces(self._targets.image(adapter)))
 
     def drop(self, digest: str) -> None:
         """Forgets an adapter that no sequence has. Its place on the device keeps it until another needs the place."""
@@ -128,25 +133,22 @@ class AdapterTables(RunnerPart):
             if digest not in self._loaded:
                 raise EngineError(f"the plan has a sequence with the adapter {digest}, which is not loaded")
             place = self._make_room()
+            if place is None:
+                raise EngineError(f"the plan has sequences with more than {len(self._users)} adapters")
             self._loaded[digest](place)
         self._places[digest] = place
+        if self._copies is not None:
+            self._copies.finish(place)
         return place
 
-    def _copy(self, place: int, image: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        """Copies an adapter to a place once no step in flight reads it. The next step waits for the copy."""
-        if place in self._used:
-            stream.wait_event(self._used.pop(place))
-        with torch.cuda.stream(stream):
-            self._targets.memory[place].copy_(image, non_blocking=True)
-        torch.cuda.current_stream(self._device).wait_stream(stream)
-
-    def _make_room(self) -> int:
+    def _make_room(self, *, settled: bool = False) -> int | None:
+        """Takes a place that no sequence needs; None: there is none. ``settled``: not one to which an adapter is on its way."""
         if self._free:
             return self._free.pop()
-        unused = next((digest for digest, place in self._places.items() if not self._users[place]), None)
-        if unused is None:
-            raise EngineError(f"the plan has sequences with more than {len(self._users)} adapters")
-        return self._places.pop(unused)
+        for digest, place in self._places.items():
+            if not self._users[place] and not (settled and self._copies is not None and self._copies.under_way(place)):
+                return self._places.pop(digest)
+        return None
 
     def take(self, rows: RowArrays, extras: StepExtras) -> None:
         """Adds the segments of the rows that have an adapter; neighbours with the same one make one segment."""
@@ -162,25 +164,24 @@ class AdapterTables(RunnerPart):
                 start = extras.segments.pop().start
             extras.segments.append(Segment(start, end, place))
 
-    def adapt(self, inputs: ModelInputs, rows: RowTensors, extras: StepExtras) -> ModelInputs:
+    def adapt(self, inputs: ModelInputs, rows: RowTensors, bounds: Bounds, extras: StepExtras) -> ModelInputs:
         """Tells the model's matrices the adapters of the tokens."""
         self._targets.rows.clear()
         if not extras.segments:
             return inputs
         self._targets.rows.segments = extras.segments
         if takes(rows.slots):
-            tokens = torch.arange(len(inputs.positions), dtype=torch.int32, device=self._device)
-            row = torch.searchsorted(rows.query_start[1:], tokens, right=True)
-            # Tokens behind the last row are padding, as rows of slot -1 are.
-            slots = torch.nn.functional.pad(rows.slots, (0, 1), value=-1)
-            self._targets.rows.places = self._table[slots[row].long()]
+            slots = rows.slots
+            if not bounds.single:
+                tokens = torch.arange(len(inputs.positions), dtype=torch.int32, device=self._device)
+                row = torch.searchsorted(rows.query_start[1:], tokens, right=True)
+                # Tokens behind the last row are padding, as rows of slot -1 are.
+                slots = torch.nn.functional.pad(rows.slots, (0, 1), value=-1)[row]
+            self._targets.rows.places = self._table[slots.long()]
         return dataclasses.replace(inputs, adapters=True)
 
     def end(self, rows: RowArrays, step: StepHandle) -> None:
         """Whoever calls the model beside the steps has no adapters."""
         self._targets.rows.clear()
-        places = set(self._of_slot[rows.slots].tolist()) - {NO_ADAPTER} if self._copies is not None else ()
-        if places:
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record(torch.cuda.current_stream(self._device))
-            self._used |= dict.fromkeys(places, done)
+        if self._copies is not None:
+            self._copies.used(set(self._of_slot[rows.slots].tolist()) - {NO_ADAPTER})

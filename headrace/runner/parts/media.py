@@ -23,7 +23,7 @@ from headrace.models.vision.interface import EncodedItem, VisionEncoder, encoded
 from headrace.outputs import Failure
 from headrace.runner.part import RunnerPart, StepExtras, StepHandle
 from headrace.runner.parts.encoder_cache import EncoderCache
-from headrace.runner.slots import RowArrays
+from headrace.runner.slots import Bounds, RowArrays
 
 logger = logging.getLogger("headrace.engine")
 
@@ -126,7 +126,7 @@ class MediaTables(RunnerPart):
         if batch.positioned:
             extras.inputs["rope_positions"] = upload(batch.rope(self._delta), self._device)
 
-    def adapt(self, inputs: ModelInputs, rows: RowTensors, extras: StepExtras) -> ModelInputs:
+    def adapt(self, inputs: ModelInputs, rows: RowTensors, bounds: Bounds, extras: StepExtras) -> ModelInputs:
         """Moves rotary positions to those behind a prompt's items. Padding rows are at position 0."""
         if not self.sectioned:
             return inputs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -125,17 +127,35 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         add_by_kernel(y, x.double(), a, b, [16], places)
 
 
-@pytest.mark.parametrize(("places", "rank"), [([NONE, 1, 1, 2] * 5, 16), ([2, 0] * 10, 72), ([0] * 60, 8)])
-def test_a_product_adds_it_before_it_rounds(places: list[int], rank: int, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("places", "channels", "rank"),
+    [
+        ([2], 540, 16),
+        ([NONE], 64, 5),
+        ([2, NONE], 64, 16),
+        ([NONE, 1, 1, 2] * 5, 160, 16),
+        ([2, 0] * 10, 160, 72),
+        ([0] * 60, 160, 8),
+    ],
+)
+def test_a_product_adds_it_before_it_rounds(places: list[int], channels: int, rank: int, device: torch.device) -> None:
     parts, dtype = (64, 128), torch.bfloat16
-    _, x, a, b, on_device = case(places, parts, 160, rank, dtype, device)
-    weight, bias = torch.randn(sum(parts), 160).to(dtype).to(device), torch.randn(sum(parts)).to(dtype).to(device)
+    _, x, a, b, on_device = case(places, parts, channels, rank, dtype, device)
+    weight, bias = torch.randn(sum(parts), channels).to(dtype).to(device), torch.randn(sum(parts)).to(dtype).to(device)
     a, b = 0.1 * a, 0.1 * b
     added = LowRank(kernels.shrink(x, a, on_device), b, ends_of(parts), (), on_device)
-    assert triton_added.takes(added, 64) and not triton_added.takes(added, 128)
-    given, base = (triton_invariant.matmul(x, weight, bias, added=one) for one in (added, None))
     product = x.double() @ weight.double().T + bias.double()
-    wanted = expected(product.clone(), x, a, b, on_device, parts)
-    assert (given - wanted).norm() < 0.3 * (wanted - product).norm(), "it is small beside the product"
-    has = on_device != NONE
-    assert torch.equal(given[~has], base[~has]) and not torch.isclose(given[has], base[has]).all(1).any()
+    wanted, has = expected(product.clone(), x, a, b, on_device, parts), on_device != NONE
+    for rows, one, base in products(x, weight, bias, added):
+        assert (one[has] - wanted[has]).norm() <= 0.3 * (wanted - product).norm(), f"{rows}: it is small beside the product"
+        assert torch.equal(one[~has], base[~has]) and not torch.isclose(one[has], base[has]).all(1).any(), rows
+
+
+def products(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, added: LowRank
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Yields the rows of tiles that take so many, the product with what adapters add, and without."""
+    assert triton_added.takes(added, 64) and not triton_added.takes(added, 128)
+    for rows in (16, 64) if len(x) <= 16 else (64,):
+        tile = triton_invariant.Tile(64, rows, 64, 4, 4)
+        yield rows, *(triton_invariant.matmul(x, weight, bias, added=one, tile=tile) for one in (added, None))

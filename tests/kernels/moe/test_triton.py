@@ -268,5 +268,7 @@ def test_adapters_of_experts(spec: MoeSpec, tokens: int, device: torch.device) -
     got = moe.moe_mlp(*moved, adapters=ExpertFactors(*there, segments, places.to(device))).cpu()  # type: ignore[arg-type]
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
     base = moe.moe_mlp(*moved).cpu()  # type: ignore[arg-type]
-    assert torch.equal(got[places < 0], base[places < 0])
+    # Triton sums a product of one step onto the bias, if nothing else is added between the two.
+    close = 1e-6 if spec.bias else 0.0
+    torch.testing.assert_close(got[places < 0], base[places < 0], atol=close, rtol=close)
     assert not torch.isclose(got[places >= 0], base[places >= 0]).all(1).any()

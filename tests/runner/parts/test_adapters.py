@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,12 +22,15 @@ from headrace.errors import EngineError
 from headrace.kernels.lora import LowRank, Segment, reference
 from headrace.layers.lora import LoraPart
 from headrace.models import registry
-from headrace.models.adapters import LoadedAdapter, add_tables
+from headrace.models.adapters import AdapterTargets, LoadedAdapter, add_tables
 from headrace.models.decoder import Decoder
 from headrace.runner.part import StepExtras
+from headrace.runner.parts import adapter_copies
+from headrace.runner.parts.adapter_copies import PlaceCopies
 from headrace.runner.parts.adapters import AdapterTables, adapter_tables
 from headrace.runner.runner import ModelRunner
 from headrace.runner.slots import RowArrays
+from headrace.sources.adapter import AdapterFiles
 
 RANK = 4
 
@@ -150,6 +155,72 @@ def test_the_place_unused_for_longest_is_given_away() -> None:
     assert taken(tables, 0, "d") == first, "c was used later than a"
     with pytest.raises(EngineError, match="the adapter b, which is not loaded"):
         taken(tables, 1, "b")
+
+
+class Counted(PlaceCopies):
+    """Copies at once, and counts."""
+
+    def _open(self) -> None:
+        self.sent, self.waits = 0, 0
+        self.emptied: list[int] = []
+
+    def _pin(self, piece: torch.Tensor) -> torch.Tensor:
+        return piece.clone()
+
+    def _copy(self, target: torch.Tensor, piece: torch.Tensor) -> None:
+        assert piece.nbytes <= adapter_copies.PIECE
+        target.copy_(piece)
+        self.sent += 1
+
+    def _wait_for_steps(self, place: int) -> None:
+        self.emptied.append(place)
+
+    def _make_steps_wait(self) -> None:
+        self.waits += 1
+
+
+class AtOnce(Executor):
+    """Is done with what it is given."""
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(work(*args, **named))
+        return done
+
+
+@torch.inference_mode()
+def test_adapters_go_to_a_gpu_in_pieces_beside_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = Adapted()
+    decoder = adapted(world)
+    tables = load(ModelRunner(decoder, world.config(), token_bytes()), decoder, "abc")
+    found = {name: tables._loaded.pop(name).keywords["adapter"] for name in "abc"}  # type: ignore[attr-defined]
+    monkeypatch.setattr(AdapterTargets, "read", lambda self, files, dtype: found[files.digest])
+    monkeypatch.setattr(adapter_copies, "PIECE", tables._targets.memory[0].nbytes // (2 * adapter_copies.AT_ONCE + 3))
+    monkeypatch.setattr(tables, "_reader", AtOnce())
+    copies = tables._copies = Counted(tables._targets.memory)
+    image = {name: tables._targets.image(adapter) for name, adapter in found.items()}
+    a, b, c = (AdapterFiles(name, name, ()) for name in "abc")  # type: ignore[arg-type]
+
+    def sent(files: AdapterFiles) -> tuple[bool, int]:
+        before = copies.sent
+        return tables.load(files, wait=False), copies.sent - before
+
+    assert sent(a) == (False, adapter_copies.AT_ONCE)
+    assert sent(a) == (False, adapter_copies.AT_ONCE)
+    done, rest = sent(a)
+    assert done and 0 < rest < adapter_copies.AT_ONCE and not copies.waits
+    place, before = taken(tables, 0, "a"), copies.sent
+    assert torch.equal(tables._targets.memory[place], image["a"])
+    assert taken(tables, 1, "a") == place and (copies.sent, copies.waits) == (before, 1), "the first step waits, and no other"
+    # Another on its way keeps its place until a sequence needs it.
+    assert sent(b) == (False, adapter_copies.AT_ONCE)
+    assert sent(c) == (True, 0)
+    other = taken(tables, 2, "c")
+    assert other != place and torch.equal(tables._targets.memory[other], image["c"]) and copies.waits == 2
+    assert sent(b) == (True, 0)
+    tables.release([0, 1])
+    assert taken(tables, 0, "b") == place and torch.equal(tables._targets.memory[place], image["b"]) and copies.waits == 3
+    assert copies.emptied == [place, other, other, place], "steps in flight may read what they held"
 
 
 @torch.inference_mode()

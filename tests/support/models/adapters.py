@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -59,3 +60,22 @@ def logprobs(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
     """``[T, vocab]``: log-probabilities of the token after each."""
     with torch.inference_mode():
         return model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+
+
+def write_expert_adapter(base: PreTrainedModel, folder: Path, rank: int = 3, alpha: int = 6) -> PreTrainedModel:
+    """Writes an adapter of some experts' matrices, as of models whose experts are modules. Returns the merged model."""
+    merged, tensors = copy.deepcopy(base), {}
+    for layer, block in enumerate(merged.model.layers):
+        experts = block.mlp.experts
+        inner = experts.down_proj.shape[2]
+        for expert in (0, 2):
+            views = {"gate_proj": experts.gate_up_proj[expert, :inner], "up_proj": experts.gate_up_proj[expert, inner:]}
+            for name, weight in {**views, "down_proj": experts.down_proj[expert]}.items():
+                a, b = 0.1 * torch.randn(rank, weight.shape[1]), 0.1 * torch.randn(weight.shape[0], rank)
+                stem = f"{PREFIX}model.layers.{layer}.mlp.experts.{expert}.{name}"
+                tensors |= {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b}
+                weight.data += alpha / rank * b @ a
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": alpha}))
+    return merged

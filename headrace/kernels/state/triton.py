@@ -15,8 +15,9 @@ from typing import Literal
 import torch
 import triton.language as tl
 
-from headrace.kernels.state.metadata import TILE, StateMetadata
+from headrace.kernels.state.metadata import TILE, Pending, StateMetadata
 from headrace.kernels.state.reference import Gate
+from headrace.kernels.state.triton_kept import delta_rows
 from headrace.kernels.state.triton_tiles import delta_prompts, softplus, space_prompts
 from headrace.kernels.support import cdiv, power_of_two
 from headrace.kernels.triton_launch import launched
@@ -465,6 +466,7 @@ def delta_rule(
     state: torch.Tensor,
     step: StateMetadata,
     beta_factor: int = 1,
+    pending: Pending | None = None,
 ) -> torch.Tensor:
     """Kernel version of ``headrace.kernels.state.delta_rule``."""
     heads, value_dim, key_dim = state.shape[1:]
@@ -474,7 +476,12 @@ def delta_rule(
     if not len(qkv):
         return out
     if step.prompt_rows and not by_token:
-        delta_prompts(qkv, decay, beta, a_log, dt_bias, state, step, beta_factor, out)
+        delta_prompts(qkv, decay, beta, a_log, dt_bias, state, step, beta_factor, pending, out)
+    early = step.decode_rows <= _EARLY_ROWS and not step.prompt_rows
+    if pending is not None:
+        if step.decode_rows:
+            delta_rows(qkv, decay, beta, a_log, dt_bias, state, step, beta_factor, pending, early, out)
+        return out
     rows = step.num_rows if by_token else step.decode_rows
     if not rows:
         return out
@@ -502,7 +509,7 @@ def delta_rule(
         DV=value_dim,
         VALUES=values,
         BY_CHANNEL=decay.shape[1] > heads,
-        EARLY=rows <= _EARLY_ROWS and not step.prompt_rows,
+        EARLY=early,
         num_warps=_WARPS,
         **options(qkv.device),
     )

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.state.metadata import TILE, StateMetadata
+from headrace.kernels.state.metadata import TILE, Pending, StateMetadata
 from headrace.kernels.support import cdiv, power_of_two, resources
 from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import begin, options
@@ -137,19 +137,26 @@ def _delta_tiles(
     solved,
     products,
     state,
+    tokens,
+    until,
     out,
     query_start,  # [R + 1] int32
     blocks,  # [R] int32
+    starts,  # [R] int32
     first_row,
     heads,
     qkv_row: tl.int64,
     state_block: tl.int64,
+    tokens_block: tl.int64,
+    tokens_row: tl.int64,
+    until_block: tl.int64,
     SHARE: tl.constexpr,
     DK: tl.constexpr,
     DK_P: tl.constexpr,
     DV: tl.constexpr,
     VALUES: tl.constexpr,
     TOKENS: tl.constexpr,
+    PERIOD: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -166,6 +173,20 @@ def _delta_tiles(
     held = tl.load(held_at, mask=whole, other=0.0).to(tl.float32)
     key_heads, key_head = heads // SHARE, head // SHARE
     first, end = tl.load(query_start + row), tl.load(query_start + row + 1)
+    if PERIOD > 1:
+        kept = tokens + tl.maximum(block, 0) * tokens_block
+        written, start = until + tl.maximum(block, 0) * until_block + head * DV + value, tl.load(starts + row)
+        begun = tl.where(live, tl.min(tl.load(written, mask=in_value & live, other=2147483647), 0), start)
+        kept_sums = kept + key_heads * DK + heads * DV + head
+        if begun < start:
+            last = tl.load(kept_sums + (start - 1) % PERIOD * tokens_row)
+            held = held * tl.exp(last)
+            for position in range(begun, start):
+                at = kept + position % PERIOD * tokens_row
+                weight = tl.exp(tl.minimum(last - tl.load(kept_sums + position % PERIOD * tokens_row), 0.0))
+                earlier = tl.load(at + key_heads * DK + head * DV + value, mask=in_value, other=0.0) * weight
+                held += tl.load(at + key_head * DK + channel, mask=in_key, other=0.0)[:, None] * earlier[None, :]
+        tl.store(written, start + end - first + tl.zeros_like(value), mask=in_value & live)
     for begins in range(first, end, TOKENS):
         token = (begins + place).to(tl.int64)
         inside = token < end
@@ -270,6 +291,7 @@ def delta_prompts(
     state: torch.Tensor,
     step: StateMetadata,
     beta_factor: int,
+    pending: Pending | None,
     out: torch.Tensor,
 ) -> None:
     """The gated delta rule of the rows behind the decode rows; writes their tokens in ``out``. Each input's channels lie side
@@ -312,6 +334,7 @@ def delta_prompts(
     device = resources(qkv.device)
     widest = _VALUES if programs <= device.multiprocessors else _MANY_VALUES
     values = max(min(widest, power_of_two(value_dim)), 16)
+    kept = (state, step.starts) if pending is None else pending
     stage = TILE * (2 * channels + 2 * TILE + values) * qkv.itemsize
     _delta_tiles[(cdiv(value_dim, values), heads, step.prompt_rows)](
         qkv,
@@ -319,19 +342,24 @@ def delta_prompts(
         sums,
         *matrices,
         state,
+        *kept,
         out,
         step.query_start,
         step.blocks,
+        step.starts,
         step.decode_rows,
         heads,
         qkv.stride(0),
         state.stride(0),
+        *kept[0].stride()[:2],
+        kept[1].stride(0),
         SHARE=share,
         DK=key_dim,
         DK_P=channels,
         DV=value_dim,
         VALUES=values,
         TOKENS=TILE,
+        PERIOD=1 if pending is None else pending.tokens.shape[1] + 1,
         EXACT=_precision(qkv.dtype),
         num_warps=4,
         num_stages=1 if qkv.dtype == torch.float32 else 3 if 3 * stage <= device.shared_memory - _KEPT_FREE else 2,

@@ -1,0 +1,176 @@
+"""Decode rows of the gated delta rule that write their states in some steps alone. Reference: ``delta_rule_ref``.
+
+A step of a decode row mostly reads and writes its states. With k and u of the tokens since a state was written, and their sums
+of log-decays c, this is what token t adds and reads, so that it reads the state S and need not write it::
+
+    u_t = beta_t (v_t - exp(c_t) k_t S - sum_j exp(c_t - c_j) (k_t . k_j) u_j)
+    out = exp(c_t) q_t S + sum_j exp(c_t - c_j) (q_t . k_j) u_j + (q_t . k_t) u_t
+    S = exp(c_t) S + sum_j exp(c_t - c_j) k_j u_j + k_t u_t                         where it is written
+
+Where it is written depends on a token's position alone.
+"""
+
+# A kernel's arguments have no types of Python's.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from headrace.kernels.state.metadata import Pending, StateMetadata
+from headrace.kernels.state.triton_tiles import softplus
+from headrace.kernels.support import cdiv, power_of_two
+from headrace.kernels.triton_launch import launched
+from headrace.kernels.triton_pdl import announce, begin, options, wait
+
+_VALUES = 8
+"""Rows of a head's state of one program, at most. It has one warp, so that no token waits for others to add up."""
+
+
+@triton.jit
+def _unit(at, mask):
+    x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    return x * tl.rsqrt(tl.sum(x * x, 0) + 1e-6)
+
+
+@launched(do_not_specialize=["heads"])
+def _kept_rule(
+    qkv,
+    decay,
+    beta,
+    a_log,
+    dt_bias,
+    state,
+    tokens,
+    until,
+    out,
+    query_start,  # [R + 1] int32
+    blocks,  # [R] int32
+    starts,  # [R] int32
+    heads,
+    beta_factor,
+    scale,
+    qkv_row: tl.int64,
+    decay_row: tl.int64,
+    beta_row: tl.int64,
+    state_block: tl.int64,
+    tokens_block: tl.int64,
+    tokens_row: tl.int64,
+    until_block: tl.int64,
+    SHARE: tl.constexpr,
+    DK: tl.constexpr,
+    DK_P: tl.constexpr,
+    DV: tl.constexpr,
+    VALUES: tl.constexpr,
+    PERIOD: tl.constexpr,
+    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """``VALUES`` rows of a head's state; SHARE heads have one key head. Every PERIOD-th position's step writes them."""
+    if EARLY:
+        announce(PDL)
+    else:
+        begin(PDL)
+    head, row = tl.program_id(1), tl.program_id(2)
+    value = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
+    channel, slot = tl.arange(0, DK_P), tl.arange(0, PERIOD)
+    in_value, in_key = value < DV, channel < DK
+    block = tl.load(blocks + row).to(tl.int64)
+    live, block = block >= 0, tl.maximum(block, 0)
+    place = state + block * state_block + (head * DV + value[:, None]) * DK + channel[None, :]
+    inside = in_value[:, None] & in_key[None, :] & live
+    held = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    rate, added = -tl.exp(tl.load(a_log + head)), tl.load(dt_bias + head)
+    own, keys, own_values = head // SHARE * DK + channel, heads // SHARE * DK, heads // SHARE * DK + head * DV + value
+    own_sum = keys + heads * DV + head
+    start, kept, written = tl.load(starts + row), tokens + block * tokens_block, until + block * until_block + head * DV
+    first = tl.where(live, tl.load(written + tl.program_id(0) * VALUES), start)
+    present = slot < start - first
+    at = kept + (first + slot) % PERIOD * tokens_row
+    sums = tl.load(at + own_sum, mask=present, other=0.0)
+    before = tl.load(at[:, None] + own[None, :], mask=present[:, None] & in_key[None, :], other=0.0)
+    updates = tl.load(at[:, None] + own_values[None, :], mask=present[:, None] & in_value[None, :], other=0.0)
+    if EARLY:
+        wait(PDL)
+    token = tl.load(query_start + row).to(tl.int64)
+    q, k = _unit(qkv + token * qkv_row + own, in_key) * scale, _unit(qkv + token * qkv_row + keys + own, in_key)
+    v = tl.load(qkv + token * qkv_row + keys + own_values, mask=in_value, other=0.0).to(tl.float32)
+    strength = beta_factor * tl.sigmoid(tl.load(beta + token * beta_row + head).to(tl.float32))
+    fade = rate * softplus(tl.load(decay + token * decay_row + head).to(tl.float32) + added)
+    fade += tl.sum(tl.where(slot == start - first - 1, sums, 0.0), 0)
+    weights = tl.where(present, tl.exp(tl.minimum(fade - sums, 0.0)), 0.0)
+    faded = tl.exp(fade)
+    seen = faded * tl.sum(held * k[None, :], 1)
+    seen += tl.sum(updates * (weights * tl.sum(before * k[None, :], 1))[:, None], 0)
+    update = (v - seen) * strength
+    result = faded * tl.sum(held * q[None, :], 1) + tl.sum(q * k, 0) * update
+    result += tl.sum(updates * (weights * tl.sum(before * q[None, :], 1))[:, None], 0)
+    tl.store(out + (token * heads + head) * DV + value, tl.where(live, result, 0.0), mask=in_value)
+    if (start + 1) % PERIOD != 0:
+        now = kept + start % PERIOD * tokens_row
+        tl.store(now + own_values, update, mask=in_value & live)
+        if tl.program_id(0) == 0:
+            tl.store(now + own_sum, fade, mask=live)
+            if head % SHARE == 0:
+                tl.store(now + own, k, mask=in_key & live)
+    else:
+        held = held * faded + update[:, None] * k[None, :]
+        for position in range(first, start):
+            one = kept + position % PERIOD * tokens_row
+            weight = tl.exp(tl.minimum(fade - tl.load(one + own_sum), 0.0))
+            earlier = tl.load(one + own_values, mask=in_value, other=0.0) * weight
+            held += earlier[:, None] * tl.load(one + own, mask=in_key, other=0.0)[None, :]
+        tl.store(place, held.to(state.dtype.element_ty), mask=inside)
+        tl.store(written + value, start + 1 + tl.zeros_like(value), mask=in_value & live)
+
+
+def delta_rows(
+    qkv: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    step: StateMetadata,
+    beta_factor: int,
+    pending: Pending,
+    early: bool,
+    out: torch.Tensor,
+) -> None:
+    """The gated delta rule of the decode rows; writes their tokens in ``out``. Each input's channels lie side by side, and a
+    decay is that of a whole head."""
+    heads, value_dim, key_dim = state.shape[1:]
+    values = min(_VALUES, power_of_two(value_dim))
+    _kept_rule[(cdiv(value_dim, values), heads, step.decode_rows)](
+        qkv,
+        decay,
+        beta,
+        a_log,
+        dt_bias,
+        state,
+        *pending,
+        out,
+        step.query_start,
+        step.blocks,
+        step.starts,
+        heads,
+        float(beta_factor),
+        key_dim**-0.5,
+        qkv.stride(0),
+        decay.stride(0),
+        beta.stride(0),
+        state.stride(0),
+        *pending.tokens.stride()[:2],
+        pending.until.stride(0),
+        SHARE=2 * heads * key_dim // (qkv.shape[1] - heads * value_dim),
+        DK=key_dim,
+        DK_P=power_of_two(key_dim),
+        DV=value_dim,
+        VALUES=values,
+        PERIOD=pending.tokens.shape[1] + 1,
+        EARLY=early,
+        num_warps=1,
+        **options(qkv.device),
+    )

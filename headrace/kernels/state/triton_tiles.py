@@ -46,10 +46,23 @@ def softplus(x):
 @triton.jit
 def _inverse(lower, place, EXACT: tl.constexpr, LEVELS: tl.constexpr):
     """Returns the inverse of the identity plus a strictly lower triangular matrix, from that of its blocks on the diagonal."""
-    row, column = place[:, None], place[None, :]
-    found = tl.where(row == column, 1.0, 0.0) - tl.where(row // 2 == column // 2, lower, 0.0)
+    SMALL: tl.constexpr = lower.shape[0] // 16
+    one, within = tl.arange(0, SMALL), tl.arange(0, 16)
+    own = one[:, None, None, None] == one[None, None, :, None]
+    # Blocks of 16 beside each other take a quarter of the operations.
+    blocks = tl.sum(tl.where(own, tl.reshape(lower, (SMALL, 16, SMALL, 16)), 0.0), 2)
+    row, column = within[None, :, None], within[None, None, :]
+    found = tl.where(row == column, 1.0, 0.0) - tl.where(row // 2 == column // 2, blocks, 0.0)
+    found = _from_blocks(found, blocks, row, column, 1, 4, EXACT)
+    found = tl.reshape(tl.where(own, found[:, :, None, :], 0.0), lower.shape)
+    return _from_blocks(found, lower, place[:, None], place[None, :], 4, LEVELS, EXACT)
+
+
+@triton.jit
+def _from_blocks(found, lower, row, column, FIRST: tl.constexpr, LAST: tl.constexpr, EXACT: tl.constexpr):
+    """From the inverse of the blocks of ``2 ** FIRST`` on the diagonal to that of blocks of ``2 ** LAST``."""
     # No static range: a product compiles for seconds.
-    for level in range(1, LEVELS):
+    for level in range(FIRST, LAST):
         beside = (row >> (level + 1) == column >> (level + 1)) & (row >> level != column >> level)
         corner = tl.dot(tl.where(beside, lower, 0.0), found, input_precision=EXACT)
         found -= tl.dot(found, corner, input_precision=EXACT)

@@ -30,7 +30,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from headrace.bench.agent import Agents, Answer, play
+from headrace.bench.agent import AgentAnswer, Agents, play
 from headrace.bench.constrained import constraint_of
 from headrace.bench.options import AgentOptions
 from headrace.bench.workloads import PICTURE_WORKLOADS, PUBLISHED_WORKLOADS, RANDOM_WORKLOADS, Workload, placeholder
@@ -221,13 +221,13 @@ def agents(llm: Any, options: argparse.Namespace, vocab_size: int) -> dict[str, 
     """Plays the conversations of ``headrace bench agent``, turn by turn."""
     from vllm import SamplingParams
 
-    def generate(prompts: list[list[int]], length: int) -> list[Answer]:
+    def generate(prompts: list[list[int]], length: int) -> list[AgentAnswer]:
         lengths = {"max_tokens": length, "min_tokens": length, "ignore_eos": True}
         params = [SamplingParams(temperature=0.0, detokenize=False, **lengths) for _ in prompts]
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         reused = [output.num_cached_tokens or 0 for output in outputs]
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
-        return [Answer(answer, count, count, (None, None)) for answer, count in zip(tokens, reused, strict=True)]
+        return [AgentAnswer(answer, count, count, (None, None)) for answer, count in zip(tokens, reused, strict=True)]
 
     traffic = Agents(AgentOptions(**dict(options.agent)), vocab_size, options.max_len, None)
     return play(traffic, GRID, generate, tell=lambda text: print(text, file=sys.stderr, flush=True))

@@ -10,6 +10,7 @@ import torch
 
 from headrace.attention.backend import NO_MODES, VISIBLE_ENDS, AttentionBackend, Modes, Scratch
 from headrace.attention.compose import ByRowClass, WithVisibleEnds
+from headrace.attention.cudnn import CudnnPrefill
 from headrace.attention.flashinfer.attention import (
     FlashInferBackend,
     FlashInferCapturedPrefill,
@@ -302,6 +303,12 @@ def _entry(name: str, spec: AttentionSpec | None = None) -> Entry:
 
 register(NativeAttention)
 register(TorchAttention)
+register(
+    TritonAttention,
+    CudnnPrefill,
+    name="cudnn+triton",
+    does="long prompts by cuDNN, other rows and CUDA graphs by headrace's kernel",
+)
 register(
     TritonAttention,
     FlashInferPrefill,

@@ -141,7 +141,7 @@ class Reuse:
     without_state: int = 0
     """Computed again although their KV was found, since no snapshot was behind them."""
 
-    def add(self, prompt_len: int, ideal: int, answer: Answer) -> None:
+    def add(self, prompt_len: int, ideal: int, answer: AgentAnswer) -> None:
         found = min(ideal, answer.found)
         self.prompts += prompt_len
         self.ideal += ideal
@@ -163,7 +163,7 @@ class Reuse:
         }
 
 
-class Answer(NamedTuple):
+class AgentAnswer(NamedTuple):
     """One turn's answer, of any engine."""
 
     tokens: Sequence[int]
@@ -175,7 +175,7 @@ class Answer(NamedTuple):
     """Seconds until the first token and until the last."""
 
 
-Generate = Callable[[list[list[int]], int], Sequence[Answer]]
+Generate = Callable[[list[list[int]], int], Sequence[AgentAnswer]]
 """Called with a round's prompts and the number of tokens to answer each with."""
 
 
@@ -213,7 +213,7 @@ def run(llm: LLM, options: AgentOptions, *, tell: Callable[[str], None]) -> dict
     """
     load_before, info, most_snapshots = load_average(), llm.info, 0
 
-    def generate(prompts: list[list[int]], length: int) -> list[Answer]:
+    def generate(prompts: list[list[int]], length: int) -> list[AgentAnswer]:
         nonlocal most_snapshots
         sampling = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False)
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling)
@@ -233,15 +233,15 @@ def _turn_mark(llm: LLM) -> int | None:
     return None if tokenizer is None else max(tokenizer.token_bytes.special, default=None)
 
 
-def _answer(output: RequestOutput) -> Answer:
+def _answer(output: RequestOutput) -> AgentAnswer:
     times, reused = output.times, output.num_cached_tokens
     first, last = (None, None) if times is None else (times.first_token, times.finished)
     since = [None if end is None or times is None else end - times.arrived for end in (first, last)]
     found = reused if output.cache is None else max(reused, output.cache.attention)
-    return Answer(output.outputs[0].token_ids, reused, found, (since[0], since[1]))
+    return AgentAnswer(output.outputs[0].token_ids, reused, found, (since[0], since[1]))
 
 
-def _exchange(prompt_len: int, answer: Answer) -> Exchange:
+def _exchange(prompt_len: int, answer: AgentAnswer) -> Exchange:
     (first, last), tokens = answer.times, len(answer.tokens)
     exchange = Exchange(first, [], last, prompt_len, tokens)
     if first is not None and last is not None:

@@ -112,6 +112,7 @@ class CudnnPrefill(FlashInferBackend):
 
     name = "cudnn"
     kinds = frozenset()
+    has_scales = False
 
     def __init__(self, scratch: Any = None) -> None:
         super().__init__(scratch)
@@ -120,7 +121,7 @@ class CudnnPrefill(FlashInferBackend):
 
     @classmethod
     def refusals(cls, spec: AttentionSpec, device: str, dtype: str, kv_dtype: str | None) -> list[str]:
-        reasons = TritonAttention.supports(spec, device, dtype, kv_dtype)
+        reasons = TritonAttention.supports(spec, device, dtype)
         if importlib.util.find_spec("cudnn") is None and not support.planned():
             reasons.append("cuDNN's frontend is not installed: pip install 'headrace[cuda]'")
         if support.compute_capability(device) != support.HOPPER_SM:
@@ -141,14 +142,14 @@ class CudnnPrefill(FlashInferBackend):
 
     def _launch(self, step: StepMetadata, cache: LayerCache, q: torch.Tensor) -> Launch | None:
         spec = cache.spec
-        kind = (cache.group, spec.num_heads, spec.num_kv_heads, spec.scale, cache.k_scale is None, q.dtype, q.stride())
+        kind = (cache.group, spec.num_heads, spec.num_kv_heads, spec.scale, q.dtype, q.stride())
         if kind not in self._launches:
             self._launches[kind] = self._choose(step, cache, q)
         return self._launches[kind]
 
     def _choose(self, step: StepMetadata, cache: LayerCache, q: torch.Tensor) -> Launch | None:
         rows, spec = PagedRows(step, cache.block_size), cache.spec
-        if not rows.copies_pay(cache, q.dtype):
+        if not rows.are_long(cache, q.dtype):
             return None
         count = support.power_of_two(rows.num_rows)
         queries = max(_FEWEST_QUERIES, support.power_of_two(rows.most_queries))
@@ -158,12 +159,12 @@ class CudnnPrefill(FlashInferBackend):
         if not compiling(kernel).ready:
             return None
         graph, width = _graph(kernel), spec.head_dim
-        numbers = _row_numbers(rows, kernel, q.device)
+        numbers = _row_numbers(rows, kernel, cache.block_size)
 
         def launch(q: torch.Tensor, cache: LayerCache, out: torch.Tensor) -> None:
             import cudnn
 
-            copies = rows.copies(cache, q.dtype)
+            copies = rows.copied_pages(cache)
             tensors = {_Q: q, _K: copies[..., :width], _V: copies[..., width:], _OUT: out} | numbers
             handle = _handle(q.device, "launch")
             cudnn.set_stream(handle, torch.cuda.current_stream(q.device).cuda_stream)
@@ -172,20 +173,18 @@ class CudnnPrefill(FlashInferBackend):
         return launch
 
 
-def _row_numbers(rows: PagedRows, kernel: CudnnKernel, device: torch.device) -> dict[int, torch.Tensor]:
+def _row_numbers(rows: PagedRows, kernel: CudnnKernel, block_size: int) -> dict[int, torch.Tensor]:
     """The rows' lengths, and where each begins in q, keys, values and output, in numbers; rows that are not there are empty."""
-    query_start, key_start = (
-        np.pad(starts.numpy(), (0, kernel.rows - rows.num_rows), mode="edge") for starts in (rows.query_start, rows.key_start)
-    )
-    token = kernel.num_kv_heads * (kernel.head_dim + kernel.v_head_dim)
+    missing = (0, kernel.rows - rows.num_rows)
+    query_start, page_start = (np.pad(each.numpy(), missing, mode="edge") for each in (rows.query_start, rows.page_start))
     parts = {
         _Q_LENS: np.diff(query_start),
-        _K_LENS: np.diff(key_start),
+        _K_LENS: np.pad(rows.lengths, missing),
         _Q_STARTS: query_start * kernel.q_strides[0],
-        _K_STARTS: key_start * token,
-        _OUT_STARTS: query_start * kernel.num_heads * kernel.v_head_dim,
+        _K_STARTS: page_start * (block_size * kernel.num_kv_heads * (kernel.head_dim + kernel.v_head_dim)),
+        _OUT_STARTS: query_start * (kernel.num_heads * kernel.v_head_dim),
     }
-    together = upload(np.concatenate(list(parts.values())).astype(np.int32), device)
+    together = upload(np.concatenate(list(parts.values())).astype(np.int32), kernel.device)
     ends = np.cumsum([len(part) for part in parts.values()])
     found = {uid: together[end - len(part) : end] for (uid, part), end in zip(parts.items(), ends.tolist(), strict=True)}
     return found | {_V_STARTS: found[_K_STARTS]}

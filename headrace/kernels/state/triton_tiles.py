@@ -44,29 +44,42 @@ def softplus(x):
 
 
 @triton.jit
-def _inverse(lower, place, EXACT: tl.constexpr, LEVELS: tl.constexpr):
-    """Returns the inverse of the identity plus a strictly lower triangular matrix, from that of its blocks on the diagonal."""
-    SMALL: tl.constexpr = lower.shape[0] // 16
-    one, within = tl.arange(0, SMALL), tl.arange(0, 16)
-    own = one[:, None, None, None] == one[None, None, :, None]
-    # Blocks of 16 beside each other take a quarter of the operations.
-    blocks = tl.sum(tl.where(own, tl.reshape(lower, (SMALL, 16, SMALL, 16)), 0.0), 2)
+def _inverse(lower, EXACT: tl.constexpr):
+    """Returns the inverse of the identity plus a strictly lower triangular matrix of 64, from that of its blocks of 16 on the
+    diagonal. Blocks are beside each other: whole matrices would take sixteen times as many operations."""
+    blocks, within = _on_diagonal(lower, 4), tl.arange(0, 16)
     row, column = within[None, :, None], within[None, None, :]
     found = tl.where(row == column, 1.0, 0.0) - tl.where(row // 2 == column // 2, blocks, 0.0)
-    found = _from_blocks(found, blocks, row, column, 1, 4, EXACT)
-    found = tl.reshape(tl.where(own, found[:, :, None, :], 0.0), lower.shape)
-    return _from_blocks(found, lower, place[:, None], place[None, :], 4, LEVELS, EXACT)
+    # No static range: a product compiles for seconds.
+    for level in range(1, 4):
+        beside = (row >> (level + 1) == column >> (level + 1)) & (row >> level != column >> level)
+        corner = tl.dot(tl.where(beside, blocks, 0.0), found, input_precision=EXACT)
+        found -= tl.dot(found, corner, input_precision=EXACT)
+    left, right = tl.split(tl.permute(tl.reshape(found, (2, 2, 16, 16)), (0, 2, 3, 1)))
+    quarters = tl.permute(tl.reshape(_on_diagonal(lower, 2), (2, 2, 16, 2, 16)), (0, 2, 4, 1, 3))
+    found = tl.reshape(tl.permute(_from_halves(left, right, quarters, EXACT), (0, 4, 1, 3, 2)), (2, 32, 32))
+    left, right = tl.split(tl.permute(found, (1, 2, 0)))
+    quarters = tl.permute(tl.reshape(lower, (2, 32, 2, 32)), (1, 3, 0, 2))
+    return tl.reshape(tl.permute(_from_halves(left, right, quarters, EXACT), (3, 0, 2, 1)), (64, 64))
 
 
 @triton.jit
-def _from_blocks(found, lower, row, column, FIRST: tl.constexpr, LAST: tl.constexpr, EXACT: tl.constexpr):
-    """From the inverse of the blocks of ``2 ** FIRST`` on the diagonal to that of blocks of ``2 ** LAST``."""
-    # No static range: a product compiles for seconds.
-    for level in range(FIRST, LAST):
-        beside = (row >> (level + 1) == column >> (level + 1)) & (row >> level != column >> level)
-        corner = tl.dot(tl.where(beside, lower, 0.0), found, input_precision=EXACT)
-        found -= tl.dot(found, corner, input_precision=EXACT)
-    return found
+def _on_diagonal(matrix, COUNT: tl.constexpr):
+    """The ``COUNT`` blocks on a matrix's diagonal: ``[COUNT, size, size]``."""
+    SIZE: tl.constexpr = matrix.shape[0] // COUNT
+    one = tl.arange(0, COUNT)
+    own = one[:, None, None, None] == one[None, None, :, None]
+    return tl.sum(tl.where(own, tl.reshape(matrix, (COUNT, SIZE, COUNT, SIZE)), 0.0), 2)
+
+
+@triton.jit
+def _from_halves(left, right, quarters, EXACT: tl.constexpr):
+    """The inverse in quarters by halves of columns and of rows, from those of its two blocks on the diagonal, and the matrix in
+    quarters ``[..., 2, 2]`` by halves of rows and of columns."""
+    first, _ = tl.split(quarters)
+    _, below = tl.split(first)
+    below = tl.dot(tl.dot(right, below, input_precision=EXACT), left, input_precision=EXACT)
+    return tl.join(tl.join(left, tl.zeros_like(left)), tl.join(-below, right))
 
 
 @launched(do_not_specialize=["heads", "decode_rows"])
@@ -95,7 +108,6 @@ def _delta_products(
     DK: tl.constexpr,
     DK_P: tl.constexpr,
     TOKENS: tl.constexpr,
-    LEVELS: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -132,7 +144,7 @@ def _delta_products(
             # The difference comes first: the exponential of a sum alone may be 0 or infinite.
             between = tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0))
             lower = tl.where(earlier, strength[:, None] * kk * between, 0.0)
-            inverse = _inverse(lower, place, EXACT, LEVELS) * strength[None, :]
+            inverse = _inverse(lower, EXACT) * strength[None, :]
             seen = tl.where(earlier | (place[:, None] == place[None, :]), qk * between, 0.0)
             base = token * heads + head
             tl.store(sums + base, total, mask=inside)
@@ -338,7 +350,6 @@ def delta_prompts(
         DK=key_dim,
         DK_P=channels,
         TOKENS=TILE,
-        LEVELS=TILE.bit_length() - 1,
         EXACT=_precision(qkv.dtype),
         num_warps=4,
         **options(qkv.device),

@@ -10,8 +10,8 @@ of log-decays c, this is what token t adds and reads, so that it reads the state
 Where it is written depends on a token's position alone.
 """
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# A kernel's arguments have no types of Python's, and its tuples grow.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, disable-error-code=assignment
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ def _kept_rule(
     tokens,
     until,
     out,
-    query_start,  # [R + 1] int32
     blocks,  # [R] int32
     starts,  # [R] int32
     heads,
@@ -73,11 +72,11 @@ def _kept_rule(
         announce(PDL)
     else:
         begin(PDL)
-    head, row = tl.program_id(1), tl.program_id(2)
+    head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     value = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
-    channel, slot = tl.arange(0, DK_P), tl.arange(0, PERIOD)
+    channel = tl.arange(0, DK_P)
     in_value, in_key = value < DV, channel < DK
-    block = tl.load(blocks + row).to(tl.int64)
+    block, start = tl.load(blocks + row).to(tl.int64), tl.load(starts + row)
     live, block = block >= 0, tl.maximum(block, 0)
     place = state + block * state_block + (head * DV + value[:, None]) * DK + channel[None, :]
     inside = in_value[:, None] & in_key[None, :] & live
@@ -85,31 +84,38 @@ def _kept_rule(
     rate, added = -tl.exp(tl.load(a_log + head)), tl.load(dt_bias + head)
     own, keys, own_values = head // SHARE * DK + channel, heads // SHARE * DK, heads // SHARE * DK + head * DV + value
     own_sum = keys + heads * DV + head
-    start, kept, written = tl.load(starts + row), tokens + block * tokens_block, until + block * until_block + head * DV
-    first = tl.where(live, tl.load(written + tl.program_id(0) * VALUES), start)
-    present = slot < start - first
-    at = kept + (first + slot) % PERIOD * tokens_row
-    sums = tl.load(at + own_sum, mask=present, other=0.0)
-    before = tl.load(at[:, None] + own[None, :], mask=present[:, None] & in_key[None, :], other=0.0)
-    updates = tl.load(at[:, None] + own_values[None, :], mask=present[:, None] & in_value[None, :], other=0.0)
+    kept, written = tokens + block * tokens_block, until + block * until_block + head * DV
+    # No load waits for another's number but the block's: what is read of tokens that the state has is put out behind.
+    first, count = tl.load(written + tl.program_id(0) * VALUES), start % PERIOD
+    ks, updates, sums = (), (), ()
+    for slot in tl.static_range(PERIOD - 1):
+        at, there = kept + slot * tokens_row, live & (slot < count)
+        ks += (tl.load(at + own, mask=in_key & there, other=0.0),)
+        updates += (tl.load(at + own_values, mask=in_value & there, other=0.0),)
+        sums += (tl.load(at + own_sum, mask=there, other=0.0),)
     if EARLY:
         wait(PDL)
-    token = tl.load(query_start + row).to(tl.int64)
-    q, k = _unit(qkv + token * qkv_row + own, in_key) * scale, _unit(qkv + token * qkv_row + keys + own, in_key)
-    v = tl.load(qkv + token * qkv_row + keys + own_values, mask=in_value, other=0.0).to(tl.float32)
-    strength = beta_factor * tl.sigmoid(tl.load(beta + token * beta_row + head).to(tl.float32))
-    fade = rate * softplus(tl.load(decay + token * decay_row + head).to(tl.float32) + added)
-    fade += tl.sum(tl.where(slot == start - first - 1, sums, 0.0), 0)
-    weights = tl.where(present, tl.exp(tl.minimum(fade - sums, 0.0)), 0.0)
+    # A decode row has the token of its number.
+    q, k = _unit(qkv + row * qkv_row + own, in_key) * scale, _unit(qkv + row * qkv_row + keys + own, in_key)
+    v = tl.load(qkv + row * qkv_row + keys + own_values, mask=in_value, other=0.0).to(tl.float32)
+    strength = beta_factor * tl.sigmoid(tl.load(beta + row * beta_row + head).to(tl.float32))
+    fade = rate * softplus(tl.load(decay + row * decay_row + head).to(tl.float32) + added)
+    for slot in tl.static_range(PERIOD - 1):
+        fade += tl.where((slot == count - 1) & (start - 1 >= first), sums[slot], 0.0)
     faded = tl.exp(fade)
-    seen = faded * tl.sum(held * k[None, :], 1)
-    seen += tl.sum(updates * (weights * tl.sum(before * k[None, :], 1))[:, None], 0)
+    seen, result = faded * tl.sum(held * k[None, :], 1), faded * tl.sum(held * q[None, :], 1)
+    lacks, weighed = (), ()
+    for slot in tl.static_range(PERIOD - 1):
+        missing = (slot < count) & (start - count + slot >= first)
+        lacks += (tl.where(missing, ks[slot], 0.0),)
+        weighed += (tl.where(missing, updates[slot] * tl.exp(tl.minimum(fade - sums[slot], 0.0)), 0.0),)
+        seen += tl.sum(lacks[slot] * k, 0) * weighed[slot]
+        result += tl.sum(lacks[slot] * q, 0) * weighed[slot]
     update = (v - seen) * strength
-    result = faded * tl.sum(held * q[None, :], 1) + tl.sum(q * k, 0) * update
-    result += tl.sum(updates * (weights * tl.sum(before * q[None, :], 1))[:, None], 0)
-    tl.store(out + (token * heads + head) * DV + value, tl.where(live, result, 0.0), mask=in_value)
-    if (start + 1) % PERIOD != 0:
-        now = kept + start % PERIOD * tokens_row
+    result += tl.sum(q * k, 0) * update
+    tl.store(out + (row * heads + head) * DV + value, tl.where(live, result, 0.0), mask=in_value)
+    if count < PERIOD - 1:
+        now = kept + count * tokens_row
         tl.store(now + own_values, update, mask=in_value & live)
         if tl.program_id(0) == 0:
             tl.store(now + own_sum, fade, mask=live)
@@ -117,11 +123,8 @@ def _kept_rule(
                 tl.store(now + own, k, mask=in_key & live)
     else:
         held = held * faded + update[:, None] * k[None, :]
-        for position in range(first, start):
-            one = kept + position % PERIOD * tokens_row
-            weight = tl.exp(tl.minimum(fade - tl.load(one + own_sum), 0.0))
-            earlier = tl.load(one + own_values, mask=in_value, other=0.0) * weight
-            held += earlier[:, None] * tl.load(one + own, mask=in_key, other=0.0)[None, :]
+        for slot in tl.static_range(PERIOD - 1):
+            held += weighed[slot][:, None] * lacks[slot][None, :]
         tl.store(place, held.to(state.dtype.element_ty), mask=inside)
         tl.store(written + value, start + 1 + tl.zeros_like(value), mask=in_value & live)
 
@@ -152,7 +155,6 @@ def delta_rows(
         state,
         *pending,
         out,
-        step.query_start,
         step.blocks,
         step.starts,
         heads,

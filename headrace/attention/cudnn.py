@@ -9,14 +9,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Self
 
 import numpy as np
 import torch
 
 from headrace.attention.backend import LayerCache, StepMetadata
 from headrace.attention.flashinfer.attention import FlashInferBackend, Launch
-from headrace.attention.flashinfer.kernels import DTYPES, Kernel, compiling
+from headrace.attention.flashinfer.kernels import DTYPES, Buildable, compiling
 from headrace.attention.paged_rows import PagedRows
 from headrace.attention.triton import TritonAttention
 from headrace.kernels import support
@@ -48,6 +49,19 @@ class CudnnKernel:
     q_strides: tuple[int, int]
     """From token to token, and from head to head."""
     variant: str = "cuDNN"
+
+    @classmethod
+    def of(
+        cls,
+        spec: AttentionSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        sizes: tuple[int, int, int],
+        q_strides: tuple[int, int],
+    ) -> Self:
+        """``sizes``: the bounds ``rows``, ``queries`` and ``keys``."""
+        heads, widths = (spec.num_heads, spec.num_kv_heads), (spec.head_dim, spec.v_head_dim)
+        return cls(device, dtype, *heads, *widths, spec.scale, *sizes, q_strides)
 
     def build(self) -> None:
         with torch.cuda.device(self.device):
@@ -133,8 +147,12 @@ class CudnnPrefill(FlashInferBackend):
         return reasons
 
     @classmethod
-    def wants(cls, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> list[Kernel]:
-        return []
+    def wants(cls, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> Sequence[Buildable]:
+        """A single prompt's: the first of all takes seconds, most of them to import the library."""
+        if device.type == "cuda" and device.index is None:
+            device = torch.device(device.type, torch.cuda.current_device())
+        strides = spec.num_heads * spec.head_dim, spec.head_dim
+        return [CudnnKernel.of(spec, dtype, device, (1, _FEWEST_QUERIES, _FEWEST_KEYS), strides)]
 
     def plan(self, step: StepMetadata) -> None:
         super().plan(step)
@@ -151,11 +169,10 @@ class CudnnPrefill(FlashInferBackend):
         rows, spec = PagedRows(step, cache.block_size), cache.spec
         if not rows.are_long(cache, q.dtype):
             return None
-        count = support.power_of_two(rows.num_rows)
         queries = max(_FEWEST_QUERIES, support.power_of_two(rows.most_queries))
         keys = max(_FEWEST_KEYS, support.power_of_two(int(rows.lengths.max())))
-        sizes = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.v_head_dim, spec.scale, count, queries, keys)
-        kernel = CudnnKernel(q.device, q.dtype, *sizes, (q.stride(0), q.stride(1)))
+        sizes = support.power_of_two(rows.num_rows), queries, keys
+        kernel = CudnnKernel.of(spec, q.dtype, q.device, sizes, (q.stride(0), q.stride(1)))
         if not compiling(kernel).ready:
             return None
         graph, width = _graph(kernel), spec.head_dim

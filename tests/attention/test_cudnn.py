@@ -115,6 +115,12 @@ def test_rows_are_where_the_graph_is_told() -> None:
     assert [kernel.rows for kernel in dict.fromkeys(ASKED)] == [1, 4]
 
 
+def test_a_short_prompt_alone_has_the_graph_that_is_built_first() -> None:
+    (first,) = cudnn.CudnnPrefill.wants(layer_spec(), torch.float32, torch.device("cpu"))
+    run([(11, 11)])
+    assert ASKED == [first]
+
+
 def test_lengths_share_a_graph_up_to_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cudnn, "_FEWEST_QUERIES", 8)
     monkeypatch.setattr(cudnn, "_FEWEST_KEYS", 16)

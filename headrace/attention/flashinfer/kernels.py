@@ -111,6 +111,8 @@ class Buildable(Protocol):
 
     def build(self) -> None: ...
 
+    def __hash__(self) -> int: ...
+
 
 _may_begin = threading.Event()
 """Clear while the threads of this process shall not import FlashInfer."""
@@ -185,7 +187,7 @@ def compiling(kernel: Buildable) -> Compiling:
     return Compiling(kernel)
 
 
-def compile_ahead(kernels: Iterable[Kernel]) -> list[Compiling]:
+def compile_ahead(kernels: Iterable[Buildable]) -> list[Compiling]:
     """Starts compiling each distinct kernel; does not wait."""
     return [compiling(kernel) for kernel in dict.fromkeys(kernels)]
 

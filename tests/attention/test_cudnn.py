@@ -118,7 +118,7 @@ def test_rows_are_where_the_graph_is_told() -> None:
 def test_a_short_prompt_alone_has_the_graph_that_is_built_first() -> None:
     (first,) = cudnn.CudnnPrefill.wants(layer_spec(), torch.float32, torch.device("cpu"))
     run([(11, 11)])
-    assert ASKED == [first]
+    assert len(ASKED) == 1 and first in ASKED
 
 
 def test_lengths_share_a_graph_up_to_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,6 @@ def _conv_rows(
     bias,
     cache,
     out,
-    query_start,  # [R + 1] int32
     blocks,  # [R] int32
     starts,  # [R] int32
     channels,
@@ -62,17 +61,16 @@ def _conv_rows(
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The only token of a row, whose input is kept."""
+    """The only token of a row, which has the row's number, and whose input is kept."""
     if EARLY:
         announce(PDL)
     else:
         begin(PDL)
-    row = tl.program_id(1)
+    row = tl.program_id(1).to(tl.int64)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     block = tl.load(blocks + row).to(tl.int64)
     ring = cache + tl.maximum(block, 0) * cache_block
     start = tl.load(starts + row)
-    token = tl.load(query_start + row).to(tl.int64)
     mask = channel < channels
     inside = mask & (block >= 0)
     total = tl.zeros([CHANNELS], tl.float32)
@@ -85,13 +83,13 @@ def _conv_rows(
         added = tl.load(bias + channel, mask=mask, other=0.0).to(tl.float32)
     if EARLY:
         wait(PDL)
-    now = tl.load(x + token * x_row + channel, mask=inside, other=0.0)
+    now = tl.load(x + row * x_row + channel, mask=inside, other=0.0)
     total += now.to(tl.float32) * factor
     if BIAS:
         total += added
     if SILU:
         total = total * tl.sigmoid(total)
-    tl.store(out + token * channels + channel, tl.where(inside, total, 0.0).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + row * channels + channel, tl.where(inside, total, 0.0).to(out.dtype.element_ty), mask=mask)
     # All threads have read the ring.
     tl.debug_barrier()
     tl.store(ring + start % (TAPS - 1) * channels + channel, now, mask=inside)
@@ -393,7 +391,6 @@ def _convolve_rows(
         weight if bias is None else bias,
         cache,
         out,
-        step.query_start,
         step.blocks,
         step.starts,
         channels,

@@ -127,6 +127,7 @@ class CudnnPrefill(FlashInferBackend):
     name = "cudnn"
     kinds = frozenset()
     has_scales = False
+    eager_bytes = 16 << 20
 
     def __init__(self, scratch: Any = None) -> None:
         super().__init__(scratch)
@@ -185,7 +186,8 @@ class CudnnPrefill(FlashInferBackend):
             tensors = {_Q: q, _K: copies[..., :width], _V: copies[..., width:], _OUT: out} | numbers
             handle = _handle(q.device, "launch")
             cudnn.set_stream(handle, torch.cuda.current_stream(q.device).cuda_stream)
-            graph.execute(tensors, self._space(q.device, max(graph.get_workspace_size(), 1)), handle=handle)
+            space = self._space(q.device, max(graph.get_workspace_size(), self.eager_bytes))
+            graph.execute(tensors, space, handle=handle)
 
         return launch
 

@@ -73,6 +73,8 @@ class FlashInferBackend(AttentionBackend):
 
     name = "flashinfer"
     kinds = frozenset({"window", "soft_cap"})
+    eager_bytes = _WORKSPACE
+    """Size of the workspace of other steps than captured ones."""
     captured_bytes = _WORKSPACE
     """Size of the workspace of captured steps."""
 
@@ -92,7 +94,7 @@ class FlashInferBackend(AttentionBackend):
         super().plan(step)
         if not step.bounded:
             # Even if no kernel is ready: a later one would find the memory taken by the KV cache.
-            self._space(step.seq_lens.device)
+            self._space(step.seq_lens.device, self.eager_bytes)
         self._fallback_planned = False
         self._wrappers.next_step()
         self._replays.next_step()

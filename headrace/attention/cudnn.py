@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import threading
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -29,6 +30,7 @@ WIDTH = 256
 headrace's kernel 475 (H200)."""
 _FEWEST_QUERIES, _FEWEST_KEYS = 1024, 16_384
 """Bounds of a row's queries and keys are powers of two from these on."""
+_building = threading.Lock()
 _Q, _K, _V, _OUT, _Q_LENS, _K_LENS, _Q_STARTS, _K_STARTS, _V_STARTS, _OUT_STARTS = range(1, 11)
 
 
@@ -64,7 +66,7 @@ class CudnnKernel:
         return cls(device, dtype, *heads, *widths, spec.scale, *sizes, q_strides)
 
     def build(self) -> None:
-        with torch.cuda.device(self.device):
+        with _building, torch.cuda.device(self.device):
             _graph(self)
 
 
@@ -84,7 +86,7 @@ def _graph(kernel: CudnnKernel) -> Any:
         return graph.tensor(dim=(count, 1, 1, 1), stride=(1, 1, 1, 1), data_type=integers, uid=uid, name=f"numbers {uid}")
 
     def packed(uid: int, heads: int, tokens: int, width: int, strides: tuple[int, int], starts: int) -> Any:
-        """Rows one behind another: their places come from ``starts``, whose stride is ignored."""
+        """Rows one behind another; the tensor ``starts`` says where each begins, in numbers."""
         token, head = strides
         dim, stride = (rows, heads, tokens, width), (tokens * token, head, token, 1)
         return graph.tensor(
@@ -115,7 +117,7 @@ def _graph(kernel: CudnnKernel) -> Any:
 
 @functools.cache
 def _handle(device: torch.device, use: str) -> Any:
-    """A handle of each thread that uses one: ``use`` is the thread's."""
+    """A handle for building, which one thread does at a time, and one for launching."""
     import cudnn
 
     return cudnn.create_handle()

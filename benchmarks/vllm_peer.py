@@ -9,6 +9,11 @@ workload:
     {"engine": "vllm", "model": NAME, "kv": {"available_bytes": ..., "num_blocks": ..., "tokens": ..., "groups": [...]}}
     {"engine": "vllm", "model": NAME, "startup_s": SECONDS, "model_impl": ..., "architecture": ..., "backends": [...]}
     {"engine": "vllm", "model": NAME, "workload": ..., "seconds": ..., "in_tok": ..., "out_tok": ...}
+
+``--workloads agent`` alone plays the conversations of ``headrace bench agent`` once, with prefix caching, and prints the fields
+of its report; ``--agent turns=12`` sets one of its options:
+
+    {"engine": "vllm", "model": NAME, "workload": "agent", "seconds": ..., "prefix_cache": {...}, "rates": {...}}
 """
 
 from __future__ import annotations
@@ -25,9 +30,12 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
+from headrace.bench.agent import AgentAnswer, Agents, play
 from headrace.bench.constrained import constraint_of
+from headrace.bench.options import AgentOptions
 from headrace.bench.workloads import PICTURE_WORKLOADS, PUBLISHED_WORKLOADS, RANDOM_WORKLOADS, Workload, placeholder
 
+AGENT = "agent"
 # Features in place of pictures are in the layout of headrace's models.
 WORKLOADS = {
     **RANDOM_WORKLOADS,
@@ -36,6 +44,8 @@ WORKLOADS = {
 }
 
 QWEN35 = "Qwen3_5ForCausalLM"
+GRID = 64
+"""Tokens at whose multiples headrace finds prefixes of hybrid models: the shares of both engines are of one ideal."""
 SMALL = 60_000
 """Tokens, in and out: a workload of fewer is run once more. As for headrace."""
 ENVIRONMENT = {
@@ -146,7 +156,8 @@ def run(options: argparse.Namespace) -> None:
     from vllm import LLM, SamplingParams
 
     told = {"engine": "vllm", "model": options.model.name}
-    loads = {name: WORKLOADS[name]() for name in options.workloads}
+    plays = options.workloads == [AGENT]
+    loads = {} if plays else {name: WORKLOADS[name]() for name in options.workloads}
     config = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
     reads_pictures = "vision_config" in config
     more: dict[str, Any] = {"limit_mm_per_prompt": {"image": 1, "video": 0}} if reads_pictures else {}
@@ -172,13 +183,15 @@ def run(options: argparse.Namespace) -> None:
         tensor_parallel_size=options.tensor_parallel_size,
         enforce_eager=options.eager,
         attention_backend=options.attention_backend,
-        enable_prefix_caching=False,
+        enable_prefix_caching=plays,
         seed=0,
         **more,
     )
     ready = time.perf_counter() - start
     say({**told, "kv": kv_facts(llm)})
     say({**told, "startup_s": round(ready, 2), **model_facts(llm, options.model_impl)})
+    if plays:
+        say({**told, "workload": AGENT, **agents(llm, options, config["vocab_size"])})
     for name, load in loads.items():
         if load.pictures is not None:
             load = load.marked(placeholder(config))
@@ -202,6 +215,22 @@ def constraint(options: argparse.Namespace, index: int) -> dict[str, Any]:
     from vllm.sampling_params import StructuredOutputsParams
 
     return {"structured_outputs": StructuredOutputsParams(grammar=constraint_of(index).grammar)}
+
+
+def agents(llm: Any, options: argparse.Namespace, vocab_size: int) -> dict[str, Any]:
+    """Plays the conversations of ``headrace bench agent``, turn by turn."""
+    from vllm import SamplingParams
+
+    def generate(prompts: list[list[int]], length: int) -> list[AgentAnswer]:
+        lengths = {"max_tokens": length, "min_tokens": length, "ignore_eos": True}
+        params = [SamplingParams(temperature=0.0, detokenize=False, **lengths) for _ in prompts]
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        reused = [output.num_cached_tokens or 0 for output in outputs]
+        tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        return [AgentAnswer(answer, count, count, (None, None)) for answer, count in zip(tokens, reused, strict=True)]
+
+    traffic = Agents(AgentOptions(**dict(options.agent)), vocab_size, options.max_len, None)
+    return play(traffic, GRID, generate, tell=lambda text: print(text, file=sys.stderr, flush=True))
 
 
 def measured(llm: Any, load: Workload, params: list[Any], repetitions: int | None) -> list[float]:
@@ -228,8 +257,8 @@ def say(line: dict[str, Any]) -> None:
 
 def workloads(text: str) -> list[str]:
     found = list(RANDOM_WORKLOADS) if text == "all" else [name.strip() for name in text.split(",") if name.strip()]
-    if unknown := [name for name in found if name not in WORKLOADS]:
-        raise argparse.ArgumentTypeError(f"there is no workload {unknown[0]!r}; there are {', '.join(WORKLOADS)}, all")
+    if unknown := [name for name in found if name not in WORKLOADS and found != [AGENT]]:
+        raise argparse.ArgumentTypeError(f"there is no workload {unknown[0]!r}; there are {', '.join(WORKLOADS)}, all, {AGENT}")
     if not found:
         raise argparse.ArgumentTypeError("no workload is named")
     return found
@@ -253,6 +282,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder with a config.json")
     parser.add_argument("--workloads", type=workloads, default="all", help="names with commas between; all: those of text")
+    parser.add_argument(
+        "--agent", type=option, action="append", default=[], metavar="NAME=JSON", help="an option of headrace bench agent"
+    )
     parser.add_argument("--model-impl", choices=["auto", "vllm", "transformers"], default="auto", help="whose implementation")
     parser.add_argument("--max-len", type=int, default=40960, help="context")
     parser.add_argument("--mem", type=share, default=0.85, help="the part of the GPU's memory that vLLM may take")

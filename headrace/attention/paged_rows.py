@@ -71,9 +71,17 @@ class PagedRows:
 
     def copies_pay(self, cache: LayerCache, dtype: torch.dtype) -> bool:
         """Whether to copy keys and values out of their blocks first."""
-        long = self.num_tokens >= _COPY_QUERIES * self.num_rows
+        return self.are_long(cache, dtype) and (cache.k_scale is not None or cache.rows.is_contiguous())
+
+    def are_long(self, cache: LayerCache, dtype: torch.dtype) -> bool:
+        """Whether rows have so many queries that copies of their keys and values pay off, and there is room for these."""
         nbytes = self.num_keys * cache.spec.num_kv_heads * cache.spec.row_width * dtype.itemsize
-        return long and nbytes <= _COPY_BYTES and (cache.k_scale is not None or cache.rows.is_contiguous())
+        return self.num_tokens >= _COPY_QUERIES * self.num_rows and nbytes <= _COPY_BYTES
+
+    def copied_pages(self, cache: LayerCache) -> torch.Tensor:
+        """``[pages * block_size, kv_heads, head_dim + v_head_dim]``: the rows' blocks, concatenated."""
+        # Few wide numbers: where blocks are apart, each has its place computed.
+        return cache.rows.view(torch.int64).index_select(0, self.pages(cache.group)).view(cache.rows.dtype).flatten(0, 1)
 
     def copies(self, cache: LayerCache, dtype: torch.dtype, multiple: int = 1) -> torch.Tensor:
         """``[keys, kv_heads, head_dim + v_head_dim]``: the rows' keys and values, concatenated.

@@ -10,6 +10,7 @@ import torch
 
 from headrace.attention.backend import NO_MODES, VISIBLE_ENDS, AttentionBackend, Modes, Scratch
 from headrace.attention.compose import ByRowClass, WithVisibleEnds
+from headrace.attention.cudnn import CudnnPrefill
 from headrace.attention.flashinfer.attention import (
     FlashInferBackend,
     FlashInferCapturedPrefill,
@@ -17,7 +18,7 @@ from headrace.attention.flashinfer.attention import (
     FlashInferMLA,
     FlashInferPrefill,
 )
-from headrace.attention.flashinfer.kernels import Compiling, Kernel, compile_ahead
+from headrace.attention.flashinfer.kernels import Buildable, Compiling, compile_ahead
 from headrace.attention.indexed import WithIndexer, rule_of
 from headrace.attention.mla import MLABackend
 from headrace.attention.native import NativeAttention
@@ -207,12 +208,12 @@ def create(name: str) -> AttentionBackend:
 
 
 def begin_compiling(specs: Sequence[AttentionSpec], names: Sequence[str], device: str, dtype: str) -> list[Compiling]:
-    """Starts compiling the FlashInfer kernels of the layers; does not wait.
+    """Starts compiling the kernels of other libraries for the layers; does not wait.
 
     Args:
         names: the backend of each layer.
     """
-    wanted: list[Kernel] = []
+    wanted: list[Buildable] = []
     for spec, name in zip(specs, names, strict=True):
         layers = [(spec, _entry(name, spec))]
         prompts = None if spec.mla is None else for_prompts(spec, name, device, dtype)
@@ -302,6 +303,12 @@ def _entry(name: str, spec: AttentionSpec | None = None) -> Entry:
 
 register(NativeAttention)
 register(TorchAttention)
+register(
+    TritonAttention,
+    CudnnPrefill,
+    name="cudnn+triton",
+    does="long prompts by cuDNN, other rows and CUDA graphs by headrace's kernel",
+)
 register(
     TritonAttention,
     FlashInferPrefill,

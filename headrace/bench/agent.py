@@ -12,7 +12,7 @@ import random
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace.bench.options import AgentOptions
 from headrace.bench.report import facts, load_average
@@ -141,14 +141,13 @@ class Reuse:
     without_state: int = 0
     """Computed again although their KV was found, since no snapshot was behind them."""
 
-    def add(self, ideal: int, output: RequestOutput) -> None:
-        reused = output.num_cached_tokens
-        found = min(ideal, reused if output.cache is None else output.cache.attention)
-        self.prompts += len(output.prompt_token_ids)
+    def add(self, prompt_len: int, ideal: int, answer: AgentAnswer) -> None:
+        found = min(ideal, answer.found)
+        self.prompts += prompt_len
         self.ideal += ideal
-        self.reused += reused
-        self.without_kv += max(0, ideal - max(found, reused))
-        self.without_state += max(0, found - reused)
+        self.reused += answer.reused
+        self.without_kv += max(0, ideal - max(found, answer.reused))
+        self.without_state += max(0, found - answer.reused)
 
     def report(self) -> dict[str, Any]:
         return {
@@ -164,48 +163,68 @@ class Reuse:
         }
 
 
+class AgentAnswer(NamedTuple):
+    """One turn's answer, of any engine."""
+
+    tokens: Sequence[int]
+    reused: int
+    """Tokens of the prompt that were not computed."""
+    found: int
+    """Those whose KV was found, at least ``reused``."""
+    times: tuple[float | None, float | None]
+    """Seconds until the first token and until the last."""
+
+
+Generate = Callable[[list[list[int]], int], Sequence[AgentAnswer]]
+"""Called with a round's prompts and the number of tokens to answer each with."""
+
+
+def play(agents: Agents, grid: int, generate: Generate, *, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Plays all conversations on an engine and returns what it took. ``grid``: tokens of the engine's prefixes."""
+    cache, reuse, exchanges = EndlessCache(grid), Reuse(), []
+    digest, spent, rounds = hashlib.blake2b(digest_size=16), 0.0, 0
+    while agents.open:
+        rounds += 1
+        tell(f"round {rounds}: {len(agents.open)} conversations")
+        prompts = agents.prompts()
+        start = time.perf_counter()
+        answers = generate(prompts, agents.answer_len)
+        spent += time.perf_counter() - start
+        ideal = [cache.found(prompt) for prompt in prompts]
+        for prompt, known, answer in zip(prompts, ideal, answers, strict=True):
+            reuse.add(len(prompt), known, answer)
+            exchanges.append(_exchange(len(prompt), answer))
+            digest.update(array("q", answer.tokens).tobytes())
+            # The KV of the last token is not computed.
+            cache.add([*prompt, *answer.tokens[:-1]])
+        agents.answered([answer.tokens for answer in answers])
+    return (
+        {"rounds": rounds, "subagents": agents.subagents, "compactions": agents.compactions}
+        | summary(exchanges, spent, "between tokens")
+        | {"prefix_cache": reuse.report(), "answers": digest.hexdigest()}
+    )
+
+
 def run(llm: LLM, options: AgentOptions, *, tell: Callable[[str], None]) -> dict[str, Any]:
     """Plays all conversations and returns the report.
 
     Raises:
         ConfigError: the context is too short for the lengths.
     """
-    load_before, info = load_average(), llm.info
-    agents = Agents(options, info.vocab_size, info.max_model_len, _turn_mark(llm))
-    cache, reuse, exchanges = EndlessCache(info.state_grid or info.block_size), Reuse(), []
-    sampling = SamplingParams(temperature=0.0, max_tokens=agents.answer_len, ignore_eos=True, detokenize=False)
-    digest, most_snapshots, start, rounds = hashlib.blake2b(digest_size=16), 0, time.perf_counter(), 0
-    while agents.open:
-        rounds += 1
-        tell(f"round {rounds}: {len(agents.open)} conversations")
-        prompts = agents.prompts()
-        ideal = [cache.found(prompt) for prompt in prompts]
+    load_before, info, most_snapshots = load_average(), llm.info, 0
+
+    def generate(prompts: list[list[int]], length: int) -> list[AgentAnswer]:
+        nonlocal most_snapshots
+        sampling = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False)
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling)
-        for prompt, found, output in zip(prompts, ideal, outputs, strict=True):
-            answer = output.outputs[0].token_ids
-            reuse.add(found, output)
-            exchanges.append(_exchange(output))
-            digest.update(array("q", answer).tobytes())
-            # The KV of the last token is not computed.
-            cache.add([*prompt, *answer[:-1]])
         most_snapshots = max(most_snapshots, llm.stats.state_snapshots)
-        agents.answered([output.outputs[0].token_ids for output in outputs])
-    stats, seconds = llm.stats, time.perf_counter() - start
-    return (
-        {"benchmark": "agent", "model": info.model, "rounds": rounds}
-        | {"subagents": agents.subagents, "compactions": agents.compactions}
-        | summary(exchanges, seconds, "between tokens")
-        | {
-            "prefix_cache": reuse.report(),
-            "snapshots": {
-                "most": most_snapshots,
-                "saved": dict(stats.state_snapshots_saved),
-                "skipped": dict(stats.state_snapshots_skipped),
-            },
-            "answers": digest.hexdigest(),
-        }
-        | facts(load_before)
-    )
+        return [_answer(output) for output in outputs]
+
+    agents = Agents(options, info.vocab_size, info.max_model_len, _turn_mark(llm))
+    played = play(agents, info.state_grid or info.block_size, generate, tell=tell)
+    saved, skipped = dict(llm.stats.state_snapshots_saved), dict(llm.stats.state_snapshots_skipped)
+    snapshots = {"most": most_snapshots, "saved": saved, "skipped": skipped}
+    return {"benchmark": "agent", "model": info.model} | played | {"snapshots": snapshots} | facts(load_before)
 
 
 def _turn_mark(llm: LLM) -> int | None:
@@ -214,11 +233,17 @@ def _turn_mark(llm: LLM) -> int | None:
     return None if tokenizer is None else max(tokenizer.token_bytes.special, default=None)
 
 
-def _exchange(output: RequestOutput) -> Exchange:
-    times, tokens = output.times, len(output.outputs[0].token_ids)
-    exchange = Exchange(input_tokens=len(output.prompt_token_ids), output_tokens=tokens)
-    if times is not None and times.first_token is not None and times.finished is not None:
-        exchange.first_token, exchange.whole = times.first_token - times.arrived, times.finished - times.arrived
-        gaps = max(1, tokens - 1)
-        exchange.between_tokens = [(times.finished - times.first_token) / gaps] * (tokens - 1)
+def _answer(output: RequestOutput) -> AgentAnswer:
+    times, reused = output.times, output.num_cached_tokens
+    first, last = (None, None) if times is None else (times.first_token, times.finished)
+    since = [None if end is None or times is None else end - times.arrived for end in (first, last)]
+    found = reused if output.cache is None else max(reused, output.cache.attention)
+    return AgentAnswer(output.outputs[0].token_ids, reused, found, (since[0], since[1]))
+
+
+def _exchange(prompt_len: int, answer: AgentAnswer) -> Exchange:
+    (first, last), tokens = answer.times, len(answer.tokens)
+    exchange = Exchange(first, [], last, prompt_len, tokens)
+    if first is not None and last is not None:
+        exchange.between_tokens = [(last - first) / max(1, tokens - 1)] * (tokens - 1)
     return exchange

@@ -7,6 +7,7 @@ import math
 
 import torch
 
+from headrace.kernels.state import Pending
 from headrace.model_spec import StateGroup
 
 
@@ -19,6 +20,8 @@ class LayerState:
     ``p % (width - 1)``."""
     state: torch.Tensor | None
     """``[num_blocks, heads, value_dim, key_dim]`` in the state dtype."""
+    pending: Pending | None = None
+    """The tokens that ``state`` lacks; None: it lacks none."""
 
 
 def state_views(arena: torch.Tensor, group: StateGroup) -> list[LayerState]:
@@ -33,5 +36,6 @@ def state_views(arena: torch.Tensor, group: StateGroup) -> list[LayerState]:
             own = blocks[:, offset : offset + plane.nbytes].view(getattr(torch, plane.dtype))
             strides = [math.prod(plane.shape[axis + 1 :]) for axis in range(len(plane.shape))]
             views[plane.name] = own.as_strided((count, *plane.shape), (own.stride(0), *strides))
-        layers.append(LayerState(views.get("conv"), views.get("state")))
+        pending = Pending(views["tokens"], views["until"]) if "tokens" in views else None
+        layers.append(LayerState(views.get("conv"), views.get("state"), pending))
     return layers

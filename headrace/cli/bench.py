@@ -303,7 +303,11 @@ def agent(args: EngineArgs, options: AgentOptions, to: ReportOptions) -> None:
     tables = [
         table(f"Tokens of prompts{share}", list(columns), [list(columns.values())]),
         distributions_table("Times", report["milliseconds"]),
-        table("A second", list(report["rates"]), [[f"{value:,.2f}" for value in report["rates"].values()]]),
+        table(
+            f"A second, of {report['seconds']:,.2f}",
+            list(report["rates"]),
+            [[f"{value:,.2f}" for value in report["rates"].values()]],
+        ),
     ]
     emit(report, tables, to)
 

@@ -111,12 +111,12 @@ class GatedDeltaNet(StateMixer):
     def forward(self, x: Activations, cos_sin: torch.Tensor | None, ctx: ForwardContext) -> torch.Tensor:
         """``[T, hidden] -> [T, hidden]``, the rank's part of the sum over tensor-parallel ranks. Positions play no part."""
         spec = self.spec
-        rows, cache, state = _state(ctx, spec)
+        (rows, cache, state), pending = _state(ctx, spec), ctx.state_of(spec.index)[1].pending
         mixed, gates = multiply_together(x, self.in_proj, self.gate_proj)
         qkv, z = mixed.split_with_sizes((spec.mixed_channels, spec.heads * spec.value_dim), dim=1)
         beta, decay = gates.split_with_sizes((spec.heads, spec.heads), dim=1)
         qkv = causal_conv(qkv, self.conv1d.weight[:, 0], self.conv1d.bias, "silu", cache, rows)
-        out = delta_rule(qkv, decay, beta, self.A_log, self.dt_bias, state, rows, spec.beta_factor)
+        out = delta_rule(qkv, decay, beta, self.A_log, self.dt_bias, state, rows, spec.beta_factor, pending)
         return self.out_proj(self.norm(out, z))  # type: ignore[no-any-return]
 
 

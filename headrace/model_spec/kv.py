@@ -12,7 +12,7 @@ ALIGNMENT = 16
 """Bytes: the widest load of a GPU, at which FlashInfer's kernels want rows to begin."""
 FP8_KV = "fp8_e4m3"
 """A KV dtype: e4m3 numbers, with a float32 scale for each token and head of K and of V."""
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8_KV: 1, "float64": 8}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8_KV: 1, "float64": 8, "int32": 4}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,7 +34,7 @@ class ConvSpec:
 class StatePlane:
     """One tensor of a layer's state, of one sequence."""
 
-    name: Literal["conv", "state"]
+    name: Literal["conv", "state", "tokens", "until"]
     shape: tuple[int, ...]
     dtype: str
 
@@ -101,17 +101,23 @@ class StateSpec:
         values = self.heads * self.value_dim
         return [(self.mixed_channels + values + 2 * self.heads, hidden_size), (hidden_size, values)]
 
-    def planes(self, dtype: str, state_dtype: str) -> tuple[StatePlane, ...]:
+    def planes(self, dtype: str, state_dtype: str, pending: int = 0) -> tuple[StatePlane, ...]:
         """The tensors that a sequence keeps of the layer: the single source of their shapes and bytes.
 
         ``conv [width - 1, channels]`` in the model's dtype is a ring: position p has row ``p % (width - 1)``, so that a step
-        that is repeated writes the same bytes. ``state [heads, value_dim, key_dim]`` is in the state dtype.
+        that is repeated writes the same bytes. ``state [heads, value_dim, key_dim]`` is in the state dtype. Of a gated delta
+        rule it may lack the last ``pending`` tokens: these are in ``tokens``, a ring by position too, and ``until [heads,
+        value_dim]`` counts those that it has.
         """
         planes = []
         if self.conv is not None:
             planes.append(StatePlane("conv", (self.conv.width - 1, self.conv.channels), dtype))
         if self.heads:
             planes.append(StatePlane("state", (self.heads, self.value_dim, self.key_dim), state_dtype))
+        if pending and self.kind == "gdn":
+            channels = self.key_heads * self.key_dim + self.heads * (self.value_dim + 1)
+            planes.append(StatePlane("tokens", (pending, channels), "float32"))
+            planes.append(StatePlane("until", (self.heads, self.value_dim), "int32"))
         return tuple(planes)
 
 

@@ -69,7 +69,7 @@ def resolve(
     check_head(args, model, dtype, packed, device, log)
     note_stored_format(stored, dtype, packed, device, log)
     num_seqs, num_batched = schedule.batch(args, device, log)
-    states = state_group(args, model, dtype, log)
+    states = state_group(args, model, dtype, device, log)
     if states is not None:
         num_batched = batched_tokens(args, num_seqs, num_batched, log)
     cache_dtype = kv_dtype(args, model, dtype, device)

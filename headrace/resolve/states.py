@@ -7,9 +7,12 @@ from collections import Counter
 from headrace.config import CacheConfig, EngineArgs
 from headrace.core.states import snapshot_period
 from headrace.errors import ConfigError, human_size
-from headrace.model_spec import AnySpec, StateGroup
-from headrace.resolve.facts import DecisionLog
+from headrace.model_spec import AnySpec, ModelSpec, StateGroup
+from headrace.resolve.facts import DecisionLog, DeviceFacts
 from headrace.resolve.memory import state_grid
+
+PENDING = 3
+"""Tokens that the state of a gated delta rule may lack on a GPU: a decode row writes it in every fourth step."""
 
 KINDS = {
     "gdn": "gated delta rule",
@@ -21,7 +24,7 @@ KINDS = {
 }
 
 
-def state_group(args: EngineArgs, model: AnySpec, dtype: str, log: DecisionLog) -> StateGroup | None:
+def state_group(args: EngineArgs, model: AnySpec, dtype: str, device: DeviceFacts, log: DecisionLog) -> StateGroup | None:
     """Returns what a sequence keeps of the model's state layers; None: it has none.
 
     Raises:
@@ -37,7 +40,9 @@ def state_group(args: EngineArgs, model: AnySpec, dtype: str, log: DecisionLog) 
         )
     if not model.layers:
         raise ConfigError(f"{model.architecture} has state layers alone: headrace needs an attention layer yet", "model")
-    group = StateGroup(tuple(spec.planes(dtype, args.state_dtype) for spec in model.states))
+    # With deterministic, prompts are absorbed as decode rows are. Foreign models' kernels keep no tokens.
+    pending = PENDING if device.cuda and isinstance(model, ModelSpec) and not args.deterministic else 0
+    group = StateGroup(tuple(spec.planes(dtype, args.state_dtype, pending) for spec in model.states))
     for kind, count in Counter(spec.kind for spec in model.states).items():
         log.note("state layers", f"{count} of {model.num_layers}", f"{KINDS[kind]}: {_geometry(model, kind)}")
     return group

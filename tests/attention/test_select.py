@@ -55,7 +55,7 @@ def test_other_modes_are_refused() -> None:
 def test_visible_ends_are_for_those_that_know_them() -> None:
     refused = select.refusals(layer_spec(), "cpu", "float32", modes=frozenset({VISIBLE_ENDS}))
     unknowing = {name for name, reasons in refused.items() if f"it has no mode {VISIBLE_ENDS}" in reasons}
-    assert unknowing == {"native", "flashinfer+triton", "flashinfer"}
+    assert unknowing == {"native", "cudnn+triton", "flashinfer+triton", "flashinfer"}
     usual = select.choose(layer_spec(), "cpu", "float32")
     choice = select.choose(layer_spec(), "cpu", "float32", modes=frozenset({VISIBLE_ENDS}))
     assert choice.name == usual.name
@@ -106,6 +106,7 @@ def test_an_fp8_cache_is_for_those_that_know_scales(monkeypatch: pytest.MonkeyPa
         assert {name for name, reasons in refused.items() if any("scales" in why for why in reasons)} == {
             "native",
             "torch",
+            "cudnn+triton",
             "flashinfer+triton",
             "flashinfer",
         }

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.fake_vllm import VLLM
 from support.models.hybrids import CASES, redraw
 from support.models.tiny_llama import VOCAB, write_tokenizer
 from transformers import AutoModelForCausalLM
@@ -83,3 +88,34 @@ def test_a_turn_begins_with_the_mark() -> None:
     assert second[: len(first) + 2] == [*first, 5, 6]
     agents.answered([[5, 6]])
     assert agents.open == []
+
+
+def test_the_peer_plays_the_same_conversations(folder: Path, tmp_path: Path) -> None:
+    """It reuses what a cache in blocks of 128 tokens has, and its prompts are as long as headrace's."""
+    caching = VLLM.replace('not given["enable_prefix_caching"]', 'given["enable_prefix_caching"]').replace("0.6", "0.0")
+    answering = caching.replace(
+        "        return [types.SimpleNamespace(outputs=[each]) for each in made]\n",
+        "        assert use_tqdm is False\n"
+        "        seen = [len(each['prompt_token_ids']) // 256 * 128 for each in prompts]\n"
+        "        return [types.SimpleNamespace(outputs=[m], num_cached_tokens=n) for m, n in zip(made, seen)]\n",
+    )
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text(answering)
+    chosen = [f"--agent={name}={getattr(SMALL, name)}" for name in ("conversations", "turns", "subagents", "scale")]
+    peer = Path(__file__).parents[2] / "benchmarks" / "vllm_peer.py"
+    done = subprocess.run(
+        [sys.executable, peer, "--model", folder, "--workloads", "agent", "--max-len", "704", *chosen],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    row, lengths, prompts = json.loads(done.stdout.splitlines()[-1]), 0, 0
+    twin = agent.Agents(SMALL, VOCAB, 704, None)
+    while twin.open:
+        lengths, prompts = lengths + sum(map(len, twin.prompts())), prompts + len(twin.open)
+        twin.answered([[0] * twin.answer_len for _ in twin.open])
+    assert (row["workload"], row["requests"]["sent"], row["input_tokens"]) == ("agent", prompts, lengths)
+    assert 0 < row["prefix_cache"]["reused"] < row["prefix_cache"]["prompt_tokens"] == lengths
+    assert row["seconds"] >= 0.01 * row["rounds"]

@@ -67,7 +67,7 @@ from headrace.kernels.sparse import triton_attention as sparse_attention
 from headrace.kernels.sparse import triton_estimate as sparse_estimate
 from headrace.kernels.sparse import triton_means as sparse_means
 from headrace.kernels.sparse import triton_select as sparse_select
-from headrace.kernels.state import StateMetadata
+from headrace.kernels.state import Pending, StateMetadata
 from headrace.kernels.state import triton as state
 from headrace.kernels.state import triton_scan as scan
 from headrace.kernels.support import NATIVE_FP8_SM, Resources
@@ -297,7 +297,9 @@ def states() -> None:
         qkv, cache = torch.zeros(tokens, 4096 + 4096, dtype=BF16), torch.zeros(1, 3, 8192, dtype=BF16)
         state.causal_conv(qkv, torch.zeros(8192, 4, dtype=BF16), None, "silu", cache, step)
         numbers, held = torch.zeros(32), torch.zeros(1, 32, 128, 128)
-        state.delta_rule(qkv, qkv[:, :32], qkv[:, 32:64], numbers, numbers, held, step)
+        kept = Pending(torch.zeros(1, 3, 6176), torch.zeros(1, 32, 128, dtype=torch.int32))
+        for pending in (None, kept):
+            state.delta_rule(qkv, qkv[:, :32], qkv[:, 32:64], numbers, numbers, held, step, 1, pending)
         state.delta_rule(torch.zeros(tokens, 3 * 4096, dtype=BF16), qkv, qkv[:, :32], numbers, torch.zeros(4096), held, step)
         state.state_space(qkv, qkv[:, :32], numbers, numbers, numbers, held, step, (0.0, float("inf")))
         rates, channels = torch.zeros(4096, 16), torch.zeros(4096)

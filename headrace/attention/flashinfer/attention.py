@@ -6,7 +6,7 @@ Each runs rows of one class. ``ByRowClass`` combines them with each other or wit
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from headrace.attention.backend import (
 )
 from headrace.attention.compose import output_of
 from headrace.attention.flashinfer import kernels
-from headrace.attention.flashinfer.kernels import Kernel, MLAKernel, PagedKernel, compiling
+from headrace.attention.flashinfer.kernels import Buildable, Kernel, MLAKernel, PagedKernel, compiling
 from headrace.attention.flashinfer.replay import WORKSPACE, MLAReplay, PagedReplay, Place, Replays, partial_bytes, split_mla
 from headrace.attention.paged_rows import PagedRows
 from headrace.attention.triton import TritonAttention
@@ -73,6 +73,8 @@ class FlashInferBackend(AttentionBackend):
 
     name = "flashinfer"
     kinds = frozenset({"window", "soft_cap"})
+    eager_bytes = _WORKSPACE
+    """Size of the workspace of other steps than captured ones."""
     captured_bytes = _WORKSPACE
     """Size of the workspace of captured steps."""
 
@@ -85,14 +87,14 @@ class FlashInferBackend(AttentionBackend):
 
     @classmethod
     @abc.abstractmethod
-    def wants(cls, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> list[Kernel]:
+    def wants(cls, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> Sequence[Buildable]:
         """The kernels to compile for a layer."""
 
     def plan(self, step: StepMetadata) -> None:
         super().plan(step)
         if not step.bounded:
             # Even if no kernel is ready: a later one would find the memory taken by the KV cache.
-            self._space(step.seq_lens.device)
+            self._space(step.seq_lens.device, self.eager_bytes)
         self._fallback_planned = False
         self._wrappers.next_step()
         self._replays.next_step()
@@ -298,7 +300,7 @@ class FlashInferCapturedPrefill(FlashInferPrefill):
     @classmethod
     def wants(cls, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> list[Kernel]:
         contiguous = kernels.for_contiguous(spec, dtype, device)
-        compiled: list[Kernel] = [kernels.for_few_queries(spec, dtype), *super().wants(spec, dtype, device)]
+        compiled = [kernels.for_few_queries(spec, dtype), *super().wants(spec, dtype, device)]
         return compiled if contiguous is None else [*compiled, contiguous]
 
     def _candidates(self, rows: PagedRows, cache: LayerCache, q: torch.Tensor) -> list[PagedKernel]:

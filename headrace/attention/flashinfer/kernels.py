@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -71,6 +71,7 @@ class PagedKernel:
         )
 
     def build(self) -> None:
+        _find_imported()
         from flashinfer.prefill import get_batch_prefill_module
 
         # The arguments with which FlashInfer's own plan() asks for its module.
@@ -91,6 +92,7 @@ class MLAKernel:
         wrapper.plan(*indices, *heads, block_size, True, spec.scale, *kinds)
 
     def build(self) -> None:
+        _find_imported()
         from flashinfer.mla import get_batch_mla_module
 
         # As FlashInfer's own plan() asks for its module; without its profiler.
@@ -99,6 +101,17 @@ class MLAKernel:
 
 Kernel = PagedKernel | MLAKernel
 """FlashInfer compiles one for each combination of its fields. ``variant`` is fa2 or fa3."""
+
+
+class Buildable(Protocol):
+    """A kernel of another library that compiles it for the kernel's fields."""
+
+    @property
+    def variant(self) -> str: ...
+
+    def build(self) -> None: ...
+
+    def __hash__(self) -> int: ...
 
 
 _may_begin = threading.Event()
@@ -122,7 +135,7 @@ def held_back(seconds: float) -> Iterator[None]:
 class Compiling:
     """A kernel that a background thread compiles."""
 
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: Buildable) -> None:
         self.ready = False
         self.outcome = ""
         """Set when ``pending`` becomes false."""
@@ -144,15 +157,14 @@ class Compiling:
         _may_begin.wait()
         start = time.perf_counter()
         try:
-            _find_imported()
             self._kernel.build()
         except Exception as error:
             self.outcome = f"its {self._kernel.variant} kernel cannot be built, headrace's own is used"
-            logger.warning("FlashInfer's %s cannot be built, headrace's own is used: %s", self._kernel, error)
+            logger.warning("%s cannot be built, headrace's own kernel is used: %s", self._kernel, error)
             return
         self.outcome = f"{self._kernel.variant} kernel ready after {time.perf_counter() - start:.0f} s"
         self.ready = True
-        logger.info("FlashInfer: %s", self.outcome)
+        logger.info("%s", self.outcome)
 
 
 def imported_modules(architecture: str, version: str) -> Path:
@@ -173,12 +185,12 @@ def _find_imported() -> None:
 
 
 @functools.cache
-def compiling(kernel: Kernel) -> Compiling:
+def compiling(kernel: Buildable) -> Compiling:
     """Starts compiling a kernel unless that was started before."""
     return Compiling(kernel)
 
 
-def compile_ahead(kernels: Iterable[Kernel]) -> list[Compiling]:
+def compile_ahead(kernels: Iterable[Buildable]) -> list[Compiling]:
     """Starts compiling each distinct kernel; does not wait."""
     return [compiling(kernel) for kernel in dict.fromkeys(kernels)]
 

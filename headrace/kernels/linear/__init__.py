@@ -22,7 +22,7 @@ else:
     kernels = gpu.Late(f"{__name__}.triton")
     matmul_kernels = gpu.Late(f"{__name__}.triton_matmul")
 
-FEW_ROWS: tuple[tuple[float, int], ...] = ((8 << 20, 16), (256 << 20, 8), (math.inf, 1))
+FEW_ROWS: tuple[tuple[float, int], ...] = ((32 << 20, 16), (math.inf, 8))
 """Numbers of a weight, and up to how many rows the Triton kernel beats cuBLAS on weights of no more than that, on the GPUs
 measured (see benchmarks/). The first line that a weight fits in counts."""
 _MOST_FEW = max(rows for _, rows in FEW_ROWS)

@@ -14,7 +14,7 @@ import torch
 from headrace.kernels import gpu
 from headrace.kernels.native.library import DTYPES, kernels_for
 from headrace.kernels.state import native, reference
-from headrace.kernels.state.metadata import StateMetadata, StateRow
+from headrace.kernels.state.metadata import Pending, StateMetadata, StateRow
 from headrace.kernels.state.reference import Gate
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ else:
 
 __all__ = [
     "Gate",
+    "Pending",
     "StateMetadata",
     "StateRow",
     "causal_conv",
@@ -91,6 +92,7 @@ def delta_rule(
     state: torch.Tensor,
     step: StateMetadata,
     beta_factor: int = 1,
+    pending: Pending | None = None,
 ) -> torch.Tensor:
     """The gated delta rule (Yang et al., 2024), and with a decay for each key channel Kimi's. For each token, in each head::
 
@@ -107,12 +109,14 @@ def delta_rule(
         a_log: ``[heads]`` float32
         dt_bias: one for each of ``decay``'s channels, float32.
         state: ``[blocks, heads, value_dim, key_dim]``
+        pending: on a GPU, the tokens that states lack, since only some steps write them; None: each step writes them. Not for
+            steps that absorb prompts token by token, or decays of channels.
 
     Returns:
         ``[T, heads * value_dim]`` float32.
     """
     if gpu.takes(qkv):
-        return kernels.delta_rule(qkv, decay, beta, a_log, dt_bias, state, step, beta_factor)
+        return kernels.delta_rule(qkv, decay, beta, a_log, dt_bias, state, step, beta_factor, pending)
     library = kernels_for(qkv)
     if library is not None and state.dtype in DTYPES and qkv.dtype == decay.dtype == beta.dtype:
         return native.delta_rule(library, qkv, decay, beta, a_log, dt_bias, state, step, beta_factor)

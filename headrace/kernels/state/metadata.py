@@ -25,6 +25,17 @@ class StateRow(NamedTuple):
     """The position of the first."""
 
 
+class Pending(NamedTuple):
+    """Tokens of each block that its states of a gated delta rule lack."""
+
+    tokens: torch.Tensor
+    """``[blocks, most, channels]`` float32: k of length 1, of each key head; what was added along it, of each head; and the sum
+    of the log-decays since the state was written. The token of position p is in row ``p % (most + 1)``; ``most + 1`` is a power
+    of two."""
+    until: torch.Tensor
+    """``[blocks, heads, value_dim]`` int32: the tokens of its sequence that each row of a head's state has."""
+
+
 class Tiles(NamedTuple):
     """The prompts of a step cut into tiles: each row from its first token, the tiles of one row after those of another."""
 

@@ -15,8 +15,9 @@ from typing import Literal
 import torch
 import triton.language as tl
 
-from headrace.kernels.state.metadata import TILE, StateMetadata
+from headrace.kernels.state.metadata import TILE, Pending, StateMetadata
 from headrace.kernels.state.reference import Gate
+from headrace.kernels.state.triton_kept import delta_rows
 from headrace.kernels.state.triton_tiles import delta_prompts, softplus, space_prompts
 from headrace.kernels.support import cdiv, power_of_two
 from headrace.kernels.triton_launch import launched
@@ -48,7 +49,6 @@ def _conv_rows(
     bias,
     cache,
     out,
-    query_start,  # [R + 1] int32
     blocks,  # [R] int32
     starts,  # [R] int32
     channels,
@@ -61,17 +61,16 @@ def _conv_rows(
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The only token of a row, whose input is kept."""
+    """The only token of a row, which has the row's number, and whose input is kept."""
     if EARLY:
         announce(PDL)
     else:
         begin(PDL)
-    row = tl.program_id(1)
+    row = tl.program_id(1).to(tl.int64)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     block = tl.load(blocks + row).to(tl.int64)
     ring = cache + tl.maximum(block, 0) * cache_block
     start = tl.load(starts + row)
-    token = tl.load(query_start + row).to(tl.int64)
     mask = channel < channels
     inside = mask & (block >= 0)
     total = tl.zeros([CHANNELS], tl.float32)
@@ -84,13 +83,13 @@ def _conv_rows(
         added = tl.load(bias + channel, mask=mask, other=0.0).to(tl.float32)
     if EARLY:
         wait(PDL)
-    now = tl.load(x + token * x_row + channel, mask=inside, other=0.0)
+    now = tl.load(x + row * x_row + channel, mask=inside, other=0.0)
     total += now.to(tl.float32) * factor
     if BIAS:
         total += added
     if SILU:
         total = total * tl.sigmoid(total)
-    tl.store(out + token * channels + channel, tl.where(inside, total, 0.0).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + row * channels + channel, tl.where(inside, total, 0.0).to(out.dtype.element_ty), mask=mask)
     # All threads have read the ring.
     tl.debug_barrier()
     tl.store(ring + start % (TAPS - 1) * channels + channel, now, mask=inside)
@@ -392,7 +391,6 @@ def _convolve_rows(
         weight if bias is None else bias,
         cache,
         out,
-        step.query_start,
         step.blocks,
         step.starts,
         channels,
@@ -465,6 +463,7 @@ def delta_rule(
     state: torch.Tensor,
     step: StateMetadata,
     beta_factor: int = 1,
+    pending: Pending | None = None,
 ) -> torch.Tensor:
     """Kernel version of ``headrace.kernels.state.delta_rule``."""
     heads, value_dim, key_dim = state.shape[1:]
@@ -474,7 +473,12 @@ def delta_rule(
     if not len(qkv):
         return out
     if step.prompt_rows and not by_token:
-        delta_prompts(qkv, decay, beta, a_log, dt_bias, state, step, beta_factor, out)
+        delta_prompts(qkv, decay, beta, a_log, dt_bias, state, step, beta_factor, pending, out)
+    early = step.decode_rows <= _EARLY_ROWS and not step.prompt_rows
+    if pending is not None:
+        if step.decode_rows:
+            delta_rows(qkv, decay, beta, a_log, dt_bias, state, step, beta_factor, pending, early, out)
+        return out
     rows = step.num_rows if by_token else step.decode_rows
     if not rows:
         return out
@@ -502,7 +506,7 @@ def delta_rule(
         DV=value_dim,
         VALUES=values,
         BY_CHANNEL=decay.shape[1] > heads,
-        EARLY=rows <= _EARLY_ROWS and not step.prompt_rows,
+        EARLY=early,
         num_warps=_WARPS,
         **options(qkv.device),
     )

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.state.metadata import TILE, StateMetadata
+from headrace.kernels.state.metadata import TILE, Pending, StateMetadata
 from headrace.kernels.support import cdiv, power_of_two, resources
 from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import begin, options
@@ -44,16 +44,42 @@ def softplus(x):
 
 
 @triton.jit
-def _inverse(lower, place, EXACT: tl.constexpr, LEVELS: tl.constexpr):
-    """Returns the inverse of the identity plus a strictly lower triangular matrix, from that of its blocks on the diagonal."""
-    row, column = place[:, None], place[None, :]
-    found = tl.where(row == column, 1.0, 0.0) - tl.where(row // 2 == column // 2, lower, 0.0)
+def _inverse(lower, EXACT: tl.constexpr):
+    """Returns the inverse of the identity plus a strictly lower triangular matrix of 64, from that of its blocks of 16 on the
+    diagonal. Blocks are beside each other: whole matrices would take sixteen times as many operations."""
+    blocks, within = _on_diagonal(lower, 4), tl.arange(0, 16)
+    row, column = within[None, :, None], within[None, None, :]
+    found = tl.where(row == column, 1.0, 0.0) - tl.where(row // 2 == column // 2, blocks, 0.0)
     # No static range: a product compiles for seconds.
-    for level in range(1, LEVELS):
+    for level in range(1, 4):
         beside = (row >> (level + 1) == column >> (level + 1)) & (row >> level != column >> level)
-        corner = tl.dot(tl.where(beside, lower, 0.0), found, input_precision=EXACT)
+        corner = tl.dot(tl.where(beside, blocks, 0.0), found, input_precision=EXACT)
         found -= tl.dot(found, corner, input_precision=EXACT)
-    return found
+    left, right = tl.split(tl.permute(tl.reshape(found, (2, 2, 16, 16)), (0, 2, 3, 1)))
+    quarters = tl.permute(tl.reshape(_on_diagonal(lower, 2), (2, 2, 16, 2, 16)), (0, 2, 4, 1, 3))
+    found = tl.reshape(tl.permute(_from_halves(left, right, quarters, EXACT), (0, 4, 1, 3, 2)), (2, 32, 32))
+    left, right = tl.split(tl.permute(found, (1, 2, 0)))
+    quarters = tl.permute(tl.reshape(lower, (2, 32, 2, 32)), (1, 3, 0, 2))
+    return tl.reshape(tl.permute(_from_halves(left, right, quarters, EXACT), (3, 0, 2, 1)), (64, 64))
+
+
+@triton.jit
+def _on_diagonal(matrix, COUNT: tl.constexpr):
+    """The ``COUNT`` blocks on a matrix's diagonal: ``[COUNT, size, size]``."""
+    SIZE: tl.constexpr = matrix.shape[0] // COUNT
+    one = tl.arange(0, COUNT)
+    own = one[:, None, None, None] == one[None, None, :, None]
+    return tl.sum(tl.where(own, tl.reshape(matrix, (COUNT, SIZE, COUNT, SIZE)), 0.0), 2)
+
+
+@triton.jit
+def _from_halves(left, right, quarters, EXACT: tl.constexpr):
+    """The inverse in quarters by halves of columns and of rows, from those of its two blocks on the diagonal, and the matrix in
+    quarters ``[..., 2, 2]`` by halves of rows and of columns."""
+    first, _ = tl.split(quarters)
+    _, below = tl.split(first)
+    below = tl.dot(tl.dot(right, below, input_precision=EXACT), left, input_precision=EXACT)
+    return tl.join(tl.join(left, tl.zeros_like(left)), tl.join(-below, right))
 
 
 @launched(do_not_specialize=["heads", "decode_rows"])
@@ -82,7 +108,6 @@ def _delta_products(
     DK: tl.constexpr,
     DK_P: tl.constexpr,
     TOKENS: tl.constexpr,
-    LEVELS: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -119,7 +144,7 @@ def _delta_products(
             # The difference comes first: the exponential of a sum alone may be 0 or infinite.
             between = tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0))
             lower = tl.where(earlier, strength[:, None] * kk * between, 0.0)
-            inverse = _inverse(lower, place, EXACT, LEVELS) * strength[None, :]
+            inverse = _inverse(lower, EXACT) * strength[None, :]
             seen = tl.where(earlier | (place[:, None] == place[None, :]), qk * between, 0.0)
             base = token * heads + head
             tl.store(sums + base, total, mask=inside)
@@ -137,19 +162,26 @@ def _delta_tiles(
     solved,
     products,
     state,
+    tokens,
+    until,
     out,
     query_start,  # [R + 1] int32
     blocks,  # [R] int32
+    starts,  # [R] int32
     first_row,
     heads,
     qkv_row: tl.int64,
     state_block: tl.int64,
+    tokens_block: tl.int64,
+    tokens_row: tl.int64,
+    until_block: tl.int64,
     SHARE: tl.constexpr,
     DK: tl.constexpr,
     DK_P: tl.constexpr,
     DV: tl.constexpr,
     VALUES: tl.constexpr,
     TOKENS: tl.constexpr,
+    PERIOD: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -166,6 +198,20 @@ def _delta_tiles(
     held = tl.load(held_at, mask=whole, other=0.0).to(tl.float32)
     key_heads, key_head = heads // SHARE, head // SHARE
     first, end = tl.load(query_start + row), tl.load(query_start + row + 1)
+    if PERIOD > 1:
+        kept = tokens + tl.maximum(block, 0) * tokens_block
+        written, start = until + tl.maximum(block, 0) * until_block + head * DV + value, tl.load(starts + row)
+        begun = tl.where(live, tl.min(tl.load(written, mask=in_value & live, other=2147483647), 0), start)
+        kept_sums = kept + key_heads * DK + heads * DV + head
+        if begun < start:
+            last = tl.load(kept_sums + (start - 1) % PERIOD * tokens_row)
+            held = held * tl.exp(last)
+            for position in range(begun, start):
+                at = kept + position % PERIOD * tokens_row
+                weight = tl.exp(tl.minimum(last - tl.load(kept_sums + position % PERIOD * tokens_row), 0.0))
+                earlier = tl.load(at + key_heads * DK + head * DV + value, mask=in_value, other=0.0) * weight
+                held += tl.load(at + key_head * DK + channel, mask=in_key, other=0.0)[:, None] * earlier[None, :]
+        tl.store(written, start + end - first + tl.zeros_like(value), mask=in_value & live)
     for begins in range(first, end, TOKENS):
         token = (begins + place).to(tl.int64)
         inside = token < end
@@ -270,6 +316,7 @@ def delta_prompts(
     state: torch.Tensor,
     step: StateMetadata,
     beta_factor: int,
+    pending: Pending | None,
     out: torch.Tensor,
 ) -> None:
     """The gated delta rule of the rows behind the decode rows; writes their tokens in ``out``. Each input's channels lie side
@@ -303,7 +350,6 @@ def delta_prompts(
         DK=key_dim,
         DK_P=channels,
         TOKENS=TILE,
-        LEVELS=TILE.bit_length() - 1,
         EXACT=_precision(qkv.dtype),
         num_warps=4,
         **options(qkv.device),
@@ -312,6 +358,7 @@ def delta_prompts(
     device = resources(qkv.device)
     widest = _VALUES if programs <= device.multiprocessors else _MANY_VALUES
     values = max(min(widest, power_of_two(value_dim)), 16)
+    kept = (state, step.starts) if pending is None else pending
     stage = TILE * (2 * channels + 2 * TILE + values) * qkv.itemsize
     _delta_tiles[(cdiv(value_dim, values), heads, step.prompt_rows)](
         qkv,
@@ -319,19 +366,24 @@ def delta_prompts(
         sums,
         *matrices,
         state,
+        *kept,
         out,
         step.query_start,
         step.blocks,
+        step.starts,
         step.decode_rows,
         heads,
         qkv.stride(0),
         state.stride(0),
+        *kept[0].stride()[:2],
+        kept[1].stride(0),
         SHARE=share,
         DK=key_dim,
         DK_P=channels,
         DV=value_dim,
         VALUES=values,
         TOKENS=TILE,
+        PERIOD=1 if pending is None else pending.tokens.shape[1] + 1,
         EXACT=_precision(qkv.dtype),
         num_warps=4,
         num_stages=1 if qkv.dtype == torch.float32 else 3 if 3 * stage <= device.shared_memory - _KEPT_FREE else 2,

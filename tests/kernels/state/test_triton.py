@@ -8,9 +8,9 @@ import pytest
 import torch
 from support.state_steps import blocks_of, in_chunks, state_step
 
-from headrace.kernels.state import StateMetadata
+from headrace.kernels.state import StateMetadata, triton_kept
 from headrace.kernels.state import triton as kernels
-from headrace.kernels.state.metadata import TILE
+from headrace.kernels.state.metadata import TILE, Pending
 from headrace.kernels.state.reference import (
     causal_conv_ref,
     delta_rule_ref,
@@ -26,7 +26,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 @pytest.fixture(autouse=True)
 def sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A state has no more than two programs."""
-    monkeypatch.setattr(kernels, "_VALUES", 32)
+    for module in (kernels, triton_kept):
+        monkeypatch.setattr(module, "_VALUES", 32)
 
 
 def slices(tokens: int, *widths: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
@@ -87,11 +88,12 @@ class Case:
         return operation(*inputs, *self.weights, states, step, *self.last)
 
 
-def double(case: Case, step: StateMetadata, states: torch.Tensor) -> torch.Tensor:
+def double(case: Case, step: StateMetadata, states: torch.Tensor, at: torch.Tensor | None = None) -> torch.Tensor:
     """The reference in float64, which replaces the states."""
-    wide = states.double()
+    wide, at = states.double(), torch.arange(len(case.inputs[0])) if at is None else at
     inputs, weights = (
-        [each.double() if torch.is_tensor(each) else each for each in group] for group in (case.inputs, case.weights)
+        [each.double() if torch.is_tensor(each) else each for each in group]
+        for group in ([each[at.to(case.device)] for each in case.inputs], case.weights)
     )
     out = case.reference(*inputs, *weights, wide, step, *case.last)
     states.copy_(wide)
@@ -159,6 +161,32 @@ def test_bitwise_however_it_is_cut(name: str, device: torch.device) -> None:
     for block, chunks in enumerate([(1,) * 5, (6, 2)]):
         assert torch.equal(in_chunks(run(cut), tokens, chunks, block), expected)
         assert torch.equal(cut[block], whole[1])
+
+
+def test_states_are_written_in_some_steps_alone(device: torch.device) -> None:
+    """A prompt, decode rows beside a padding row, a row of several tokens, and decode rows again."""
+    case = Case("delta", torch.float32, torch.float32, device)
+    heads, dv, dk = case.shape
+    width = dk + heads * dv + heads
+    kept = Pending(blocks_of(5, 3, width, device=str(device)), torch.zeros(5, heads, dv, dtype=torch.int32, device=device))
+    # Blocks begin with what others left, maybe no numbers.
+    kept.tokens[2].fill_(torch.nan)
+    now, later = case.states(), case.states()
+    first, lacking = 0, []
+    for count in (5, *[1] * 6, 3, *[1] * 5):
+        rows = [(-1, 1, 0), (2, count, first)] if count == 1 else [(2, count, first)]
+        step = state_step(rows, str(device))
+        at = torch.arange(first + 1 - len(rows), first + count)
+        expected = double(case, step, now, at)
+        got = case.run(lambda *given: case.kernel(*given, kept), later, step, at)
+        torch.testing.assert_close(got.double(), expected, atol=3e-6, rtol=1e-5)
+        first += count
+        lacking.append(first - int(kept.until[2, 0, 0]))
+        if not lacking[-1]:
+            torch.testing.assert_close(later[2], now[2], atol=3e-6, rtol=1e-5)
+    assert lacking == [0, 1, 2, 0, 1, 2, 3, 0, 1, 0, 1, 2, 3]
+    assert (kept.until[2] == first - 3).all()
+    assert not kept.until[[0, 1, 3, 4]].any() and not kept.tokens[[0, 1, 3, 4]].any() and not later[[0, 1, 3, 4]].any()
 
 
 def test_padding_rows_read_nothing(device: torch.device) -> None:

@@ -56,6 +56,27 @@ def shared_experts(config: HFConfig, count: str, width: int, *, bias: bool = Fal
     return DenseSpec(experts * width, activation(config), bias) if experts else None
 
 
+def grouped_mixture(config: HFConfig, count: str = "n_routed_experts", *, shared: bool = True) -> MoeSpec:
+    """Returns DeepSeek V3's mixture: experts chosen by sigmoids with a correction, from the groups whose best two are highest.
+
+    Args:
+        count: the field with the number of experts.
+        shared: there may be shared experts.
+    """
+    experts = experts_of(config, count, "num_experts_per_tok")
+    return MoeSpec(
+        **experts,
+        shared=shared_experts(config, "n_shared_experts", experts["intermediate_size"]) if shared else None,
+        scoring="sigmoid",
+        correction_bias=True,
+        num_groups=whole(config, "n_group", 1, least=1),
+        top_groups=whole(config, "topk_group", 1, least=1),
+        group_score="top2",
+        normalize=bool(uniform(config, "norm_topk_prob", True)),
+        routed_scale=number(config, "routed_scaling_factor", 1.0),
+    )
+
+
 def activation(config: HFConfig) -> str:
     """Returns the activation of the experts' gates."""
     return str(uniform(config, "hidden_act", "silu"))

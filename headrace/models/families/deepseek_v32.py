@@ -19,13 +19,13 @@ from headrace.kernels.linear.fp8_reference import Activations, Fp8Rows
 from headrace.layers.indexer import LightningIndexer
 from headrace.layers.linear import Linear
 from headrace.layers.norm import RMSNorm
-from headrace.model_spec import AttentionSpec, IndexerSpec, ModelSpec, MoeSpec
+from headrace.model_spec import AttentionSpec, IndexerSpec, ModelSpec
 from headrace.model_spec.projection import halves, of_heads
 from headrace.models.decoder import Decoder
 from headrace.models.families.deepseek_v2 import DeepseekLayer, DeepseekSpec, MLASelfAttention, mla_specs
 from headrace.models.family import Family
 from headrace.models.hf_config import HFConfig, attention_biases, decoder_spec, per_layer, required, uniform, whole
-from headrace.models.moe_config import experts_of, mixed_specs, must_be, number, shared_experts, typed_specs
+from headrace.models.moe_config import grouped_mixture, mixed_specs, must_be, typed_specs
 from headrace.models.names import decoder_names
 from headrace.weights.names import NameTable, StoredLayout
 
@@ -113,17 +113,7 @@ def indexed_spec(
     must_be(config, "scoring_func", "sigmoid")
     must_be(config, "topk_method", "noaux_tc")
     must_be(config, "moe_layer_freq", 1)
-    moe = MoeSpec(
-        **experts_of(config, "n_routed_experts", "num_experts_per_tok"),
-        shared=shared_experts(config, "n_shared_experts", required(config, "moe_intermediate_size")),
-        scoring="sigmoid",
-        correction_bias=True,
-        num_groups=whole(config, "n_group", 1, least=1),
-        top_groups=whole(config, "topk_group", 1, least=1),
-        group_score="top2",
-        normalize=bool(uniform(config, "norm_topk_prob", True)),
-        routed_scale=number(config, "routed_scaling_factor", 1.0),
-    )
+    moe = grouped_mixture(config)
     dense = whole(config, "first_k_dense_replace", 0)
     layers = with_indexers(config, mla_specs(config), kinds)
     typed = any(kind is not None for kind in per_layer(config, "mlp_layer_types"))

@@ -11,13 +11,13 @@ from typing import cast
 import torch
 
 from headrace.errors import ConfigError
-from headrace.model_spec import AttentionSpec, ModelSpec, MoeSpec
+from headrace.model_spec import AttentionSpec, ModelSpec
 from headrace.model_spec.integers import is_integer
 from headrace.models.decoder import Decoder, DecoderAttention, DecoderLayer
 from headrace.models.families.mimo_config import to_transformers_fields
 from headrace.models.family import Family
 from headrace.models.hf_config import HFConfig, attention_specs, decoder_spec, per_layer, required, uniform, windows_by_type
-from headrace.models.moe_config import experts_of, number, typed_specs
+from headrace.models.moe_config import grouped_mixture, number, typed_specs
 from headrace.models.names import decoder_names
 from headrace.weights.names import NameTable
 
@@ -56,16 +56,7 @@ def model_spec(config: HFConfig) -> MimoSpec:
         dataclasses.replace(layer, num_kv_heads=heads, sinks=in_full if layer.window is None else in_window)
         for layer, heads in _with_kv_heads(config, attention_specs(config, windows=windows, partial_rotary=_ROTATED))
     )
-    moe = MoeSpec(
-        **experts_of(config, "n_routed_experts", "num_experts_per_tok"),
-        scoring="sigmoid",
-        correction_bias=True,
-        num_groups=required(config, "n_group"),
-        top_groups=required(config, "topk_group"),
-        group_score="top2",
-        normalize=bool(uniform(config, "norm_topk_prob", True)),
-        routed_scale=number(config, "routed_scaling_factor", 1.0),
-    )
+    moe = grouped_mixture(config, shared=False)
     return decoder_spec(  # type: ignore[return-value]
         config,
         ARCHITECTURE,

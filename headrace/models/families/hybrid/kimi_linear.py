@@ -14,13 +14,13 @@ from headrace.kernels.state import causal_conv, delta_rule
 from headrace.layers.linear import FusedLinear, Linear, RowParallelLinear
 from headrace.layers.short_conv import CausalConv, StateMixer
 from headrace.layers.state import GatedNorm
-from headrace.model_spec import ConvSpec, ModelSpec, MoeSpec, StateSpec
+from headrace.model_spec import ConvSpec, ModelSpec, StateSpec
 from headrace.models.decoder import Decoder, DecoderLayer, RopeAngles
 from headrace.models.families.deepseek_v2 import DeepseekSpec, MLASelfAttention, mla_specs
 from headrace.models.family import Family
 from headrace.models.hf_config import HFConfig, attending, attention_biases, decoder_spec, hybrid_mixers, required
 from headrace.models.interface import ModelInputs
-from headrace.models.moe_config import experts_of, must_be, number, shared_experts, typed_specs
+from headrace.models.moe_config import grouped_mixture, must_be, typed_specs
 from headrace.models.names import block_sparse_experts, decoder_names
 from headrace.weights.names import NameTable, StoredLayout
 
@@ -151,18 +151,7 @@ def model_spec(config: HFConfig) -> ModelSpec:
         bias=False,
         activation="silu",
     )
-    experts = experts_of(config, "num_local_experts", "num_experts_per_tok")
-    moe = MoeSpec(
-        **experts,
-        shared=shared_experts(config, "n_shared_experts", experts["intermediate_size"]),
-        scoring="sigmoid",
-        correction_bias=True,
-        num_groups=required(config, "n_group"),
-        top_groups=required(config, "topk_group"),
-        group_score="top2",
-        normalize=bool(config.norm_topk_prob),
-        routed_scale=number(config, "routed_scaling_factor", 1.0),
-    )
+    moe = grouped_mixture(config, "num_local_experts")
     return decoder_spec(
         config,
         ARCHITECTURE,

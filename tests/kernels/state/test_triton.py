@@ -195,7 +195,8 @@ def test_padding_rows_read_nothing(device: torch.device) -> None:
         case = Case(name, torch.float32, torch.float32, device)
         states, at = case.states(), torch.arange(5)
         for each in case.inputs:
-            each[2:].fill_(torch.nan)
+            if each.stride(0):  # else one row is that of all tokens
+                each[2:].fill_(torch.nan)
         out = case.run(case.kernel, states, state_step([(2, 1, 7), (4, 1, 0), *[(-1, 1, 0)] * 3], str(device)), at)
         assert out.isfinite().all() and not out[2:].any() and states.isfinite().all()
         assert not states[[0, 1, 3]].any()

@@ -372,7 +372,7 @@ def test_fp8_kv(family: str, device: str, dtype: str, way: str, folder_of: Calla
     close(found, wanted, *TIPPED[device])
 
 
-@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), CUDA])
 @pytest.mark.parametrize("family", IN_FP8)
 def test_fp8_kv_is_near_the_models_own(family: str, device: str, folder_of: Callable[[str], Path]) -> None:
     if device == "cpu" and family != "qwen3":
@@ -423,7 +423,7 @@ def test_bfloat16_is_near_float32(family: str, device: str, folder_of: Callable[
 
 
 @pytest.mark.parametrize(
-    "family", [family if family in QUICK else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
+    "family", [family if family == GROUPS else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
 )
 def test_the_features_and_the_cache_matter(family: str, folder_of: Callable[[str], Path]) -> None:
     """Equality of what depends on nothing would prove nothing. That each feature binds is shown where it is tested alone."""

@@ -5,13 +5,9 @@ from __future__ import annotations
 import pytest
 from support.served_pictures import ALONE, MOVING, engine, generate, prompts, same, served
 
-QUICK = "ernie4_5_vl_moe"
-"""Positions of three sections, and experts of pictures."""
 
-
-@pytest.mark.parametrize(
-    "kind", [kind if kind == QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in (*MOVING, *ALONE)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*MOVING, *ALONE])
 def test_ranks_see_the_pictures(kind: str) -> None:
     """Two ranks match transformers for chunked prompts, for concurrent requests and with cached prefixes."""
     own, cases = served(kind), prompts(kind)

@@ -91,6 +91,9 @@ class Client:
             await asyncio.sleep(0.05)
 
 
+KILLS = 50
+
+
 async def kill_under(clients: list[Client], kills: int) -> None:
     """Kills the engine of retrying clients each time that it has their requests."""
     llm = clients[0].llm
@@ -102,14 +105,14 @@ async def kill_under(clients: list[Client], kills: int) -> None:
     await asyncio.gather(*tasks)
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(50, marks=pytest.mark.slow)])
-def test_kills_from_outside_refuse_nobody(shared: Shared, kills: int) -> None:
+@pytest.mark.slow
+def test_kills_from_outside_refuse_nobody(shared: Shared) -> None:
     async def work() -> None:
         llm = shared.llm
         clients = [Client(llm, f"client {number}", 240) for number in range(22)]
-        await kill_under(clients, kills)
+        await kill_under(clients, KILLS)
         assert not any(client.refused for client in clients)
-        assert sum(client.num_failed for client in clients) >= 8 * kills
+        assert sum(client.num_failed for client in clients) >= 8 * KILLS
         assert not llm._quarantine
         await idle(llm)
 
@@ -195,6 +198,7 @@ def test_a_suspect_that_waits_can_be_aborted(shared: Shared) -> None:
     shared.run(work())
 
 
+@pytest.mark.slow
 def test_a_stopped_engine_is_found_out_and_replaced(make: Callable[..., AsyncLLM], caplog: pytest.LogCaptureFixture) -> None:
     """An idle one is not."""
 

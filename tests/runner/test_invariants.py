@@ -54,7 +54,7 @@ families = of(FAMILIES)
 whatever_is_cached = of(FAMILIES, QUICK[:1])
 """For what does not depend on the cache's format."""
 of_the_models_dtype = of(family for family in FAMILIES if not family.endswith(IN_FP8))
-short_of_blocks = of(FAMILIES, (*QUICK, "windows between", "gemma 4 of text", STATES))
+short_of_blocks = of(FAMILIES, (*QUICK, STATES))
 """Families with groups of layers that take blocks from each other: also among three, with shared KV, and with states."""
 with_states = of(FAMILIES, (*QUICK, STATES))
 slow = pytest.mark.slow

@@ -83,6 +83,9 @@ class EventPublisher:
             self._wake.send(b"")
             self._thread.join(_JOIN_SECONDS)
             self._wake.close(linger=0)
+            if not self._thread.is_alive():
+                # Sockets are closed in the background, and their addresses are taken until then.
+                self._context.term()
 
     def _run(self) -> None:
         poller = zmq.Poller()

@@ -1,7 +1,7 @@
 """Compiles the kernels for a GPU that need not be there: the interpreter takes code that the compiler refuses.
 
-    python compile_kernels.py 90            # or with "sparse": those of sparse prefill, with "experts": those of experts in
-                                            # number formats, with "rest": all others
+    python compile_kernels.py 90 [attention|products|experts|sparse|rest]    # all, or a part: experts in number formats, sparse
+                                                                             # prefill
 
 prints a JSON line for each compiled kernel: its name, the bytes of shared memory that a program takes; of attention, for which
 widths, and whether it has Hopper's asynchronous products; and of one that is launched before the kernel before is complete,
@@ -11,6 +11,7 @@ what its programs do until they wait for it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 import sys
@@ -480,18 +481,13 @@ if __name__ == "__main__":
     asked, part = int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "all"
     compile_only(asked)
     device = Resources(132, (227 if asked >= 90 else 163) << 10)
-    if part not in ("sparse", "experts"):
-        attention(device)
-        others()
-        mixtures()
-        compressed()
-        chosen_keys()
-        states()
-        products()
-        fp8_products()
-        packed_integers()
-        aside()
-    if part in ("all", "experts"):
-        coded_experts()
-    if part in ("all", "sparse"):
-        sparse(device)
+    works: dict[str, tuple[Callable[[], None], ...]] = {
+        "attention": (functools.partial(attention, device), compressed, chosen_keys),
+        "products": (products, fp8_products, packed_integers, aside),
+        "rest": (others, mixtures, states),
+        "experts": (coded_experts,),
+        "sparse": (functools.partial(sparse, device),),
+    }
+    for name in works if part == "all" else (part,):
+        for work in works[name]:
+            work()

@@ -100,6 +100,12 @@ class Reader:
                 time.sleep(0.05)
         raise SystemExit(self.log.read_text())
 
+    def started(self) -> str:
+        """The line with which a start ends, which a server prints once it has answered."""
+        while not (found := re.search(r"^started in .*$", self.log.read_text(), re.MULTILINE)):
+            time.sleep(0.05)
+        return found[0]
+
     def stop(self) -> None:
         if self._server is not None:
             self._server.terminate()
@@ -165,8 +171,7 @@ def main() -> None:
                     taken[step] = seconds
                     print(f"{seconds:7.2f} s  {step.section}: {step.command}", flush=True)
                 if "headrace serve" in step.command:
-                    found = re.search(r"^started in .*$", reader.log.read_text(), re.MULTILINE)
-                    started = found[0] if found else "started"
+                    started = reader.started()
                     stopped = time.monotonic()
                     reader.stop()
                     begun = time.monotonic()

@@ -10,7 +10,7 @@ from torch import nn
 
 from headrace.attention.context import ForwardContext
 from headrace.kernels.linear.fp8_reference import Activations
-from headrace.kernels.state import Gate, StateMetadata, causal_conv, delta_rule, gated_norm, state_space
+from headrace.kernels.state import Gate, Pending, StateMetadata, causal_conv, delta_rule, gated_norm, state_space
 from headrace.layers.linear import FusedLinear, Linear, RowParallelLinear, lay_behind, multiply_together
 from headrace.layers.short_conv import CausalConv, StateMixer
 from headrace.model_spec import ModelSpec, StateSpec
@@ -111,7 +111,7 @@ class GatedDeltaNet(StateMixer):
     def forward(self, x: Activations, cos_sin: torch.Tensor | None, ctx: ForwardContext) -> torch.Tensor:
         """``[T, hidden] -> [T, hidden]``, the rank's part of the sum over tensor-parallel ranks. Positions play no part."""
         spec = self.spec
-        (rows, cache, state), pending = _state(ctx, spec), ctx.state_of(spec.index)[1].pending
+        rows, cache, state, pending = _state(ctx, spec)
         mixed, gates = multiply_together(x, self.in_proj, self.gate_proj)
         qkv, z = mixed.split_with_sizes((spec.mixed_channels, spec.heads * spec.value_dim), dim=1)
         beta, decay = gates.split_with_sizes((spec.heads, spec.heads), dim=1)
@@ -173,7 +173,7 @@ class Mamba2Mixer(StateMixer):
 
     def forward(self, x: Activations, cos_sin: torch.Tensor | None, ctx: ForwardContext) -> torch.Tensor:
         """``[T, hidden] -> [T, hidden]``, the rank's part of the sum over tensor-parallel ranks. Positions play no part."""
-        rows, cache, state = _state(ctx, self.spec)
+        rows, cache, state, _ = _state(ctx, self.spec)
         z, xbc, dt = self.project(x).split_with_sizes(self.widths, dim=1)
         xbc = causal_conv(xbc, self.conv1d.weight[:, 0], self.conv1d.bias, "silu", cache, rows)
         out = state_space(xbc, dt, self.A_log, self.D, self.dt_bias, state, rows, self.spec.dt_limit)
@@ -193,12 +193,12 @@ def lay_together(model: nn.Module) -> None:
             lay_behind(module.readers())
 
 
-def _state(ctx: ForwardContext, spec: StateSpec) -> tuple[StateMetadata, torch.Tensor, torch.Tensor]:
-    """The step's rows, and the layer's convolution inputs and states."""
+def _state(ctx: ForwardContext, spec: StateSpec) -> tuple[StateMetadata, torch.Tensor, torch.Tensor, Pending | None]:
+    """Returns the step's rows, and the layer's convolution inputs, its states and the tokens that these lack."""
     rows, own = ctx.state_of(spec.index)
     if own.conv is None or own.state is None:
         raise ValueError(f"state layer {spec.index} keeps no convolution's inputs, or no state")
-    return rows, own.conv, own.state
+    return rows, own.conv, own.state, own.pending
 
 
 def _conv(spec: StateSpec, dtype: torch.dtype, device: str | torch.device) -> CausalConv:

@@ -137,5 +137,5 @@ def fuse(decoder: Decoder) -> Decision | None:
     decoder.fused = fused = FusedLayers(list(decoder.layers), kernels)  # type: ignore[arg-type]
     why = "every matrix is packed for the native kernels"
     if most := fused.most_tokens:
-        return Decision("decoder layers", "all in one native call", f"{why}; more than {most} tokens go module by module")
+        why += f"; more than {most} tokens go module by module"
     return Decision("decoder layers", "all in one native call", why)

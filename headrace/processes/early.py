@@ -24,8 +24,8 @@ def hints(args: EngineArgs) -> list[str]:
     """Words of the command line of an engine's process for ``begin``: its first message comes later."""
     # Replicas and ranks choose their devices later.
     alone = args.device != "cpu" and args.data_parallel_size == args.tensor_parallel_size == 1
-    reads = args.model is not None and args.load_format != "dummy"
-    return ["gpu" if alone else "none", *([args.model] if reads and args.model else [])]
+    device = "gpu" if alone else "none"
+    return [device] if args.model is None or args.load_format == "dummy" else [device, args.model]
 
 
 def begin(words: Sequence[str]) -> None:

@@ -31,7 +31,7 @@ from headrace.sources.fields import (
     sampling_default,
     typed,
 )
-from headrace.sources.gguf_hybrid import HYBRIDS, hybrid_facts, kv_heads
+from headrace.sources.gguf_hybrid import HYBRIDS, PARTLY_ROTATED, hybrid_facts, kv_heads, qwen_mixture
 from headrace.sources.plain_config import plain_config
 
 if TYPE_CHECKING:
@@ -43,11 +43,14 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    **dict(HYBRIDS.values()),
 }
 """Model type in transformers -> architecture."""
 _MIXTURES = {"qwen3moe": "qwen3_moe"}
 """Architectures of mixtures -> model type."""
-_KNOWN = ("llama", "qwen2", "qwen3", *_MIXTURES, *HYBRIDS)
+_KINDS = _MIXTURES | {arch: kind for arch, (kind, _) in HYBRIDS.items()}
+"""``general.architecture`` -> model type, of mixtures and hybrids."""
+_KNOWN = ("llama", "qwen2", "qwen3", *_KINDS)
 """Supported values of ``general.architecture``."""
 _PLAIN_DTYPES = {
     GGMLQuantizationType.F32: "float32",
@@ -247,8 +250,8 @@ def eos_token_ids(metadata: Metadata) -> list[int]:
 
 
 def _config(metadata: Metadata, tensors: Mapping[str, Any], arch: str, decisions: list[Decision]) -> PreTrainedConfig:
-    kind, architecture = HYBRIDS[arch] if arch in HYBRIDS else (_MIXTURES.get(arch, arch), "")
-    if arch not in _MIXTURES and arch not in HYBRIDS and metadata.get(f"{arch}.expert_count", Experts, 0):
+    kind = _KINDS.get(arch, arch)
+    if arch not in _KINDS and metadata.get(f"{arch}.expert_count", Experts, 0):
         raise ConfigError(f"{metadata.path} is a mixture of experts, which is not supported", "model")
     if "token_embd.weight" not in tensors:
         raise ConfigError(f"{metadata.path} has no tensor token_embd.weight", "model")
@@ -275,7 +278,10 @@ def _config(metadata: Metadata, tensors: Mapping[str, Any], arch: str, decisions
         "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id", TokenId),
         "dtype": _dtype(tensors),
     }
-    for key in (f"{arch}.attention.value_length", f"{arch}.rope.dimension_count")[: 1 if arch == "qwen3next" else 2]:
+    widths = [f"{arch}.attention.value_length"]
+    if arch not in PARTLY_ROTATED:
+        widths.append(f"{arch}.rope.dimension_count")
+    for key in widths:
         if (width := metadata.integer(key, Size, head_dim)) != head_dim:
             raise ConfigError(f"{metadata.path}: {key} is {width}, but a head is {head_dim} wide", "model")
     if metadata.integer(f"{arch}.embedding_length", Size, hidden) != hidden:
@@ -293,17 +299,10 @@ def _config(metadata: Metadata, tensors: Mapping[str, Any], arch: str, decisions
     if arch in ("qwen3", *_MIXTURES):
         facts["attention_bias"] = "blk.0.attn_q.bias" in tensors
     if arch in _MIXTURES:
-        facts |= {
-            "num_experts": metadata.integer(f"{arch}.expert_count", Experts),
-            "num_experts_per_tok": metadata.integer(f"{arch}.expert_used_count", Experts),
-            "moe_intermediate_size": metadata.integer(f"{arch}.expert_feed_forward_length", Size),
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        }
+        facts |= qwen_mixture(metadata, arch)
     if arch in HYBRIDS:
         facts |= hybrid_facts(metadata, tensors, arch, facts)
-    architecture = architecture or _ARCHITECTURES[kind]
+    architecture = _ARCHITECTURES[kind]
     plain = plain_config({"model_type": kind, "architectures": [architecture], **facts})
     if plain is not None:
         return cast("PreTrainedConfig", plain)

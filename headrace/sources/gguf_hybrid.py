@@ -16,6 +16,8 @@ HYBRIDS = {
     "granitehybrid": ("granitemoehybrid", "GraniteMoeHybridForCausalLM"),
 }
 """``general.architecture`` -> model type and architecture in transformers."""
+PARTLY_ROTATED = frozenset({"qwen3next"})
+"""Architectures whose ``rope.dimension_count`` is not the width of a head."""
 
 
 class MetadataFields(Protocol):
@@ -53,6 +55,11 @@ def _has(tensors: Collection[str], ending: str) -> bool:
     return any(name.endswith(ending) for name in tensors)
 
 
+def qwen_mixture(metadata: MetadataFields, arch: str) -> dict[str, Any]:
+    """Returns the fields of Qwen's mixtures, whose layers all have experts."""
+    return _experts(metadata, arch) | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+
+
 def _experts(metadata: MetadataFields, arch: str) -> dict[str, int]:
     return {
         "num_experts": metadata.integer(f"{arch}.expert_count", Experts),
@@ -78,11 +85,8 @@ def _lfm2(metadata: MetadataFields, tensors: Collection[str], arch: str, facts: 
 def _qwen3next(metadata: MetadataFields, tensors: Collection[str], arch: str, facts: dict[str, Any]) -> dict[str, Any]:
     heads = metadata.integer(f"{arch}.ssm.time_step_rank", Size)
     rotated = metadata.integer(f"{arch}.rope.dimension_count", Size, facts["head_dim"] // 4)
-    return _experts(metadata, arch) | {
+    return qwen_mixture(metadata, arch) | {
         "shared_expert_intermediate_size": metadata.integer(f"{arch}.expert_shared_feed_forward_length", Size),
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
         "attention_bias": _has(tensors, ".attn_q.bias"),
         "linear_conv_kernel_dim": metadata.integer(f"{arch}.ssm.conv_kernel", Size),
         "linear_num_key_heads": metadata.integer(f"{arch}.ssm.group_count", Size),

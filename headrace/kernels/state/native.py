@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from ctypes import byref
 from typing import Literal
 
@@ -22,24 +23,7 @@ def causal_conv(
     cache: torch.Tensor,
     step: StateMetadata,
 ) -> torch.Tensor:
-    x, weight = _rows(x), weight.contiguous()
-    channels, taps = weight.shape
-    out = torch.empty(len(x), channels, dtype=x.dtype)
-    native.causal_conv(
-        x.data_ptr(),
-        weight.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        cache.data_ptr(),
-        out.data_ptr(),
-        byref(state_rows(step)),
-        channels,
-        taps,
-        x.stride(0),
-        cache.stride(0),
-        activation == "silu",
-        DTYPES[x.dtype],
-    )
-    return out
+    return _convolve(native.causal_conv, x, weight, bias, cache, step, activation == "silu")
 
 
 def gated_conv(
@@ -50,10 +34,22 @@ def gated_conv(
     cache: torch.Tensor,
     step: StateMetadata,
 ) -> torch.Tensor:
+    return _convolve(native.gated_conv, x, weight, bias, cache, step)
+
+
+def _convolve(
+    call: Callable[..., object],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    cache: torch.Tensor,
+    step: StateMetadata,
+    *options: bool,
+) -> torch.Tensor:
     x, weight = _rows(x), weight.contiguous()
     channels, taps = weight.shape
     out = torch.empty(len(x), channels, dtype=x.dtype)
-    native.gated_conv(
+    call(
         x.data_ptr(),
         weight.data_ptr(),
         None if bias is None else bias.data_ptr(),
@@ -64,6 +60,7 @@ def gated_conv(
         taps,
         x.stride(0),
         cache.stride(0),
+        *options,
         DTYPES[x.dtype],
     )
     return out

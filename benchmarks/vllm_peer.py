@@ -155,7 +155,7 @@ def add_plugin(folder: Path) -> None:
 def run(options: argparse.Namespace) -> None:
     from vllm import LLM, SamplingParams
 
-    told = {"engine": "vllm", "model": options.model.name}
+    facts = {"engine": "vllm", "model": options.model.name}
     plays = options.workloads == [AGENT]
     loads = {} if plays else {name: WORKLOADS[name]() for name in options.workloads}
     config = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
@@ -188,15 +188,15 @@ def run(options: argparse.Namespace) -> None:
         **more,
     )
     ready = time.perf_counter() - start
-    say({**told, "kv": kv_facts(llm)})
-    say({**told, "startup_s": round(ready, 2), **model_facts(llm, options.model_impl)})
+    say({**facts, "kv": kv_facts(llm)})
+    say({**facts, "startup_s": round(ready, 2), **model_facts(llm, options.model_impl)})
     if plays:
-        say({**told, "workload": AGENT, **agents(llm, options, config["vocab_size"])})
+        say({**facts, "workload": AGENT, **agents(llm, options, config["vocab_size"])})
     for name, load in loads.items():
         if load.pictures is not None:
             load = load.marked(placeholder(config))
         if load.longest > options.max_len:
-            say({**told, "skipped": name, "why": f"its longest request has {load.longest} tokens"})
+            say({**facts, "skipped": name, "why": f"its longest request has {load.longest} tokens"})
             continue
         lengths = {"ignore_eos": True, "detokenize": False}
         params = [
@@ -205,7 +205,7 @@ def run(options: argparse.Namespace) -> None:
         ]
         seconds = measured(llm, load, params, options.repetitions)
         counts = {"requests": len(load.prompts), "in_tok": load.input_tokens, "out_tok": load.output_tokens}
-        say({**told, "workload": name, "seconds": round(min(seconds), 5), "all_seconds": seconds, **counts})
+        say({**facts, "workload": name, "seconds": round(min(seconds), 5), "all_seconds": seconds, **counts})
 
 
 def constraint(options: argparse.Namespace, index: int) -> dict[str, Any]:

@@ -176,7 +176,7 @@ def test_the_wheel_holds_the_package_alone(built: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["*.whl", "*.tar.gz"])
 def test_what_is_built_serves_from_an_empty_directory(built: Path, tmp_path: Path, kind: str) -> None:
-    """In a virtual environment of its own, which borrows the dependencies of this one."""
+    """Each package is installed in a new virtual environment, which sees the dependencies of the one that runs the test."""
     venv.create(tmp_path / "venv", symlinks=True)
     python, empty = tmp_path / "venv" / "bin" / "python", tmp_path / "empty"
     empty.mkdir()

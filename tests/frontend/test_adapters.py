@@ -19,7 +19,7 @@ def test_content_that_is_loaded_again_is_not_forgotten(tmp_path: Path) -> None:
     """The last request with the content ends while it gets a name once more."""
     base = write_model(tmp_path / "base")
     first, second = (write_adapter(base, tmp_path / str(seed), seed=seed) for seed in (1, 2))
-    told: list[tuple[str, str]] = []
+    sent: list[tuple[str, str]] = []
     requests: list[Any] = []
 
     async def run() -> None:
@@ -33,11 +33,11 @@ def test_content_that_is_loaded_again_is_not_forgotten(tmp_path: Path) -> None:
             return True
 
         args = EngineArgs(enable_lora=True)
-        adapters = RemoteAdapters(args, ask, lambda it: told.append((it.name, it.adapter.digest)), lambda: requests)
+        adapters = RemoteAdapters(args, ask, lambda it: sent.append((it.name, it.adapter.digest)), lambda: requests)
         old = await adapters.load(LoRARequest("policy", lora_path=str(first)))
         requests.append(SimpleNamespace(adapter=old.ref))
         new = await adapters.load(LoRARequest("policy", lora_path=str(second)))
-        assert not told
+        assert not sent
 
         loads.clear()
         answered.clear()
@@ -49,7 +49,7 @@ def test_content_that_is_loaded_again_is_not_forgotten(tmp_path: Path) -> None:
         answered.set()
         await task
         assert Path(old.files.weights).exists()
-        assert told == [("drop_adapter", new.files.digest)]
+        assert sent == [("drop_adapter", new.files.digest)]
         adapters.names.close()
 
     asyncio.run(run())

@@ -244,7 +244,7 @@ def test_launches_after_an_error_are_launches(world: World) -> None:
 
 
 def test_the_compiler_is_asked_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the device's process, before a launch needs the answer."""
+    """A thread asks for the compiler's version, and the first launch uses that answer."""
     devices: list[int] = []
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
     monkeypatch.setattr(nvidia, "get_ptxas_version", functools.cache(nvidia.get_ptxas_version))

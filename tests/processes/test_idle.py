@@ -84,9 +84,9 @@ def test_with_work_nothing_is_captured() -> None:
 def test_a_graph_of_each_kind_is_captured_before_requests_are_taken(most: int, captured: int) -> None:
     """However short the time is: others take their place, so that no first request waits for a kernel."""
     runner: Any = Capturing(most)
-    told: list[str] = []
-    assert _capture_graphs(runner, 0.0, lambda fraction, detail: told.append(detail)) == GraphCount(captured, most)
-    assert told == [f"{count} of {most}" for count in range(1, captured)]
+    shown: list[str] = []
+    assert _capture_graphs(runner, 0.0, lambda fraction, detail: shown.append(detail)) == GraphCount(captured, most)
+    assert shown == [f"{count} of {most}" for count in range(1, captured)]
 
 
 class Ranks(FakeRunner):

@@ -162,13 +162,17 @@ def _invariant_product(
 
 
 @functools.cache
-def _turns(device: torch.device, stream: int) -> torch.Tensor:
+def _turns(device: torch.device, stream: int | None) -> torch.Tensor:
     return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
 
 
 def turns_of(device: torch.device) -> torch.Tensor:
-    """Counters of the programs of each tile that have left their sums: 0 between launches. Each stream has its own."""
-    return _turns(device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+    """Counters of the programs of each tile that have left their sums: 0 between launches. Each stream has its own, and so have
+    graphs, which are replayed one after the other: theirs exist before the first is captured, as kernels run once before."""
+    captured = _turns(device, None)
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return captured
+    return _turns(device, torch.cuda.current_stream(device).cuda_stream)
 
 
 def splits_of(in_features: int, out_features: int) -> int:

@@ -18,14 +18,15 @@ CAPABILITY, SHARED = 90, 227 << 10
 READ_AHEAD = {
     *("_single", "_several", "_fp8_single", "_fp8_few", "_fp8_wide", "_scale", "_packed_few", "_packed_floats"),
     *("_router_logits", "_peer_sum", "_shrink", "_expand", "_conv_rows", "_delta_rule", "_kept_rule", "_invariant_product"),
+    "_wide",
 }
-FETCH_AHEAD = {"_invariant_product"}
+FETCH_AHEAD = {"_invariant_product", "_wide"}
 """Kernels that begin with what no kernel of the step writes, a weight or a state: read it, or fetch it into the L2 cache."""
 ALONE = {"_reshape_and_cache"}
 """Launched when the kernel before is complete."""
 
 
-PARTS = {"attention": 6, "products": 14, "experts": 5, "sparse": 9, "rest": 43}
+PARTS = {"attention": 6, "products": 15, "experts": 5, "sparse": 9, "rest": 43}
 """Kernels of each part."""
 
 

@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from headrace.kernels.linear import triton_added
     from headrace.kernels.linear import triton_invariant as invariant_kernels
     from headrace.kernels.linear import triton_matmul as matmul_kernels
+    from headrace.kernels.linear import triton_wide as wide_kernels
 else:
     triton_added = gpu.Late("headrace.kernels.linear.triton_added")
     invariant_kernels = gpu.Late(f"{__name__}.triton_invariant")
     kernels = gpu.Late(f"{__name__}.triton")
     matmul_kernels = gpu.Late(f"{__name__}.triton_matmul")
+    wide_kernels = gpu.Late(f"{__name__}.triton_wide")
 
 FEW_ROWS: tuple[tuple[float, int], ...] = ((32 << 20, 16), (math.inf, 8))
 """Numbers of a weight, and up to how many rows the Triton kernel beats cuBLAS on weights of no more than that, on the GPUs
@@ -55,8 +57,11 @@ def linear(
     """
     if batch_invariant and x.ndim == 2 and gpu.takes(x) and weight.dtype == x.dtype:
         return matmul_kernels.matmul(x, weight, bias, out_dtype)
-    if x.ndim == 2 and weight.dtype == x.dtype and few_rows(x, weight) and gpu.takes(x):
-        return kernels.linear(x, weight, bias, out_dtype=out_dtype)
+    if x.ndim == 2 and weight.dtype == x.dtype and gpu.takes(x):
+        if wide(x, weight):
+            return wide_kernels.linear(x, weight, bias, out_dtype)
+        if few_rows(x, weight):
+            return kernels.linear(x, weight, bias, out_dtype=out_dtype)
     if exact and out_dtype == torch.float32 and not x.is_cuda and x.itemsize < 4:
         return linear_float32_ref(x, weight, bias)
     return linear_ref(x, weight, bias, out_dtype)
@@ -97,6 +102,12 @@ def linear_by_head(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, 
         torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
     else:
         linear_by_head_ref(x, weight, out)
+
+
+def wide(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the kernel for large weights and some rows on Hopper computes the product of x ``[rows, in]``."""
+    some = 1 < len(x) <= wide_kernels.MAX_ROWS and weight.numel() >= wide_kernels.MIN_NUMBERS
+    return some and support.is_hopper(x.device) and wide_kernels.takes(x, weight)
 
 
 def few_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -32,7 +32,7 @@ def _multiply(left, right, sums, MODE: tl.constexpr, MOST: tl.constexpr):
 
 
 @triton.jit
-def _gather(sums, parts, turns, tile, split, OUTPUTS: tl.constexpr, ROWS: tl.constexpr):
+def gather_sums(sums, parts, turns, tile, split, OUTPUTS: tl.constexpr, ROWS: tl.constexpr):
     """Adds up the sums of the programs of a tile, in their order. The last program to come gets (True, all sums)."""
     SIZE: tl.constexpr = OUTPUTS * ROWS
     place = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
@@ -104,7 +104,7 @@ def _fp8_wide(
             sums = _multiply(left, right, sums, MODE, _GROUP)
     done = True
     if SPLIT:
-        done, sums = _gather(sums, parts, turns, tile, split, OUTPUTS, ROWS)
+        done, sums = gather_sums(sums, parts, turns, tile, split, OUTPUTS, ROWS)
     if done:
         sums = sums * (gain(MODE) * gain(MODE))
         if not BLOCKS:

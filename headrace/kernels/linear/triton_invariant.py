@@ -57,14 +57,14 @@ ONE_TILE = Tile(64, 64, 64, 4, 4)
 
 
 @triton.jit
-def _fetch_near(weight, output, weight_row, start, IN: tl.constexpr, COUNT: tl.constexpr, PIECES: tl.constexpr):
+def fetch_near(weight, output, weight_row, start, inputs, COUNT: tl.constexpr, PIECES: tl.constexpr):
     """``COUNT`` weights of each output from channel ``start`` on, into the L2 cache. Nothing waits for them.
 
     Rows begin at multiples of 16 bytes. ``PIECES``: copies of a row, so many that each thread has one of its own.
     """
     PIECE: tl.constexpr = COUNT // PIECES
     NBYTES: tl.constexpr = PIECE * weight.dtype.element_ty.primitive_bitwidth // 8
-    channel = tl.minimum(start, IN - COUNT) + tl.arange(0, PIECES) * PIECE
+    channel = tl.minimum(start, inputs - COUNT) + tl.arange(0, PIECES) * PIECE
     place = weight + output.to(tl.int64)[:, None] * weight_row + channel[None, :]
     tl.inline_asm_elementwise(
         f"cp.async.bulk.prefetch.L2.global [$1], {NBYTES}; mov.u32 $0, 0;", "=r,l", [place.to(tl.int64)], dtype=tl.int32,
@@ -116,7 +116,7 @@ def _invariant_product(
     output = within // height * OUTPUTS + tl.arange(0, OUTPUTS)
     split = tl.program_id(1)
     if PDL and NEAR > 0:
-        _fetch_near(weight, tl.minimum(output, OUT - 1), weight_row, split * SPAN, IN, NEAR, PIECES)
+        fetch_near(weight, tl.minimum(output, OUT - 1), weight_row, split * SPAN, IN, NEAR, PIECES)
     if ADAPTED:
         # The first split has what adapters add.
         adapter = tl.load(places + row, mask=(row < rows) & (split == 0), other=-1)
@@ -162,9 +162,17 @@ def _invariant_product(
 
 
 @functools.cache
-def _turns(device: torch.device, stream: int) -> torch.Tensor:
-    """Counters of the programs of each tile that have left their sums: 0 between launches. Each stream has its own."""
+def _turns(device: torch.device, stream: int | None) -> torch.Tensor:
     return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
+
+
+def turns_of(device: torch.device) -> torch.Tensor:
+    """Counters of the programs of each tile that have left their sums: 0 between launches. Each stream has its own, and so have
+    graphs, which are replayed one after the other: theirs exist before the first is captured, as kernels run once before."""
+    captured = _turns(device, None)
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return captured
+    return _turns(device, torch.cuda.current_stream(device).cuda_stream)
 
 
 def splits_of(in_features: int, out_features: int) -> int:
@@ -227,7 +235,7 @@ def matmul(
     partials = turns = y
     if shared:
         partials = torch.empty(tiles * splits * tile.outputs * tile.rows, dtype=torch.float32, device=x.device)
-        turns = _turns(x.device, torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0)
+        turns = turns_of(x.device)
     # Triton unrolls a loop of one step, and then sums onto the bias instead of adding it at the end: tiles take equal steps.
     channels = _LEAST_CHANNELS if in_features <= _STEP else tile.channels
     aligned = not (weight.data_ptr() % 16 or weight.stride(0) % 8 or in_features % 8) and in_features >= tile.near

@@ -223,11 +223,16 @@ def test_prime_rl(http: httpx.Client, folder: Path, root: Path) -> None:
 
 
 def test_slime(http: httpx.Client, folder: Path, root: Path) -> None:
-    expected = {"enable_memory_saver": False, "enable_return_routed_experts": False, "dtype": "float32"}
-    assert expected.items() <= http.get("/server_info").json().items()
+    address = {"host": "127.0.0.1", "port": http.base_url.port, "nnodes": 1, "node_rank": 0}
+    sizes = {"tp_size": 1, "pp_size": 1, "dp_size": 1, "ep_size": 1, "num_gpus": 1, "base_gpu_id": 0, "gpu_id_step": 1}
+    expected = {"enable_memory_saver": False, "enable_return_routed_experts": False, "dtype": "float32", **address, **sizes}
+    for path in ("/server_info", "/get_server_info"):
+        assert expected.items() <= http.get(path).json().items()
     rollout = Rollout(http, LONG)
     until(lambda: running_requests(http))
     post(http, "/pause_generation", {})
+    until(lambda: not http.get("/v1/loads?include=core,disagg,queues").json()["num_total_reqs"])
+    assert "include must have some of" in http.get("/v1/loads?include=cores").json()["error"]["message"]
     answer = rollout.wait()
     assert answer["choices"][0]["finish_reason"] == "abort" and answer["choices"][0]["token_ids"]
     assert versions(answer)[-1][-1] == len(answer["choices"][0]["token_ids"])

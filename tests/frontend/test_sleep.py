@@ -250,8 +250,9 @@ def test_memory_falls(tmp_path: Path, device: str, times: int) -> None:
         for level in (1, 2):
             expected = measured.kv + (measured.weights if level == 2 or measured.on_gpu else 0)
             awake, asleep = measured.cycle(level)
+            freed = awake - asleep
             # Graphs, tables and workspaces sleep on a GPU too.
-            assert awake - asleep == pytest.approx(expected, rel=0.1 if measured.on_gpu else 0.05)
+            assert freed >= 0.95 * expected and (measured.on_gpu or freed <= 1.05 * expected)
             assert outputs_of(measured.llm) == before
             slept.append(asleep)
         resident.append(measured.in_use())

@@ -254,13 +254,17 @@ def test_slime(http: httpx.Client, folder: Path, root: Path) -> None:
         trainer.wait()
     post(http, "/continue_generation", {})
     assert versions(post(http, "/v1/completions", ASK)) == [("7", 0, 6)]
-    post(http, "/pause_generation", {"mode": "retract"})
-    assert http.get("/flush_cache").status_code == 200
+    rollout = Rollout(http, LONG)
+    until(lambda: running_requests(http))
+    for mode in ("in_place", "retract"):  # Requests that are frozen do not hold the cache back.
+        post(http, "/pause_generation", {"mode": mode})
+        assert http.get("/flush_cache").status_code == 200
     path = saved(root / "weight_v000008", weights_of(folder, 6))
     post(http, "/update_weights_from_disk", {"model_path": str(path), "weight_version": "8"})
     shutil.rmtree(path)
     assert http.get("/get_weight_version").json() == {"weight_version": "8"}
     post(http, "/continue_generation", {})
+    assert [version for version, _, _ in versions(rollout.wait())] == ["7", "8"]
     assert versions(post(http, "/v1/completions", ASK)) == [("8", 0, 6)]
     wrong = {"names": ["no.such"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "slime-pp_0"}
     refused = post(http, "/update_weights_from_distributed", wrong, 400)

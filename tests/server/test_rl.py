@@ -269,6 +269,13 @@ def test_slime(http: httpx.Client, folder: Path, root: Path) -> None:
     wrong = {"names": ["no.such"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "slime-pp_0"}
     refused = post(http, "/update_weights_from_distributed", wrong, 400)
     assert refused["success"] is False and "no.such" in refused["message"]
+    # Without a pause, a call is an update of its own.
+    number, body = http.get("/weight_info").json()["number"], announced(dict(items))
+    body = {"names": body["names"], "dtypes": body["dtype_names"], "shapes": body["shapes"], "group_name": "slime-pp_0"}
+    trainer.beside(lambda: trainer.send(dict(items)))
+    post(http, "/update_weights_from_distributed", body | {"weight_version": "8"})
+    trainer.wait()
+    assert http.get("/weight_info").json()["number"] == number + 1
     post(http, "/destroy_weights_update_group", {"group_name": "slime-pp_0"})
     assert http.get("/weight_info").json()["state"] == "serving"
     assert http.get("/health_generate").status_code == 200

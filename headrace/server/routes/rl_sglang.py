@@ -8,8 +8,9 @@ from typing import Any, Literal
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from headrace.core.weights import GroupSpec, PauseMode
+from headrace.core.weights import GroupSource, GroupSpec, PauseMode
 from headrace.errors import RequestError, listed
+from headrace.frontend.weights import tensor_specs
 from headrace.server.errors import JSON, shown
 from headrace.server.routes.rl import (
     CommandRoute,
@@ -18,7 +19,6 @@ from headrace.server.routes.rl import (
     backend_of,
     check_announced,
     join,
-    open_update,
     rl_body,
     sglang_answer,
     watch_pause,
@@ -159,17 +159,15 @@ async def update_weights_from_distributed(request: Request) -> Response:
 
 async def _receive(state: Serving, body: _Distributed) -> None:
     weights = state.llm.weights
-    names, dtypes, shapes = body.names, body.dtypes, body.shapes
-    state.next_version = body.weight_version or state.next_version
+    source = GroupSource(body.group_name, tensor_specs(body.names, body.dtypes, body.shapes))
     if weights.status().state == "serving":
-        async with open_update(state):
-            await weights.receive(body.group_name, names, dtypes, shapes)
-        await weights.finish(state.next_version)
-        state.next_version = None
+        await weights.update(source, body.weight_version)
         return
     if weights.status().state != "open":
         await weights.begin()
-    await weights.receive(body.group_name, names, dtypes, shapes)
+        state.next_version = None
+    state.next_version = body.weight_version or state.next_version
+    await weights.load(source)
 
 
 @router.post("/update_weights_from_tensor")

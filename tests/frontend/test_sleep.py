@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -215,7 +216,8 @@ class Measured:
 
     def in_use(self) -> int:
         """Bytes of this process; on a GPU, of its device."""
-        pages.trim()  # Garbage of the tests is not the engine's.
+        gc.collect()  # Garbage of the tests is not the engine's.
+        pages.trim()
         if not self.on_gpu:
             return psutil.Process().memory_info().rss
         torch.cuda.empty_cache()

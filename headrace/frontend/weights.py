@@ -174,9 +174,10 @@ class Weights:
 
     async def update_from_disk(self, path: str | Path, version: str | None = None) -> WeightResult:
         """An update from the safetensors files of a directory, which may be deleted afterwards."""
-        return await self._update(DiskSource(str(path)), version)
+        return await self.update(DiskSource(str(path)), version)
 
-    async def _update(self, source: Source, version: str | None) -> WeightResult:
+    async def update(self, source: Source, version: str | None = None) -> WeightResult:
+        """An update from one source. If that is refused, nothing has changed."""
         await self.begin()
         try:
             await self.load(source)
@@ -188,7 +189,7 @@ class Weights:
     async def reload(self, version: str | None = None) -> WeightResult:
         """An update from the files that the model was loaded from. Those of a foreign model are not read again: 400, and
         nothing has changed."""
-        return await self._update(FilesSource(), version)
+        return await self.update(FilesSource(), version)
 
     async def join(self, group: GroupSpec) -> WeightResult:
         """Joins a group, together with the trainer and all ranks."""

@@ -353,8 +353,8 @@ class DetokenizeBody(RequestBody, frozen=True, kw_only=True):
 class AbortBody(RequestBody, frozen=True, kw_only=True):
     """Names of requests of /generate and /inference/v1/generate, or all of the caller's."""
 
-    rid: Annotated[list[str] | None, OptionSpec(min=1, max=256, single=True)] = None
-    """Name of the request, or a list of names."""
+    rid: Annotated[list[str] | None, OptionSpec(min=0, max=256, single=True)] = None
+    """Name of the request, or a list of names. An empty name is none."""
     abort_all: bool = False
     """Abort every request of the API key; where there are no keys, of all clients."""
 

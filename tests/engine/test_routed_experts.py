@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from support.models.tiny_llama import write_config
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace import LLM, SamplingParams
 from headrace.config import EngineArgs
@@ -182,6 +184,33 @@ def test_chunks_and_preemption(folder: Path, alone: list[tuple[list[int], np.nda
     with build(folder, **args) as llm:
         same(samples(llm, n=3), alone)
         assert (llm.stats.num_preemptions > 0) == ("num_kv_blocks" in args)
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is computed, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_they_cost_a_copy_a_layer_and_a_gather_a_step(folder: Path, llm: LLM) -> None:
+    """Requests that do not ask pay for the copies alone; no layer waits for the host."""
+    steps, found = 5, []
+    with build(folder, enable_return_routed_experts=False) as plain:
+        for engine, asks in ((plain, False), (llm, False), (llm, True)):
+            engine.reset_prefix_cache()
+            with Operations() as operations:
+                engine.generate(PROMPTS[0], params(max_tokens=steps, return_routed_experts=asks))
+            found.append(operations.counts)
+    without, recorded, asked = found
+    assert recorded - without == {"copy_": steps * len(SHAPE.layers)} and not without - recorded
+    assert sum((asked - recorded).values()) <= 3 * steps and not recorded - asked
 
 
 def test_a_stop_string_ends_them_with_the_tokens(llm: LLM) -> None:

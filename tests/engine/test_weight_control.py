@@ -33,7 +33,8 @@ from headrace.core.weights import (
 )
 from headrace.errors import QueueFullError, UnavailableError
 from headrace.frontend.prepare import input_processor
-from headrace.outputs import OutputDelta
+from headrace.frontend.streams import new_output
+from headrace.outputs import OutputDelta, RequestOutput
 from headrace.sampling_params import SamplingParams
 from headrace.startup.text import ModelText
 
@@ -100,16 +101,18 @@ class World:
         """Requests without an end."""
         self.count = self.given = 0
         """Commands that were given, and not answered; requests."""
+        self.deltas: list[OutputDelta] = []
 
-    def add(self) -> None:
+    def add(self, **more: Any) -> RequestOutput:
         name, self.given = f"{self.given}", self.given + 1
-        params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+        params = SamplingParams(**{"temperature": 0.0, "max_tokens": 6, "ignore_eos": True} | more)
         request = self.inputs.request({"prompt_token_ids": [1, 2, 3]}, params, request_id=name)
         try:
             self.core.add(request)
             self.open.add(name)
         except (UnavailableError, QueueFullError):
             pass
+        return new_output(request)
 
     def command(self, command: WeightCommand) -> None:
         answers = list[WeightResult]()
@@ -134,6 +137,7 @@ class World:
 
     def fold(self, deltas: list[OutputDelta]) -> None:
         self.open -= {delta.request_id for delta in deltas if delta.finish_reason is not None}
+        self.deltas += deltas
 
     def until_answered(self) -> None:
         for _ in range(500):
@@ -176,3 +180,43 @@ def test_any_interleaving(text: ModelText, depth: int, times: int) -> None:
         assert not world.open, "a request was told nothing"
         world.core.check_integrity()
     assert states == {"serving", "paused", "open", "writing", "asleep", "hollow", "torn"}
+
+
+@pytest.mark.parametrize("mode", ["keep", "recompute"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_samples_are_split_where_an_update_came_and_lose_nothing(text: ModelText, depth: int, mode: Any) -> None:
+    """Three samples are frozen, or computed again. Of two requests that are aborted meanwhile, one has tokens and one waits."""
+    world = World(text, depth)
+    outputs = [world.add(n=3, max_tokens=100), world.add(max_tokens=100, logprobs=1)]
+
+    def counts() -> list[int]:
+        """Tokens of each sample so far."""
+        for delta in world.deltas:
+            outputs[int(delta.request_id)].add(delta, None)
+        world.deltas.clear()
+        return [len(sample.token_ids) for output in outputs for sample in output.outputs]
+
+    def do(*commands: WeightCommand) -> None:
+        for command in commands:
+            world.command(command)
+            world.until_answered()
+
+    while min(counts()) < 57:
+        world.turn()
+    do(Pause(mode))
+    outputs.append(world.add())
+    *splits, count, waiting = counts()
+    assert waiting == 0
+    for name in ("1", "2"):
+        world.fold(world.core.abort(name))
+    do(Begin(), Load(DiskSource("whole")), Finish(0, "next"), Resume())
+    while world.core.has_work():
+        world.turn()
+    assert counts() == [100, 100, 100, count, 0]
+    for sample, split in zip(outputs[0].outputs, splits, strict=True):
+        spans = [(span.version, span.start, span.end) for span in sample.weight_versions]
+        assert spans == [("0", 0, split), ("next", split, 100)]
+    for output in outputs[1:]:
+        assert output.outputs[0].finish_reason == "abort"
+    assert len(outputs[1].outputs[0].logprobs or []) == count
+    world.core.check_integrity()

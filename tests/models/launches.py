@@ -27,8 +27,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
 from headrace.kernels import gpu
+from headrace.kernels.lora import Segment
+from headrace.layers.lora import NO_ADAPTER
 from headrace.model_spec import MoeSpec
 from headrace.models import registry
+from headrace.models.adapters import add_tables
 from headrace.models.decoder import Decoder
 
 BEGIN, END = "<!-- launches: written by tests/models/launches.py -->", "<!-- launches end -->"
@@ -149,14 +152,18 @@ class Layer:
         return [name for name in self.names if not name.startswith(_OURS) and name not in PRODUCTS]
 
 
-def of_case(case: str) -> list[Layer]:
+def of_case(case: str, *, adapters: bool = False) -> list[Layer]:
     """A decode step of five rows, in float16, as the interpreter has no products in bfloat16.
+
+    Args:
+        adapters: some rows have one.
 
     Returns:
         Each kind of layer but the first, which has no sum before its norm; and then what there is outside of the layers.
     """
     _, config_class, changes = CASES[case]
     model = random_model(registry.model_spec(config_class(**{**SMALL, **changes})), "float16")
+    targets = add_tables(model, registry.name_table(model.spec), (), 2, 8, torch.float16, "cpu") if adapters else None
     bench, seen = Bench(model, "triton"), Launches()
     rows = [bench.sequence(prompt(length)) for length in (1, 2, 3, 4, 5)]
     bench.step([(row, len(row.tokens)) for row in rows])
@@ -178,6 +185,10 @@ def of_case(case: str) -> list[Layer]:
     model.forward, model.logits = seen.during(model.forward), seen.during(model.logits)  # type: ignore[method-assign]
     # On a GPU the product itself gives float32.
     model.lm_head.forward = seen.as_one("linear", model.lm_head.forward)  # type: ignore[method-assign]
+    if targets is not None:
+        targets.memory.normal_()
+        targets.rows.segments = [Segment(0, 2, 0), Segment(3, 5, 1)]
+        targets.rows.places = torch.tensor([0, 0, NO_ADAPTER, 1, 1], dtype=torch.int32)
     with seen.of_kernels():
         bench.step([(row, 1) for row in rows], decodes=len(rows))
     found = [Layer(_kind(model, index), tuple(seen.names[slice(*borders[index])])) for index in range(1, len(borders))]

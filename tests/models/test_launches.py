@@ -47,6 +47,19 @@ def test_the_kernels_of_gpus_say_the_same(case: str, monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(got.log_softmax(-1), wanted.log_softmax(-1), atol=1e-4, rtol=0)
 
 
+def test_nothing_comes_between_the_products_of_an_adapter() -> None:
+    """A's kernel, the layer's own product and B's kernel follow each other: work of the host or an operation of PyTorch in
+    between would leave the GPU idle, and B could not be read while the kernel before still runs."""
+    from models import launches
+
+    adapted = launches.of_case("llama", adapters=True)[0]
+    assert adapted.others == []
+    products = [at for at, name in enumerate(adapted.names) if name in launches.PRODUCTS]
+    assert len(products) == adapted.ours.count("shrink") == adapted.ours.count("expand") == 4
+    for at in products:
+        assert adapted.names[at - 1 : at + 2] == ("ours:shrink", "linear", "ours:expand")
+
+
 def test_what_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """An operation more in a layer is an operation more in the count; views and empty tensors are none."""
     from headrace.kernels.activation import ACTIVATIONS

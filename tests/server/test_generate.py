@@ -221,7 +221,7 @@ def test_an_unknown_model_is_refused(api: Api) -> None:
 
 @pytest.mark.parametrize("path", ["/generate", "/inference/v1/generate"])
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("by", [{"rid": "mine"}, {"abort_all": True}])
+@pytest.mark.parametrize("by", [{"rid": "mine"}, {"abort_all": True}, {"rid": "", "abort_all": True}])
 def test_an_aborted_request_has_its_tokens(path: str, stream: bool, by: dict[str, Any]) -> None:
     llm = FakeLLM(script=lambda request, index: [97] * 400, step=0.002)
     name, prompt = ("rid", "input_ids") if path == "/generate" else ("request_id", "token_ids")
@@ -269,7 +269,7 @@ def test_a_key_aborts_its_own_requests() -> None:
 
 
 def test_abort_needs_a_name_or_all(api: Api) -> None:
-    for body in ({}, {"rid": "a", "abort_all": True}):
+    for body in ({}, {"rid": ""}, {"rid": "a", "abort_all": True}):
         assert error(api.post("/abort_request", body), 400)["param"] == "rid"
 
 

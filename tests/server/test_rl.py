@@ -223,11 +223,16 @@ def test_prime_rl(http: httpx.Client, folder: Path, root: Path) -> None:
 
 
 def test_slime(http: httpx.Client, folder: Path, root: Path) -> None:
-    expected = {"enable_memory_saver": False, "enable_return_routed_experts": False, "dtype": "float32"}
-    assert expected.items() <= http.get("/server_info").json().items()
+    address = {"host": "127.0.0.1", "port": http.base_url.port, "nnodes": 1, "node_rank": 0}
+    sizes = {"tp_size": 1, "pp_size": 1, "dp_size": 1, "ep_size": 1, "num_gpus": 1, "base_gpu_id": 0, "gpu_id_step": 1}
+    expected = {"enable_memory_saver": False, "enable_return_routed_experts": False, "dtype": "float32", **address, **sizes}
+    for path in ("/server_info", "/get_server_info"):
+        assert expected.items() <= http.get(path).json().items()
     rollout = Rollout(http, LONG)
     until(lambda: running_requests(http))
     post(http, "/pause_generation", {})
+    until(lambda: not http.get("/v1/loads?include=core,disagg,queues").json()["num_total_reqs"])
+    assert "include must have some of" in http.get("/v1/loads?include=cores").json()["error"]["message"]
     answer = rollout.wait()
     assert answer["choices"][0]["finish_reason"] == "abort" and answer["choices"][0]["token_ids"]
     assert versions(answer)[-1][-1] == len(answer["choices"][0]["token_ids"])
@@ -249,17 +254,28 @@ def test_slime(http: httpx.Client, folder: Path, root: Path) -> None:
         trainer.wait()
     post(http, "/continue_generation", {})
     assert versions(post(http, "/v1/completions", ASK)) == [("7", 0, 6)]
-    post(http, "/pause_generation", {"mode": "retract"})
-    assert http.get("/flush_cache").status_code == 200
+    rollout = Rollout(http, LONG)
+    until(lambda: running_requests(http))
+    for mode in ("in_place", "retract"):  # Requests that are frozen do not hold the cache back.
+        post(http, "/pause_generation", {"mode": mode})
+        assert http.get("/flush_cache").status_code == 200
     path = saved(root / "weight_v000008", weights_of(folder, 6))
     post(http, "/update_weights_from_disk", {"model_path": str(path), "weight_version": "8"})
     shutil.rmtree(path)
     assert http.get("/get_weight_version").json() == {"weight_version": "8"}
     post(http, "/continue_generation", {})
+    assert [version for version, _, _ in versions(rollout.wait())] == ["7", "8"]
     assert versions(post(http, "/v1/completions", ASK)) == [("8", 0, 6)]
     wrong = {"names": ["no.such"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "slime-pp_0"}
     refused = post(http, "/update_weights_from_distributed", wrong, 400)
     assert refused["success"] is False and "no.such" in refused["message"]
+    # Without a pause, a call is an update of its own.
+    number, body = http.get("/weight_info").json()["number"], announced(dict(items))
+    body = {"names": body["names"], "dtypes": body["dtype_names"], "shapes": body["shapes"], "group_name": "slime-pp_0"}
+    trainer.beside(lambda: trainer.send(dict(items)))
+    post(http, "/update_weights_from_distributed", body | {"weight_version": "8"})
+    trainer.wait()
+    assert http.get("/weight_info").json()["number"] == number + 1
     post(http, "/destroy_weights_update_group", {"group_name": "slime-pp_0"})
     assert http.get("/weight_info").json()["state"] == "serving"
     assert http.get("/health_generate").status_code == 200

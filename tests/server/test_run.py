@@ -162,6 +162,7 @@ def test_unix_domain_socket(tmp_path: Path) -> None:
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://server") as http:
             wait_for(lambda: http.get("/health").status_code == 200)
             assert http.post("/v1/completions", json=BODY).json()["choices"][0]["text"] == TEXT
+            assert http.get("/server_info").json()["port"] is None
             with pytest.raises(ConfigError, match="another server") as caught:
                 listen(ServerSettings(uds=str(path)))
             assert caught.value.param == "uds"

@@ -59,6 +59,9 @@ def test_a_quantised_model_takes_new_floats(quantization: str, tied: bool) -> No
     for name, tensor in held(expected).items():
         assert same(held(model)[name], tensor), name
     assert not all(same(old[name], now) for name, now in held(model).items())
+    again = DummyCheckpoint(like, 0)
+    assert weight_update(model, {name: again.read(name) for name in like}).write() == len(like)
+    assert all(same(old[name], now) for name, now in held(model).items()), "a second update is as good as the first"
 
 
 def test_parts_of_one_matrix_come_together() -> None:

@@ -196,6 +196,7 @@ async def abort_request(request: Request) -> Response:
     """End requests of the caller's API key: those with a name, or all. They are answered with the tokens that they have."""
     state = serving(request)
     body = await checked_body(request, state, AbortBody)
-    if (body.rid is None) != body.abort_all:
+    names = [name for name in body.rid or () if name]  # SGLang's own clients send "" with abort_all.
+    if bool(names) == body.abort_all:
         raise RequestError("give either rid or abort_all: true", "rid")
-    return JSON({"aborted": await state.abort(caller(request).tenant, body.rid)})
+    return JSON({"aborted": await state.abort(caller(request).tenant, names or None)})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
@@ -168,15 +167,3 @@ async def _remind(state: Serving, seconds: float) -> None:
         lasted, wait = lasted + wait, _REMINDER_SECONDS
         if (mode := state.llm.weights.status().pause) is not None:
             logger.warning("generation has been paused (%s) for %.0f s", mode, lasted)
-
-
-@contextlib.asynccontextmanager
-async def open_update(state: Serving) -> Any:
-    """An update that is given up where the block fails."""
-    await state.llm.weights.begin()
-    try:
-        yield
-    except BaseException as error:
-        with contextlib.suppress(WeightsError):
-            await state.llm.weights.fail(str(error))
-        raise

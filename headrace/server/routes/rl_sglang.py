@@ -3,14 +3,15 @@ writes begins one, and continue finishes it; while generation runs, each call is
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from headrace.core.weights import GroupSpec, PauseMode
+from headrace.core.weights import GroupSource, GroupSpec, PauseMode
 from headrace.errors import RequestError, listed
-from headrace.server.errors import JSON
+from headrace.frontend.weights import tensor_specs
+from headrace.server.errors import JSON, shown
 from headrace.server.routes.rl import (
     CommandRoute,
     RlBody,
@@ -18,18 +19,19 @@ from headrace.server.routes.rl import (
     backend_of,
     check_announced,
     join,
-    open_update,
-    query_word,
     rl_body,
     sglang_answer,
     watch_pause,
     weight_directory,
+    world_size,
 )
 from headrace.server.state import Serving, serving
 
 router = APIRouter(dependencies=[Depends(admin)], route_class=CommandRoute)
 
 _MODES: dict[str, PauseMode] = {"abort": "abort", "retract": "recompute", "in_place": "keep"}
+_SECTIONS = ("all", "core", "memory", "spec", "lora", "disagg", "queues")
+"""Parts of SGLang's report of loads."""
 
 
 class _Pause(RlBody):
@@ -157,17 +159,15 @@ async def update_weights_from_distributed(request: Request) -> Response:
 
 async def _receive(state: Serving, body: _Distributed) -> None:
     weights = state.llm.weights
-    names, dtypes, shapes = body.names, body.dtypes, body.shapes
-    state.next_version = body.weight_version or state.next_version
+    source = GroupSource(body.group_name, tensor_specs(body.names, body.dtypes, body.shapes))
     if weights.status().state == "serving":
-        async with open_update(state):
-            await weights.receive(body.group_name, names, dtypes, shapes)
-        await weights.finish(state.next_version)
-        state.next_version = None
+        await weights.update(source, body.weight_version)
         return
     if weights.status().state != "open":
         await weights.begin()
-    await weights.receive(body.group_name, names, dtypes, shapes)
+        state.next_version = None
+    state.next_version = body.weight_version or state.next_version
+    await weights.load(source)
 
 
 @router.post("/update_weights_from_tensor")
@@ -221,8 +221,10 @@ async def _check(state: Serving, action: str) -> None:
 
 @router.get("/v1/loads")
 async def loads(request: Request) -> Response:
-    """Sequences that run and wait. include=core is all that there is."""
-    query_word(request, "include", "core", "all")
+    """Sequences that run and wait: SGLang's section core. The others that ``include`` may name have nothing to tell here."""
+    sections = request.query_params.get("include", "all").split(",")
+    if unknown := [one for one in sections if one not in _SECTIONS]:
+        raise RequestError(f"include must have some of {', '.join(_SECTIONS)}, not {shown(unknown[0])!r}", "include")
     stats = serving(request).llm.stats
     counts = {
         "num_running_reqs": stats.num_running,
@@ -231,3 +233,30 @@ async def loads(request: Request) -> Response:
         "num_reqs": stats.num_running + stats.num_waiting,
     }
     return JSON({**counts, "loads": [{"dp_rank": 0, **counts}]})
+
+
+def sglang_args(state: Serving, port: int | None) -> dict[str, Any]:
+    """Returns the arguments of SGLang's server that slime compares with its own or counts GPUs by.
+
+    Args:
+        port: on which the server was reached; None: it listens on a Unix domain socket.
+    """
+    args, info = state.llm.args, state.llm.info
+    return {
+        "model_path": info.model,
+        "dtype": info.dtype,
+        "host": state.settings.host,
+        "port": port,
+        "tp_size": args.tensor_parallel_size,
+        "dp_size": args.data_parallel_size,
+        "ep_size": args.tensor_parallel_size if args.enable_expert_parallel else 1,
+        "pp_size": 1,
+        "num_gpus": world_size(state),
+        "base_gpu_id": int(info.device.partition(":")[2] or 0),
+        "gpu_id_step": 1,
+        "nnodes": 1,
+        "node_rank": 0,
+        "disaggregation_mode": "null",
+        "enable_memory_saver": False,
+        "enable_return_routed_experts": args.enable_return_routed_experts,
+    }

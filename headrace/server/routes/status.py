@@ -17,6 +17,7 @@ from headrace.processes.replicas import ReplicaStatus
 from headrace.routing import RoutingDecision
 from headrace.server.errors import JSON, first_line, unavailable
 from headrace.server.routes.rl import query_word
+from headrace.server.routes.rl_sglang import sglang_args
 from headrace.server.routes.rl_vllm import vllm_config
 from headrace.server.state import Serving, serving
 
@@ -69,9 +70,10 @@ async def version() -> Response:
 
 
 @router.get("/server_info")
+@router.get("/get_server_info")
 async def server_info(request: Request) -> Response:
     """Describes the server: the model, the engine's arguments and the load; of several replicas the load of each, with the
-    latest routing decisions. config_format=json adds what trainers read of vLLM's configuration."""
+    latest routing decisions. Has the arguments of SGLang that its trainers compare; config_format=json adds those of vLLM."""
     state, config_format = serving(request), query_word(request, "config_format", "text", "json")
     if config_format == "text":
         state.check_ready()
@@ -81,11 +83,8 @@ async def server_info(request: Request) -> Response:
         "version": headrace.__version__,
         "model": info.model,
         "device": info.device,
-        # slime compares these with what its trainer is set to.
-        "dtype": info.dtype,
-        "enable_memory_saver": False,
-        "enable_return_routed_experts": args.enable_return_routed_experts,
         "data_parallel_size": args.data_parallel_size,
+        **sglang_args(state, (request.scope["server"] or (None, None))[1]),
         "engine_args": msgspec.to_builtins(args, enc_hook=str),
     }
     if (replicas := state.llm.replicas) is None:

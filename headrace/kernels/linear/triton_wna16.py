@@ -41,6 +41,8 @@ class PackedFewTiling:
     """Runs of a warp whose words are loaded ahead, from before the kernel before is complete."""
     x_ahead: int = 2
     """Runs of x that are loaded ahead; fewer, because x is in the cache."""
+    registers: int | None = None
+    """Registers of a thread; None: as many as the compiler takes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +64,12 @@ def choose_few(weight: PackedWeight) -> PackedFewTiling:
     """Chooses by measurements on an H200. Codes of 8 bits, and scales of small groups, take registers."""
     if weight.split > 1 or weight.bits == 8:
         return PackedFewTiling(ahead=2)
-    return PackedFewTiling(ahead=16 if weight.middles is None else 8)
+    if weight.middles is not None:
+        return PackedFewTiling(ahead=8)
+    # Where three programs on each multiprocessor are not all, four are faster, which leaves each thread 128 registers.
+    three = 3 * support.resources(weight.words.device).multiprocessors * PackedFewTiling.outputs
+    crowded = weight.outputs > three and weight.inputs <= 4096
+    return PackedFewTiling(ahead=16, registers=128 if crowded else None)
 
 
 _SIZES = ((16, 4, 0.92), (32, 4, 0.92), (64, 3, 0.92), (128, 2, 1.08))
@@ -231,7 +238,7 @@ def _packed_few(
             # Sums of x, in the order in which the compiler lays out a factor that nothing was joined to.
             plain = tl.reshape(tl.permute(right, (0, 2, 1, 5, 6, 4, 7, 3)), (SPLIT * WARPS, _RUN // SPLIT, 8))
             sums += tl.dot(ones, plain) * shift[step]
-        right = tl.reshape(tl.permute(right, (0, 2, 1, 5, 4, 6, 7, 3)), (SPLIT * WARPS, _RUN // SPLIT, 8))
+        right = tl.reshape(tl.permute(right, (0, 2, 1, 6, 4, 5, 7, 3)), (SPLIT * WARPS, _RUN // SPLIT, 8))
         left = _left(parts[step], BITS, DTYPE, ASM, SPLIT, OUTPUTS, WARPS)
         sums += tl.dot(left, right) * (wide[step].to(tl.float32) * GAIN)
     _write(tl.sum(sums, 0), bias, y, first, tl.arange(0, 8), rows, out, OUTPUTS, BIAS)
@@ -256,17 +263,17 @@ def _left(
     words, BITS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, SPLIT: tl.constexpr, OUTPUTS: tl.constexpr,
     WARPS: tl.constexpr
 ):  # fmt: skip
-    """Decodes the words of a step to the left factor ``[SPLIT * WARPS, OUTPUTS, RUN / SPLIT]``, whose inputs are
-    [quarter of a run, half of 8 neighbours, thread, 4 neighbours]."""
+    """Decodes the words of a step to the left factor ``[SPLIT * WARPS, OUTPUTS, RUN / SPLIT]``. Of 8 neighbours [half, pair,
+    one], its inputs are [quarter of a run, pair, thread, half, one]: an instruction takes two registers of x in a row."""
     if BITS == 4:
         codes = tl.reshape(words, (OUTPUTS // 8, WARPS, 8, 4, SPLIT, 4 // SPLIT))
-        codes = tl.permute(_decode(codes, BITS, DTYPE, ASM), (4, 1, 0, 2, 5, 8, 3, 7, 6))
+        codes = tl.permute(_decode(codes, BITS, DTYPE, ASM), (4, 1, 0, 2, 5, 7, 3, 8, 6))
     elif SPLIT == 1:
         codes = tl.reshape(words, (OUTPUTS // 8, 2, WARPS, 8, 4, 2, 2))
-        codes = tl.permute(_decode(codes, BITS, DTYPE, ASM), (2, 0, 3, 1, 5, 6, 4, 8, 7))
+        codes = tl.permute(_decode(codes, BITS, DTYPE, ASM), (2, 0, 3, 1, 5, 8, 4, 6, 7))
     else:
         codes = tl.reshape(words, (OUTPUTS // 8, 2, WARPS, 8, 4, SPLIT // 2, 4 // SPLIT, 2))
-        codes = tl.permute(_decode(codes, BITS, DTYPE, ASM), (1, 5, 2, 0, 3, 6, 7, 4, 9, 8))
+        codes = tl.permute(_decode(codes, BITS, DTYPE, ASM), (1, 5, 2, 0, 3, 6, 9, 4, 7, 8))
     return tl.reshape(codes, (SPLIT * WARPS, OUTPUTS, _RUN // SPLIT))
 
 
@@ -457,7 +464,7 @@ def few(
     _packed_few[(cdiv(outputs, tiling.outputs),)](
         x, *_held(weight, bias), y, rows, outputs, x.stride(0), OUTPUTS=tiling.outputs, AHEAD=tiling.ahead,
         X_AHEAD=tiling.x_ahead, WARPS=tiling.warps, BIAS=bias is not None, **_shape(weight, x.dtype),
-        num_warps=tiling.warps, num_stages=1, **options(x.device),
+        num_warps=tiling.warps, num_stages=1, maxnreg=tiling.registers, **options(x.device),
     )  # fmt: skip
     return y
 

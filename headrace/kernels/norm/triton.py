@@ -14,7 +14,7 @@ from headrace.kernels.linear.fp8_reference import Fp8Rows
 from headrace.kernels.linear.triton_fp8 import empty_rows, store_rounded
 from headrace.kernels.support import power_of_two
 from headrace.kernels.triton_launch import launched
-from headrace.kernels.triton_pdl import begin, options
+from headrace.kernels.triton_pdl import announce, options, wait
 
 
 @triton.jit
@@ -61,16 +61,20 @@ def _rms_norm(
     With FIRST, x is normed by the weight ``first`` before it is added. With GROUP, ``out`` has e4m3 codes of the norm, and
     ``scales`` one for each ``GROUP`` channels.
     """
-    begin(PDL)
+    announce(PDL)
     row = tl.program_id(0)
     channel = tl.arange(0, WIDTH_P)
     mask = channel < WIDTH
+    # A step reads these once, so that they come from the memory.
+    factor = tl.load(weight + channel, mask=mask, other=0.0)
+    if FIRST:
+        first_factor = tl.load(first + channel, mask=mask, other=0.0)
+    wait(PDL)
     place = row.to(tl.int64) * WIDTH + channel
     outer, within = row // inner, row % inner
     value = tl.load(x + outer * x_outer + within * x_inner + channel, mask=mask, other=0.0)
-    factor = tl.load(weight + channel, mask=mask, other=0.0)
     if FIRST:
-        value = normed(value, tl.load(first + channel, mask=mask, other=0.0), first_eps, WIDTH, OFFSET)
+        value = normed(value, first_factor, first_eps, WIDTH, OFFSET)
     if ADD:
         added = tl.load(residual + outer * residual_outer + within * residual_inner + channel, mask=mask, other=0.0)
         value = (value.to(tl.float32) + added.to(tl.float32)).to(value.dtype)

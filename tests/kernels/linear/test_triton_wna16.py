@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from headrace.kernels import support
 from headrace.kernels.linear import triton_wna16 as kernels
 from headrace.kernels.linear.triton_wna16 import PackedManyTiling
 from headrace.kernels.linear.wna16 import wna16_linear
+from headrace.kernels.linear.wna16_reference import PackedWeight
 
 from .captured import check_captured
 from .packed import packed_weight
@@ -114,6 +116,14 @@ def test_chosen_tilings_fit_the_kernels(size: tuple[int, int], rows: int) -> Non
         assert tiling.warps % 4 == 0 and tiling.outputs % (16 * tiling.warps) == 0
         tiles = -(-size[0] // tiling.outputs) * -(-rows // tiling.rows)
         assert tiling.parts == 1 or tiles <= len(weight.arrived)
+
+
+def test_programs_that_do_not_fit_at_once_have_fewer_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "resources", lambda device: support.Resources(multiprocessors=132, shared_memory=0))
+    words, arrived = torch.empty(1, 1, 1, 8, 16, device="meta"), torch.empty(0, device="meta")
+    sizes = (6337, 4096), (6336, 4096), (6337, 4224)
+    weights = [PackedWeight(words, torch.empty(1, out, device="meta"), None, 128, inputs, arrived) for out, inputs in sizes]
+    assert [kernels.choose_few(weight).registers for weight in weights] == [128, None, None]
 
 
 def test_factors_that_do_not_fit_are_refused(device: torch.device) -> None:

@@ -13,7 +13,7 @@ from headrace.model_spec import ModelSpec
 from headrace.quant.candidates import Candidate, EngineFacts, Limit
 from headrace.quant.experts import ExpertsCandidate, KeepExperts, RoundExperts
 from headrace.quant.formats.find import method_name
-from headrace.quant.formats.gguf import INT4_TYPES, INT8_TYPES
+from headrace.quant.formats.gguf import INT4_TYPES, SPECS
 from headrace.quant.formats.scheme import Scheme
 from headrace.quant.fp8 import KEEP_FP8, Fp8BlockMethod, Fp8Method, round_to_fp8
 from headrace.quant.groups import GROUP as INTEGER_GROUP
@@ -247,14 +247,14 @@ def automatic(engine: EngineFacts, types: Counter[str] | None, stored: Scheme | 
         Its name, or none; and why.
     """
     mixture = engine.mixture
-    if stored is None and (engine.device == "cpu" or (mixture and types is not None)):
+    if stored is None and engine.device == "cpu":
         bits, why = integers_of_file(engine, types)
         limit = refusal(f"int{bits}", engine) if bits else None
         if limit is not None:
             return "none", limit.reason
         return (f"int{bits}" if bits else "none"), why
     codes = {rule.format.spec.codes for rule in stored.rules if rule.format is not None} if stored is not None else set()
-    if types is not None and types.keys() & (INT4_TYPES | INT8_TYPES):
+    if types is not None and types.keys() & SPECS.keys():
         codes = {"int4" if types.keys() <= INT4_TYPES else "int8"}
     name = STORED_INT4 if codes <= _FOUR_BITS[engine.device] else STORED
     quantization = find(name, engine.device)

@@ -83,14 +83,19 @@ MOE = MoeSpec(num_experts=4, top_k=2, intermediate_size=64)
 
 @pytest.mark.parametrize(
     ("types", "chosen"),
-    [(("Q4_1",), "stored_int4"), (("Q4_K", "Q6_K"), "stored"), (("Q8_0",), "stored"), (("Q6_K",), "none"), (("F16",), "none")],
+    [
+        (("Q4_1",), "stored_int4"),
+        (("Q4_K", "Q6_K"), "stored"),
+        (("Q8_0",), "stored"),
+        (("Q2_K",), "stored"),
+        (("F16",), "none"),
+    ],
 )
 def test_integers_of_a_file_are_kept(types: tuple[str, ...], chosen: str) -> None:
     config = decide(model(), HOPPER, types=types)
     assert config.quantization == chosen
     assert config.dtype == "bfloat16"
-    mixture = decide(dataclasses.replace(model(), mlps=(MOE, MOE)), HOPPER, types=types)
-    assert mixture.quantization == "none" and "experts of a mixture" in reasons(mixture)["quantization"]
+    assert decide(dataclasses.replace(model(), mlps=(MOE, MOE)), HOPPER, types=types).quantization == chosen
 
 
 @pytest.mark.parametrize("asked", ["int4", "int8"])
@@ -166,7 +171,7 @@ MXFP4 = {"quant_method": "mxfp4"}
         *((one, args, "stored") for one in (BLOCKS, {"quant_method": "w4afp8"}) for args in ({}, {"deterministic": True})),
         *((one, args, "stored_int4") for one in (MXFP4, FOUR) for args in ({}, {"deterministic": True})),
         (MXFP4, {"quantization": "none"}, "none"),
-        ({**FOUR, "bits": 8}, {}, "none"),
+        ({**FOUR, "bits": 8}, {}, "stored"),
     ],
 )
 def test_experts_of_four_bits_are_kept(quantised: dict[str, Any], args: dict[str, Any], chosen: str) -> None:

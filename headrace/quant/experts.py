@@ -28,7 +28,8 @@ from headrace.layers.stored import Codes, QuantSpec, StoredMatrix
 from headrace.model_spec import MoeSpec
 from headrace.parallel.shards import Cut
 from headrace.quant.float_codes import MicroscaledCodes, TileCodes
-from headrace.quant.groups import GroupCodes
+from headrace.quant.groups import GroupCodes, narrow
+from headrace.quant.packed import integer_codes
 
 
 class Encoded(NamedTuple):
@@ -115,7 +116,7 @@ class ExpertsCandidate(ABC):
 class KeepExperts(ExpertsCandidate):
     """Keeps codes and scales of a checkpoint as they are."""
 
-    keeps = frozenset({"e4m3", "int4", "int8", "mxfp4"})
+    keeps = frozenset({"e4m3", "int4", "int8", "mxfp4", "nvfp4"})
 
     def concerns(self, facts: ExpertsFacts) -> bool:
         return any(stored.spec is not None for matrix in facts.stored.values() for stored in matrix)
@@ -192,8 +193,6 @@ def _format(spec: QuantSpec | None, x_scale: float | None, inputs: int, rows: in
             if inputs % PLACE == 0
             else f"{inputs} inputs are no multiple of {PLACE}"
         )
-    if spec.codes == "nvfp4":
-        return f"no kernel here multiplies experts of {spec.codes}"
     tile = spec.group if isinstance(spec.group, tuple) else (1, inputs)
     group = tile[1]
     if group < inputs and inputs % group:
@@ -211,12 +210,13 @@ def _format(spec: QuantSpec | None, x_scale: float | None, inputs: int, rows: in
     if group < inputs and group % HALF_PLACE:
         return f"groups of {group} inputs share a scale: kernels here take multiples of {HALF_PLACE}"
     on_sums = group == inputs or scales_sums(group)
-    minima = spec.zero == "min" or (spec.zero == "int" and not (spec.codes == "int4" and on_sums))
-    if x_group is not None and (spec.codes == "int8" or minima or not on_sums or (spec.order != "none" and x_group < inputs)):
+    codec: ExpertCodec = "int4" if spec.codes == "int4" else "int8"
+    minima = spec.zero == "min" or (spec.zero == "int" and not (codec == "int4" and on_sums))
+    if x_group is not None and (codec == "int8" or minima or not on_sums or (spec.order != "none" and x_group < inputs)):
         return f"no kernel here multiplies experts of {spec}"
     static = x_scale if spec.activations == "static" and x_group is not None else None
     zeros = spec.zero == "int" and not minima
-    return ExpertFormat(codec=spec.codes, group=(1, group), zeros=zeros, minima=minima, x_group=x_group, x_scale=static)
+    return ExpertFormat(codec=codec, group=(1, group), zeros=zeros, minima=minima, x_group=x_group, x_scale=static)
 
 
 def _common(formats: Sequence[ExpertFormat]) -> ExpertFormat | None:
@@ -361,13 +361,14 @@ def encode(codes: Codes, own: ExpertFormat, device: torch.device) -> Encoded:
         column = (torch.arange(0, inputs, own.group[1], device=device) + codes.first[1]) // codes.tile[1]
         scales = codes.scales.to(device).float().flatten(0, -2)[row][:, column]
         return Encoded(codes.values.to(device).view(outputs, inputs).view(torch.uint8), scales.t())
-    if isinstance(codes, MicroscaledCodes):
+    if isinstance(codes, MicroscaledCodes) and own.codec == "mxfp4":
         pairs = codes.blocks.to(device).flatten(0, -3)
         numbers = torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
         return Encoded(pack_words(numbers), codes.scales.to(device).flatten(0, -2).t())
-    if not isinstance(codes, GroupCodes):
+    integers = integer_codes(codes)
+    if integers is None:
         raise ConfigError(f"experts as {type(codes).__name__} are not kept: set quantization none", "quantization")
-    ordered = codes.sort()
+    ordered = integers.sort()
     if ordered is None:
         raise ConfigError(
             "experts whose inputs are in another order (desc_act, actorder), with groups of several sizes, are not kept: set "
@@ -378,19 +379,13 @@ def encode(codes: Codes, own: ExpertFormat, device: torch.device) -> Encoded:
     numbers, bits = held.codes.to(device), 8 if own.codec == "int8" else 4
     offsets = None
     if own.minima:
-        offsets = _narrow(held.mins.to(device)).t()
+        offsets = narrow(held.mins.to(device)).t()
     elif own.zeros:
         offsets = (held.offsets.to(device).to(torch.int16) - MIDDLE["int4"]).to(torch.int8).t()
     elif held.bits < bits:
         numbers = numbers + (MIDDLE["int8"] - MIDDLE["int4"])
-    order = None if codes.order is None else ordered[0].int().to(device)
-    return Encoded(pack_words(numbers, bits), _narrow(held.scales.to(device)).t(), offsets, order)
-
-
-def _narrow(values: torch.Tensor) -> torch.Tensor:
-    """The same numbers, in float16 if that holds them."""
-    half = values.half()
-    return half if values.dtype == torch.float32 and torch.equal(half.float(), values) else values
+    order = None if integers.order is None else ordered[0].int().to(device)
+    return Encoded(pack_words(numbers, bits), narrow(held.scales.to(device)).t(), offsets, order)
 
 
 class ExpertOrders:

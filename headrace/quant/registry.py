@@ -24,8 +24,6 @@ from headrace.quant.wna16 import KEEP_INTEGERS, Int4GpuMethod, Int8GpuMethod, ro
 STORED, STORED_INT4 = "stored", "stored_int4"
 """The quantizations that keep what a checkpoint stores, where kernels multiply it; the second, if all of it is held with 4
 bits. Users name them with ``auto``."""
-_FOUR_BITS = {"cpu": frozenset({"int4"}), "cuda": frozenset({"int4", "mxfp4"})}
-"""Type of device -> codes that it holds with 4 bits."""
 _SCALES = 4 / INTEGER_GROUP
 """Most bytes that the scales of a weight take."""
 _ZEROS = 2 * _SCALES
@@ -256,7 +254,9 @@ def automatic(engine: EngineFacts, types: Counter[str] | None, stored: Scheme | 
     codes = {rule.format.spec.codes for rule in stored.rules if rule.format is not None} if stored is not None else set()
     if types is not None and types.keys() & SPECS.keys():
         codes = {"int4" if types.keys() <= INT4_TYPES else "int8"}
-    name = STORED_INT4 if codes <= _FOUR_BITS[engine.device] else STORED
+    # Other kernels than those of GPUs' experts hold MXFP4 with 8 bits.
+    four_bits = {"int4", "mxfp4"} if mixture and engine.device == "cuda" else {"int4"}
+    name = STORED_INT4 if codes <= four_bits else STORED
     quantization = find(name, engine.device)
     wanted = [candidate for candidate in quantization.candidates if candidate.keeps & codes]
     kept = _kept(quantization.experts if mixture else quantization.candidates)

@@ -14,7 +14,7 @@ from headrace.layers.linear import Linear
 from headrace.layers.stored import Codes, StoredMatrix
 from headrace.quant.candidates import EngineFacts, Keep, Limit, Round
 from headrace.quant.float_codes import MicroscaledCodes
-from headrace.quant.groups import GroupCodes, relative_error, rows_at_once
+from headrace.quant.groups import GroupCodes, narrow, relative_error, rows_at_once
 from headrace.quant.packed import PackedMethod, integer_codes
 
 GROUP = 128
@@ -100,7 +100,7 @@ class Int4GpuMethod(PackedMethod):
         shifts = torch.cat(middles, 1).contiguous()
         return PackedWeight(
             words=pack(torch.cat(codes), self.bits),
-            scales=torch.cat(scales, 1).contiguous(),
+            scales=narrow(torch.cat(scales, 1)).contiguous(),
             middles=shifts if bool(shifts.any()) else None,
             group=group,
             inputs=inputs,
@@ -124,7 +124,8 @@ class Int4GpuMethod(PackedMethod):
 
 
 class Int8GpuMethod(Int4GpuMethod):
-    """Codes of 8 bits, and of 4 where a part of a fused matrix has 8. Rounded floats have a scale for each output."""
+    """Codes of 8 bits, and of 4 where a part of a fused matrix has 8; MXFP4 and NVFP4 are integers, halves of them counted.
+    Rounded floats have a scale for each output."""
 
     bits = 8
     format = "int8 in groups"
@@ -190,8 +191,8 @@ def _limits(engine: EngineFacts) -> list[Limit]:
 KEEP_INTEGERS = Keep(
     methods=(Int4GpuMethod, Int8GpuMethod),
     codes=(GroupCodes, MicroscaledCodes),
-    keeps=frozenset({"int4", "int8"}),
-    title="integers",
+    keeps=frozenset({"int4", "int8", "mxfp4", "nvfp4"}),
+    title="integers, MXFP4 or NVFP4",
     limits_of=_limits,
 )
 

@@ -103,12 +103,14 @@ def test_blocks_of_gguf_are_kept(kind: Type) -> None:
     assert type(layer.method) is (Int4GpuMethod if spec.codes == "int4" else Int8GpuMethod) and done.error == 0
     held = layer.method.dequantize(layer)
     torch.testing.assert_close(held, exact, rtol=0, atol=2.0**-20 * float(exact.abs().max()))
-    assert ("middles" in dict(layer.named_buffers())) == (spec.zero == "min" or kind == Type.MXFP4)
+    half = kind.name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4")
+    assert (layer.get_buffer("scales").dtype == torch.float16) == half
+    assert ("middles" in dict(layer.named_buffers())) == (spec.zero == "min")
 
 
 MISFITS = {
-    "groups of 8": ([stored(codes_of(24, group=8))], "integers with such scales"),
-    "groups of 96": ([stored(codes_of(24, group=96))], "integers with such scales"),
+    "groups of 8": ([stored(codes_of(24, group=8))], "with such scales"),
+    "groups of 96": ([stored(codes_of(24, group=96))], "with such scales"),
     "two orders": (
         [stored(codes_of(24, group=64, order=ORDER)), stored(codes_of(24, group=64, order=ORDER.flip(0)))],
         "orders",

@@ -78,6 +78,7 @@ def test_dtype(stored: str, dtype: str) -> None:
     assert decide(model(dtype=stored), HOPPER).dtype == dtype
 
 
+MXFP4 = {"quant_method": "mxfp4"}
 MOE = MoeSpec(num_experts=4, top_k=2, intermediate_size=64)
 
 
@@ -151,7 +152,8 @@ BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         (BLOCKS, {"deterministic": True}, "stored", "which the GPU multiplies"),
         (FOUR, {}, "stored_int4", "the checkpoint is of integers"),
         ({**FOUR, "bits": 8}, {"deterministic": True}, "stored", "the checkpoint is of integers"),
-        ({"quant_method": "mxfp4"}, {}, "none", "not of FP8 or integers"),
+        (MXFP4, {}, "stored", "the checkpoint is of integers, MXFP4 or NVFP4"),
+        ({"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4"}}, {}, "stored", "which the GPU multiplies"),
     ],
 )
 def test_quantised_checkpoints_are_kept(
@@ -160,9 +162,6 @@ def test_quantised_checkpoints_are_kept(
     config = on_gpu(quantised=quantised, **args)
     assert config.quantization == chosen
     assert any(reason in why for why in reasons(config).values())
-
-
-MXFP4 = {"quant_method": "mxfp4"}
 
 
 @pytest.mark.parametrize(
@@ -177,8 +176,6 @@ MXFP4 = {"quant_method": "mxfp4"}
 def test_experts_of_four_bits_are_kept(quantised: dict[str, Any], args: dict[str, Any], chosen: str) -> None:
     spec = dataclasses.replace(model(), mlps=(MOE, MOE))
     assert decide(spec, HOPPER, quantised=quantised, **args).quantization == chosen
-    if quantised is MXFP4:
-        assert on_gpu(quantised=quantised).quantization == "none"
 
 
 @pytest.mark.parametrize(

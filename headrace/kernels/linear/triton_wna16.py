@@ -237,7 +237,7 @@ def _packed_few(
         if HALVES:
             here = warp_at + step * WARPS * _RUN
             high = _factors(scales, here + GROUP, first, out, GROUPS, OUTPUTS, GROUP, SPLIT)
-            low_shift, high_shift = wide[step], high
+            low_shift, high_shift = high, high
             if MIDDLES:
                 low_shift = _factors(middles, here, first, out, GROUPS, OUTPUTS, GROUP, SPLIT)
                 high_shift = _factors(middles, here + GROUP, first, out, GROUPS, OUTPUTS, GROUP, SPLIT)

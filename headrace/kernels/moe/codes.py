@@ -48,7 +48,7 @@ class ExpertCodes:
     group: tuple[int, int]
     """Outputs and inputs that share a scale. Outputs are of e4m3 a divisor of N, else 1."""
     offsets: torch.Tensor | None = None
-    """Of the shape of ``scales``: int8 zero points of int4 less ``MIDDLE``, or minima as floats; None: zero points are
+    """int8 zero points of int4 less ``MIDDLE``, or minima as floats, in the shape of ``scales``; None: zero points are
     ``MIDDLE``"""
     x_group: int | None = None
     """Activations are rounded to e4m3 with a scale for each row and so many channels; None: they are not."""

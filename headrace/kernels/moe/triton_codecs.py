@@ -222,6 +222,20 @@ def _of_halves(
 
 
 @triton.jit
+def _weights(
+    words, scales, offsets, expert, row, first, start, OUT: tl.constexpr, GROUPS: tl.constexpr, SHARED_IN: tl.constexpr,
+    OUTPUTS: tl.constexpr, WORDS: tl.constexpr, PLACE: tl.constexpr, CODEC: tl.constexpr, DTYPE: tl.constexpr,
+    MODE: tl.constexpr, OFFSETS: tl.constexpr, SWAP: tl.constexpr
+):  # fmt: skip
+    """The weights in one place of words of integers, whose inputs begin with ``start``, rounded."""
+    scale = _of_halves(scales, expert, row, first, start, OUT, GROUPS, SHARED_IN, OUTPUTS, WORDS, SWAP)
+    minimum = scale
+    if OFFSETS == MINIMA:
+        minimum = _of_halves(offsets, expert, row, first, start, OUT, GROUPS, SHARED_IN, OUTPUTS, WORDS, SWAP)
+    return _affine(words, scale, minimum, PLACE, CODEC, DTYPE, MODE, OFFSETS)
+
+
+@triton.jit
 def add_product(
     sums, rows, x_scale, weight, scales, offsets, expert, row, first, start, OUT: tl.constexpr, IN: tl.constexpr,
     OUTPUTS: tl.constexpr, CHANNELS: tl.constexpr, CODEC: tl.constexpr, SHARED_OUT: tl.constexpr, SHARED_IN: tl.constexpr,
@@ -281,24 +295,17 @@ def add_product(
                     stored = for_outputs(scales, expert, row, first, group, OUT, GROUPS, SHARED_OUT, OUTPUTS, SWAP)
                     scale = as_float(stored, CODEC)
                 if AFFINE:
-                    at_place = start + place * WORDS
-                    scale = _of_halves(
-                        scales, expert, row, first, at_place, OUT, GROUPS, SHARED_IN, OUTPUTS, WORDS, SWAP
+                    number = _weights(
+                        words, scales, offsets, expert, row, first, start + place * WORDS, OUT, GROUPS, SHARED_IN, OUTPUTS,
+                        WORDS, place, CODEC, DTYPE, MODE, OFFSETS, SWAP,
                     )  # fmt: skip
-                    minimum = scale
-                    if OFFSETS == MINIMA:
-                        minimum = _of_halves(
-                            offsets, expert, row, first, at_place, OUT, GROUPS, SHARED_IN, OUTPUTS, WORDS, SWAP
-                        )  # fmt: skip
-                    number = _affine(words, scale, minimum, place, CODEC, DTYPE, MODE, OFFSETS)
                 elif CODEC == INT8:
                     number = _affine(words, scale, scale, place, CODEC, DTYPE, MODE, SYMMETRIC)
                 else:
                     number = _numbers(words, scale, place, CODEC, DTYPE, MODE, SCALED)
                 if OFFSETS == ZEROS:
-                    zero = for_outputs(
-                        offsets, expert, row, first, group if EACH else 0, OUT, GROUPS, SHARED_OUT, OUTPUTS, SWAP
-                    )  # fmt: skip
+                    own = group if EACH else 0
+                    zero = for_outputs(offsets, expert, row, first, own, OUT, GROUPS, SHARED_OUT, OUTPUTS, SWAP)
                     number -= zero.to(DTYPE)
                 if FACTOR == AS_E4M3:
                     # Exact: differences of codes and zero points have 4 bits at most.

@@ -37,10 +37,10 @@ class Int4GpuMethod(PackedMethod):
 
     @classmethod
     def holds(cls, codes: Codes) -> bool:
-        codes = integer_codes(codes)
-        if codes is None or codes.bits > cls.bits:
+        held = integer_codes(codes)
+        if held is None or held.bits > cls.bits:
             return False
-        return codes.scales.shape[1] == 1 or codes.group in GROUPS or codes.group % RUN == 0
+        return held.scales.shape[1] == 1 or held.group in GROUPS or held.group % RUN == 0
 
     def allocate(self, layer: Linear, dtype: torch.dtype, device: str | torch.device) -> None:
         super().allocate(layer, dtype, device)

@@ -26,7 +26,7 @@ from headrace.weights.checkpoint import Checkpoint, StoredTensor
 from headrace.weights.gguf_names import hf_names, hf_shape, hf_values
 
 Type = GGMLQuantizationType
-READABLE = frozenset(Type[name] for name in PLAIN_TYPES | SPECS.keys())
+READABLE = frozenset(kind for kind in Type if kind.name in PLAIN_TYPES | SPECS.keys())
 _PLAIN = {Type.F32: torch.float32, Type.F16: torch.float16, Type.BF16: torch.bfloat16}
 _IN_THE_CONFIG = frozenset({"rope_freqs.weight"})
 """Tensors whose content the configuration holds."""

@@ -19,8 +19,8 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 Decoded = tuple[int, Bytes, Floats, Floats | int]
 """bits, codes [blocks, block size], scales [blocks, groups of a block], and minima alike or the zero point of all."""
-_IQ4 = np.array((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)) + 128
-"""Codes of 8 bits for the numbers of ggml's table ``kvalues_iq4nl``."""
+_IQ4 = np.array((1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241), dtype=np.uint8)
+"""Codes of 8 bits for the numbers of ggml's table ``kvalues_iq4nl``: 128 more than these."""
 
 
 def decode(blocks: Bytes, kind: GGMLQuantizationType) -> GroupCodes | MicroscaledCodes | None:
@@ -134,14 +134,14 @@ def _q6_k(blocks: Bytes) -> Decoded:
 
 
 def _iq4_nl(blocks: Bytes) -> Decoded:
-    return 8, _IQ4[_nibbles(blocks[:, 2:])].astype(np.uint8), _half(blocks[:, :2]), 128
+    return 8, _IQ4[_nibbles(blocks[:, 2:])], _half(blocks[:, :2]), 128
 
 
 def _iq4_xs(blocks: Bytes) -> Decoded:
     low = np.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), axis=2).reshape(len(blocks), 8)
     high = np.ascontiguousarray(blocks[:, 2:4]).view(np.uint16) >> np.arange(0, 16, 2, dtype=np.uint16) & np.uint16(3)
     scales = _half(blocks[:, :2]) * (low + 16 * high.astype(np.float32) - 32)
-    codes = _IQ4[_nibbles(blocks[:, 8:].reshape(len(blocks), 8, 16))].astype(np.uint8)
+    codes = _IQ4[_nibbles(blocks[:, 8:].reshape(len(blocks), 8, 16))]
     return 8, codes.reshape(len(blocks), -1), scales, 128
 
 

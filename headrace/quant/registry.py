@@ -254,11 +254,12 @@ def automatic(engine: EngineFacts, types: Counter[str] | None, stored: Scheme | 
     codes = {rule.format.spec.codes for rule in stored.rules if rule.format is not None} if stored is not None else set()
     if types is not None and types.keys() & SPECS.keys():
         codes = {"int4" if types.keys() <= INT4_TYPES else "int8"}
-    # Other kernels than those of GPUs' experts hold MXFP4 with 8 bits.
+    # Mixtures have MXFP4 in their experts. Other kernels than those of GPUs' experts hold it with 8 bits.
     four_bits = {"int4", "mxfp4"} if mixture and engine.device == "cuda" else {"int4"}
     name = STORED_INT4 if codes <= four_bits else STORED
     quantization = find(name, engine.device)
-    wanted = [candidate for candidate in quantization.candidates if candidate.keeps & codes]
+    of_matrices = codes - {"mxfp4"} if mixture else codes
+    wanted = [candidate for candidate in quantization.candidates if candidate.keeps & of_matrices]
     kept = _kept(quantization.experts if mixture else quantization.candidates)
     if not codes or codes - kept:
         theirs = " or ".join(sorted(kept) if mixture else (candidate.title for candidate in quantization.candidates))

@@ -170,6 +170,7 @@ def test_quantised_checkpoints_are_kept(
         *((one, args, "stored") for one in (BLOCKS, {"quant_method": "w4afp8"}) for args in ({}, {"deterministic": True})),
         *((one, args, "stored_int4") for one in (MXFP4, FOUR) for args in ({}, {"deterministic": True})),
         (MXFP4, {"quantization": "none"}, "none"),
+        (MXFP4, {"dtype": "float32"}, "stored_int4"),
         ({**FOUR, "bits": 8}, {}, "stored"),
     ],
 )

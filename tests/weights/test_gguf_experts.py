@@ -16,6 +16,7 @@ from headrace.kernels import native
 from headrace.layers.moe import Experts
 from headrace.models import registry
 from headrace.models.decoder import Decoder
+from headrace.models.size import weight_bytes
 from headrace.parallel.layout import ParallelSizes, shard_model
 from headrace.quant.experts import CodedExperts
 from headrace.quant.native import with_vectors
@@ -203,6 +204,7 @@ def test_dense_matrices_are_kept_too(tmp_path: Path) -> None:
         report = load_weights(model, registry.name_table(spec), found, device=torch.device("cpu"), quantization=how)
         reports[how] = model, report
     (held, report), (floats, _) = reports[STORED], reports["none"]
+    assert report.nbytes <= weight_bytes(spec, "bfloat16", STORED, "cpu")
     values = {one.name.split(".")[-1].split()[0]: one.value for one in report.decisions if "self_attn" in one.name}
     assert values == {"qkv_proj": "int8 in groups", "o_proj": "int8 in groups"}
     for name in ("layers.0.self_attn.qkv_proj", "layers.0.self_attn.o_proj"):

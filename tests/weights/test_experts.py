@@ -17,13 +17,15 @@ from transformers import DeepseekV3Config, GptOssConfig, PretrainedConfig, Qwen3
 
 from headrace.errors import ConfigError
 from headrace.layers.moe import Experts
+from headrace.layers.stored import QuantSpec, StoredMatrix
+from headrace.model_spec import MoeSpec
 from headrace.models import registry
 from headrace.models.decoder import Decoder
 from headrace.models.kinds import from_files, model_tensors, own_weights
 from headrace.models.size import weight_bytes
 from headrace.models.update import update_plan, weight_update
 from headrace.parallel.layout import ParallelSizes, shard_model
-from headrace.quant.experts import CodedExperts
+from headrace.quant.experts import CodedExperts, ExpertsFacts, KeepExperts
 from headrace.quant.registry import QUANTIZATIONS, STORED, find
 from headrace.weights.load import load_weights
 from headrace.weights.report import LoadReport
@@ -508,3 +510,28 @@ def test_codes_of_files_are_read_again(name: str, tmp_path: Path) -> None:
     model, _ = loaded(hf_config, tmp_path, "stored", 1, tensor=2)
     assert bool(from_files(model)) == (name != "blocks")
     read_again(model, hf_config, tmp_path)
+
+
+FP8_INPUTS: dict[str, Any] = {"activations": "token", "activation_codes": "e4m3"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (QuantSpec(codes="int4", group=(1, 24)), "groups of 24 inputs share a scale: kernels here take multiples of 16"),
+        (QuantSpec(codes="int8", group=(16, 32)), "tiles of 16 outputs share a scale"),
+        (QuantSpec(codes="int8", group=(1, 32), **FP8_INPUTS), "int8, groups of 32, for e4m3 activations (token)"),
+        (QuantSpec(codes="int4", group=(1, 96), **FP8_INPUTS), "int4, groups of 96, for e4m3 activations (token)"),
+        (QuantSpec(codes="int4", group=(1, 64), zero="min", **FP8_INPUTS), "groups of 64, minima, for e4m3 activations"),
+        (
+            QuantSpec(codes="e4m3", group=(1, 96)),
+            "groups of 96 inputs share a scale: kernels of FP8 take powers of two from 32 on",
+        ),
+    ],
+    ids=str,
+)
+def test_combinations_that_no_kernel_takes_are_named(spec: QuantSpec, reason: str) -> None:
+    stored = {"down_proj": [StoredMatrix("x", lambda: torch.zeros(0), read_spec=lambda: spec)]}
+    experts = MoeSpec(num_experts=2, top_k=1, intermediate_size=192)
+    (why,) = KeepExperts().misfits(ExpertsFacts(hidden_size=192, spec=experts, device="cuda", stored=stored))
+    assert reason in why

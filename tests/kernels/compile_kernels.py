@@ -55,6 +55,7 @@ from headrace.kernels.moe import triton as moe
 from headrace.kernels.moe import triton_experts as experts_kernels
 from headrace.kernels.moe import triton_rounding as rounding
 from headrace.kernels.moe import triton_router as router
+from headrace.kernels.moe import triton_sort as sorting
 from headrace.kernels.norm import ResidualNorm
 from headrace.kernels.norm import triton as norm
 from headrace.kernels.pages import triton as pages
@@ -125,7 +126,7 @@ def compile_only(capability: int) -> None:
     JITFunction.run = compiled
     support.compute_capability = lambda device: capability
     native = fp8.NATIVE if capability >= NATIVE_FP8_SM else fp8.BITS
-    products = activation, norm, linear_fp8, fp8_few, fp8_wide, experts_kernels, rounding
+    products = activation, norm, linear_fp8, fp8_few, fp8_wide, experts_kernels, rounding, sorting
     for module in (paged_attention, kv_cache, qkv, sparse_attention, sparse_estimate, sparse_means, *products):
         module.mode = lambda device: native
 

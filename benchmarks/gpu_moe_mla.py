@@ -17,6 +17,7 @@ import itertools
 import json
 from collections.abc import Iterator
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -54,14 +55,38 @@ MODELS: dict[str, tuple[int, MoeSpec]] = {
     ),
 }
 TOKENS = (1, 8, 64, 512, 8192)
-FORMATS: dict[str, tuple[ExpertCodec, tuple[int, int], int | None]] = {
-    "fp8": ("e4m3", (1, 0), 0),
-    "fp8_per_block": ("e4m3", (128, 128), 128),
-    "int4": ("int4", (1, 128), None),
-    "w4afp8": ("int4", (1, 128), 0),
-    "mxfp4": ("mxfp4", (1, 32), None),
+
+
+class Form(NamedTuple):
+    codec: ExpertCodec
+    group: tuple[int, int]
+    """Outputs and inputs that share a scale; 0: all."""
+    x_group: int | None = None
+    """Channels of a row that share one; 0: all, None: rows are not rounded."""
+    minima: bool = False
+
+    @property
+    def words(self) -> torch.dtype:
+        return {"e4m3": torch.uint8, "int8": torch.int32}.get(self.codec, torch.int16)
+
+    @property
+    def width(self) -> float:
+        """Bytes of a weight's code."""
+        return 1.0 if self.codec in ("e4m3", "int8") else 0.5
+
+
+FORMATS = {
+    "fp8": Form("e4m3", (1, 0), 0),
+    "fp8_per_block": Form("e4m3", (128, 128), 128),
+    "int4": Form("int4", (1, 128)),
+    "w4afp8": Form("int4", (1, 128), 0),
+    "mxfp4": Form("mxfp4", (1, 32)),
+    "Q4_0": Form("int4", (1, 32)),
+    "Q4_K": Form("int4", (1, 32), minima=True),
+    "Q5_K": Form("int8", (1, 32), minima=True),
+    "Q6_K": Form("int8", (1, 16)),
+    "Q8_0": Form("int8", (1, 32)),
 }
-"""Codec, outputs and inputs that share a scale, and channels of a row that do; 0: all, None: rows are not rounded."""
 BLOCK = 16
 
 
@@ -105,23 +130,26 @@ class Mixture:
     @property
     def width(self) -> float:
         """Bytes of a weight."""
-        return 2.0 if self.format is None else 1.0 if FORMATS[self.format][0] == "e4m3" else 0.5
+        return 2.0 if self.format is None else FORMATS[self.format].width
 
     def _weight(self, count: int, outputs: int, inputs: int) -> torch.Tensor | ExpertCodes:
         if self.format is None:
             return self._random(count, outputs, inputs)
-        codec, (tall, wide), x_group = FORMATS[self.format]
+        form = FORMATS[self.format]
+        codec, (tall, wide), dtype = form.codec, form.group, form.words
         wide = wide or inputs
         shape = (count, outputs, inputs) if codec == "e4m3" else (count, -(-inputs // CODES_BLOCK), outputs, CODES_BLOCK // 4)
-        dtype, low, high = (torch.uint8, 0, 120) if codec == "e4m3" else (torch.int16, -(2**15), 2**15)
+        low, high = (0, 120) if codec == "e4m3" else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
         grid = count, -(-inputs // wide), outputs // tall
         scales = torch.full(grid, 119, dtype=torch.uint8, device=CUDA)
         if codec != "mxfp4":
-            scales = torch.full(grid, 2**-8, device=CUDA)
+            half = self.format in ("Q4_0", "Q8_0")
+            scales = torch.full(grid, 2**-8, device=CUDA, dtype=torch.float16 if half else torch.float32)
         static = torch.full((1,), 0.01, device=CUDA) if self.format == "w4afp8" else None
         codes = torch.randint(low, high, shape, dtype=dtype, device=CUDA)
-        x_group = None if x_group is None else x_group or inputs
-        return ExpertCodes(codec, (count, outputs, inputs), codes, scales, (tall, wide), None, x_group, static)
+        offsets = torch.full(grid, -(2**-5), device=CUDA) if form.minima else None
+        x_group = None if form.x_group is None else form.x_group or inputs
+        return ExpertCodes(codec, (count, outputs, inputs), codes, scales, (tall, wide), offsets, x_group, static)
 
     @property
     def nbytes(self) -> float:

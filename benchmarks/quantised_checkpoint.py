@@ -15,7 +15,8 @@ import argparse
 import json
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,12 @@ PER_FILE = 4
 PROMPTS, TOKENS, TOP = 16, 48, 20
 """Prompts, the tokens of each, and how many logprobs are compared."""
 Matrix = dict[str, torch.Tensor]
+
+
+Quantise = Callable[[torch.Tensor], Matrix]
+E2M1 = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The place in a word, from the lowest, of each of its eight codes."""
 
 
 def fp8(weight: torch.Tensor) -> Matrix:
@@ -45,70 +52,188 @@ def fp8_block(weight: torch.Tensor) -> Matrix:
     return {"weight": codes.to(torch.float8_e4m3fn), "weight_scale_inv": scales}
 
 
-def _symmetric(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of 4 bits about 8, and scales for each 128 inputs."""
-    groups = weight.view(len(weight), -1, GROUP)
-    scales = (groups.abs().amax(2) / 7).half()
-    codes = (groups / scales[..., None].float()).round().clamp(-8, 7) + 8
-    return codes.view(weight.shape).int(), scales
+def fp8_tensor(weight: torch.Tensor) -> Matrix:
+    """One scale for the matrix, and a static one for activations."""
+    scale = weight.abs().max() / 448
+    return {"weight": (weight / scale).to(torch.float8_e4m3fn), "weight_scale": scale, "input_scale": torch.tensor(0.02)}
 
 
-def _words(codes: torch.Tensor) -> torch.Tensor:
-    """Packs eight neighbours of the last axis, the first in the lowest bits."""
-    split = codes.view(len(codes), -1, 8)
+def fbgemm(weight: torch.Tensor) -> Matrix:
+    held = fp8(weight)
+    return held | {"weight_scale": held["weight_scale"].float()}
+
+
+def _integers(weight: torch.Tensor, bits: int, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, and scales and zero points for each 128 inputs."""
+    groups, top = weight.view(len(weight), -1, GROUP), 2**bits - 1
+    if symmetric:
+        scales = (groups.abs().amax(2) / (top // 2)).half()
+        zeros = torch.full_like(scales, (top + 1) // 2)
+    else:
+        low, high = groups.amin(2).clamp_max(0), groups.amax(2).clamp_min(0)
+        scales = ((high - low) / top).half()
+        zeros = (-low / scales.float()).round().clamp(0, top)
+    codes = (groups / scales[..., None].float() + zeros[..., None].float()).round().clamp(0, top)
+    return codes.view(weight.shape).int(), scales, zeros.int()
+
+
+def _words(codes: torch.Tensor, bits: int = 4, places: Sequence[int] | None = None) -> torch.Tensor:
+    """Packs neighbours of the last axis, the first in the lowest bits unless ``places`` says otherwise."""
+    per = 32 // bits
+    split = codes.view(len(codes), -1, per)
     words = torch.zeros(split.shape[:2], dtype=torch.int32)
-    for place in range(8):
-        words |= split[..., place] << 4 * place
+    for number, place in enumerate(places or range(per)):
+        words |= split[..., number] << bits * place
     return words
 
 
-def gptq(weight: torch.Tensor) -> Matrix:
-    codes, scales = _symmetric(weight)
-    rows, columns = weight.shape
+def gptq(weight: torch.Tensor, bits: int = 4, symmetric: bool = True, act_order: bool = False) -> Matrix:
+    order = torch.arange(weight.shape[1], dtype=torch.int32) // GROUP
+    if act_order:
+        # The groups of all matrices of a layer lie alike, as those of matrices with the same inputs do.
+        place = torch.randperm(len(order), generator=torch.Generator().manual_seed(len(order)))
+        weight, order = weight[:, place], order[place.argsort()]
+        codes, scales, zeros = _integers(weight, bits, symmetric)
+        codes = codes[:, place.argsort()]
+    else:
+        codes, scales, zeros = _integers(weight, bits, symmetric)
     return {
-        "qweight": _words(codes).t().contiguous(),
-        "qzeros": torch.full((columns // GROUP, rows // 8), 0x77777777, dtype=torch.int32),
+        "qweight": _words(codes, bits).t().contiguous(),
+        "qzeros": _words((zeros.t() - 1) % 2**bits, bits),
         "scales": scales.t().contiguous(),
-        "g_idx": torch.arange(columns, dtype=torch.int32) // GROUP,
+        "g_idx": order,
     }
 
 
-def w4a16(weight: torch.Tensor) -> Matrix:
-    """``W4A16`` of compressed-tensors."""
-    codes, scales = _symmetric(weight)
-    return {"weight_packed": _words(codes), "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
+def awq(weight: torch.Tensor) -> Matrix:
+    codes, scales, zeros = _integers(weight, 4, symmetric=False)
+    return {
+        "qweight": _words(codes.t().contiguous(), 4, AWQ_PLACES),
+        "qzeros": _words(zeros.t().contiguous(), 4, AWQ_PLACES),
+        "scales": scales.t().contiguous(),
+    }
 
 
-def _compressed(kind: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
+def packed(weight: torch.Tensor, bits: int = 4, symmetric: bool = True) -> Matrix:
+    """``W4A16``, ``W8A16`` and ``W4A16_ASYM`` of compressed-tensors."""
+    codes, scales, zeros = _integers(weight, bits, symmetric)
+    held = {"weight_packed": _words(codes, bits), "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
+    return held if symmetric else held | {"weight_zero_point": _words(zeros.t().contiguous(), bits).t().contiguous()}
+
+
+def int8(weight: torch.Tensor) -> Matrix:
+    """``W8A8`` of compressed-tensors."""
+    scales = weight.abs().amax(1, keepdim=True) / 127
+    return {"weight": (weight / scales).round().to(torch.int8), "weight_scale": scales.bfloat16()}
+
+
+def _e2m1(values: torch.Tensor) -> torch.Tensor:
+    """Two numbers of 4 bits in a byte, the first in the lower half."""
+    codes = torch.bucketize(values.abs(), (E2M1[1:] + E2M1[:-1]) / 2).to(torch.uint8) | (values < 0).to(torch.uint8) << 3
+    return codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def _nvfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Bytes, scales of 16 inputs, and the factor of the matrix."""
+    groups = weight.view(len(weight), -1, 16)
+    factor = weight.abs().max() / (6 * 448)
+    scales = (groups.abs().amax(2) / 6 / factor).to(torch.float8_e4m3fn)
+    return _e2m1((groups / (scales.float() * factor)[..., None]).view(weight.shape)), scales, factor
+
+
+def nvfp4(weight: torch.Tensor) -> Matrix:
+    codes, scales, factor = _nvfp4(weight)
+    given = {"weight_global_scale": (1 / factor)[None], "input_global_scale": torch.tensor([100.0])}
+    return {"weight_packed": codes, "weight_scale": scales, **given}
+
+
+def modelopt_nvfp4(weight: torch.Tensor) -> Matrix:
+    codes, scales, factor = _nvfp4(weight)
+    return {"weight": codes, "weight_scale": scales, "weight_scale_2": factor, "input_scale": torch.tensor(0.01)}
+
+
+def mxfp4(weight: torch.Tensor) -> Matrix:
+    groups = weight.view(len(weight), -1, 32)
+    exponents = (groups.abs().amax(2) / 6).log2().ceil()
+    codes = _e2m1((groups / exponents.exp2()[..., None]).view(weight.shape))
+    return {"weight_packed": codes, "weight_scale": (exponents + 127).to(torch.uint8)}
+
+
+def w4afp8(weight: torch.Tensor) -> Matrix:
+    """Experts of ``w4afp8``; the rest is ``fp8_block``."""
+    codes, scales, _ = _integers(weight, 4, symmetric=True)
+    signed = (codes - 8).to(torch.int8)
+    both = (signed[:, ::2] & 15) | (signed[:, 1::2] << 4)
+    return {"weight": both, "weight_scale_inv": scales.bfloat16(), "input_scale": torch.tensor(0.02)}
+
+
+IGNORED = ["lm_head", "re:.*mlp.gate$"]
+
+
+def _compressed(kind: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
-    whole = {"config_groups": {"group_0": group}, "format": kind, "ignore": ["lm_head", "re:.*mlp.gate$"]}
+    whole = {"config_groups": {"group_0": group}, "format": kind, "ignore": IGNORED}
     return {"quant_method": "compressed-tensors", "quantization_status": "compressed", "kv_cache_scheme": None, **whole}
 
 
+def _gptq(**changes: Any) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True, **changes}
+
+
+_MODELOPT = {"quant_method": "modelopt", "ignore": ["lm_head", "*mlp.gate"]}
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "group_size": None, "actorder": None, "observer": "minmax"}
-_INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "group_size": GROUP, "strategy": "group", "dynamic": False}
-FORMATS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "fp8": (
-        fp8,
-        _compressed(
-            "float-quantized",
-            _FP8 | {"strategy": "channel", "dynamic": False},
-            _FP8 | {"strategy": "token", "dynamic": True, "observer": None},
-        ),
+_FP4 = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False}
+_INT = {"type": "int", "symmetric": True, "dynamic": False, "actorder": None, "observer": "minmax"}
+_INT4 = {**_INT, "num_bits": 4, "group_size": GROUP, "strategy": "group"}
+_TOKENS = {"strategy": "token", "dynamic": True, "observer": None}
+_BLOCKS = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "weight_block_size": [GROUP, GROUP],
+    "modules_to_not_convert": ["lm_head"],
+}
+FORMATS: dict[str, tuple[Quantise, dict[str, Any]]] = {
+    "fp8": (fp8, _compressed("float-quantized", _FP8 | {"strategy": "channel", "dynamic": False}, _FP8 | _TOKENS)),
+    "fp8_block": (fp8_block, {"quant_method": "fp8", **_BLOCKS}),
+    "fp8_tensor": (
+        fp8_tensor,
+        {"quant_method": "fp8", "activation_scheme": "static", "modules_to_not_convert": ["lm_head"]},
     ),
-    "fp8_block": (
-        fp8_block,
+    "fbgemm_fp8": (
+        fbgemm,
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
+    ),
+    "modelopt_fp8": (fp8_tensor, {**_MODELOPT, "quant_algo": "FP8"}),
+    "modelopt_nvfp4": (modelopt_nvfp4, {**_MODELOPT, "quant_algo": "NVFP4", "group_size": 16}),
+    "nvfp4": (nvfp4, _compressed("nvfp4-pack-quantized", {**_FP4, "strategy": "tensor_group", "group_size": 16})),
+    "mxfp4": (mxfp4, _compressed("mxfp4-pack-quantized", {**_FP4, "strategy": "group", "group_size": 32})),
+    "int8": (
+        int8,
+        _compressed("int-quantized", {**_INT, "num_bits": 8, "strategy": "channel"}, {**_INT, "num_bits": 8, **_TOKENS}),
+    ),
+    "w4a16": (packed, _compressed("pack-quantized", _INT4)),
+    "w4a16_asym": (partial(packed, symmetric=False), _compressed("pack-quantized", _INT4 | {"symmetric": False})),
+    "w8a16": (partial(packed, bits=8), _compressed("pack-quantized", _INT4 | {"num_bits": 8})),
+    "gptq": (gptq, _gptq()),
+    "gptq_asym": (partial(gptq, symmetric=False), _gptq(sym=False)),
+    "gptq_act_order": (partial(gptq, act_order=True), _gptq(desc_act=True)),
+    "gptq_8bit": (partial(gptq, bits=8), _gptq(bits=8)),
+    "auto_round": (gptq, _gptq(quant_method="auto-round", packing_format="auto_round:auto_gptq")),
+    "awq": (
+        awq,
         {
-            "quant_method": "fp8",
-            "activation_scheme": "dynamic",
-            "fmt": "e4m3",
-            "weight_block_size": [GROUP, GROUP],
-            "modules_to_not_convert": ["lm_head"],
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": GROUP,
+            "zero_point": True,
+            "version": "gemm",
+            "modules_to_not_convert": ["lm_head", "mlp.gate"],
         },
     ),
-    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}),
-    "w4a16": (w4a16, _compressed("pack-quantized", _INT4 | {"actorder": None, "observer": "minmax"}, None)),
+    "w4afp8": (fp8_block, {"quant_method": "w4afp8", "group_size": GROUP, **_BLOCKS}),
 }
+EXPERTS: dict[str, Quantise] = {"w4afp8": w4afp8}
+"""Formats of which experts are quantised otherwise than the rest."""
 
 
 def matrices(config: dict[str, Any], layer: int) -> Iterator[tuple[str, int, int]]:
@@ -126,22 +251,26 @@ def matrices(config: dict[str, Any], layer: int) -> Iterator[tuple[str, int, int
         yield f"{prefix}{each}down_proj", hidden, inner
 
 
-def tensors_of(config: dict[str, Any], layer: int, quantise: Any, random_matrix: Any) -> Matrix:
+def tensors_of(config: dict[str, Any], layer: int, name: str, random_matrix: Any) -> Matrix:
+    """``name``: of the format."""
+    quantise = FORMATS[name][0]
+    experts = EXPERTS.get(name, quantise)
     hidden, width, prefix = config["hidden_size"], config["head_dim"], f"model.layers.{layer}."
     held = {f"{prefix}{name}.weight": torch.ones(hidden) for name in ("input_layernorm", "post_attention_layernorm")}
     held |= {f"{prefix}self_attn.{name}.weight": torch.ones(width) for name in ("q_norm", "k_norm")}
     if config.get("num_experts"):
         held[f"{prefix}mlp.gate.weight"] = random_matrix(config["num_experts"], hidden)
     held = {name: tensor.bfloat16() for name, tensor in held.items()}
-    for name, rows, columns in matrices(config, layer):
-        held |= {f"{name}.{leaf}": tensor for leaf, tensor in quantise(random_matrix(rows, columns)).items()}
+    for module, rows, columns in matrices(config, layer):
+        stored = (experts if ".experts." in module else quantise)(random_matrix(rows, columns))
+        held |= {f"{module}.{leaf}": tensor for leaf, tensor in stored.items()}
     return held
 
 
 def write(options: argparse.Namespace) -> None:
     config = json.loads((options.model / "config.json").read_text())
     layers = config["num_hidden_layers"] = min(options.layers or config["num_hidden_layers"], config["num_hidden_layers"])
-    quantise, config["quantization_config"] = FORMATS[options.format]
+    config["quantization_config"] = FORMATS[options.format][1]
     generator = torch.Generator().manual_seed(options.seed)
 
     def random_matrix(rows: int, columns: int) -> torch.Tensor:
@@ -162,7 +291,7 @@ def write(options: argparse.Namespace) -> None:
     for first in range(0, layers, PER_FILE):
         held: Matrix = {}
         for layer in range(first, min(first + PER_FILE, layers)):
-            held |= tensors_of(config, layer, quantise, random_matrix)
+            held |= tensors_of(config, layer, options.format, random_matrix)
         save(f"layers-{first}.safetensors", held)
     (options.folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     (options.folder / "config.json").write_text(json.dumps(config, indent=1))

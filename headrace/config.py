@@ -103,7 +103,7 @@ class EngineArgs(Checked):
     auto takes the checkpoint's format where the device runs it well; the start-up report gives the reason."""
     quantization: choices.Quantization = "auto"
     """Weight quantisation. auto keeps quantised checkpoints as they are stored where a kernel multiplies them: GGUF files,
-    integers and FP8, and MXFP4 on CPUs and of experts on GPUs. int8 and int4, and on GPUs fp8 (a scale for each output) and
+    integers, FP8 and MXFP4, and NVFP4 on GPUs. int8 and int4, and on GPUs fp8 (a scale for each output) and
     fp8_per_block (128 x 128), quantise a checkpoint while it loads and report the error. none is exact. Names of checkpoint
     formats (awq, gptq_marlin, compressed-tensors ...) mean auto, and are refused for a checkpoint of another."""
     quantization_ignore: choices.MatrixNames = ()

@@ -35,8 +35,8 @@ class QuantSpec:
     codes: Literal["e4m3", "int4", "int8", "mxfp4", "nvfp4"]
     group: ScaleGroup
     """The numbers that share a scale: all, those of an output, or tiles of (outputs, inputs)."""
-    zero: Literal["none", "int"] = "none"
-    """int: groups have integer zero points. none: the codes are symmetric."""
+    zero: Literal["none", "int", "min"] = "none"
+    """int: groups have integer zero points. min: they have minima. none: the codes are symmetric."""
     scale: Literal["float", "e8m0", "e4m3"] = "float"
     """The form of stored scales: floats, exponents of two, or e4m3 with a float for the whole matrix."""
     activations: ActivationScale = "none"
@@ -59,6 +59,8 @@ class QuantSpec:
         words = [self.codes, shared]
         if self.zero == "int":
             words.append("integer zeros")
+        elif self.zero == "min":
+            words.append("minima")
         if self.activation_codes != "none":
             words.append(f"for {self.activation_codes} activations ({self.activations})")
         return ", ".join(words)
@@ -73,7 +75,7 @@ class StoredMatrix:
     read_codes: Callable[[], Codes | None] = lambda: None
     """Reads its codes; None: it is stored as floats."""
     read_spec: Callable[[], QuantSpec | None] = lambda: None
-    """Reads the number format of the codes; None: it is stored as floats, or in a GGUF file."""
+    """Reads the number format of the codes; None: it is stored as floats."""
 
     @cached_property
     def spec(self) -> QuantSpec | None:

@@ -111,12 +111,12 @@ class Keep(Candidate):
 
     Args:
         methods: the first that holds the codes of all parts takes the layer.
-        codes: the type of these codes.
+        codes: the types of these codes.
         limits_of: the engine's limits.
     """
 
     methods: tuple[type[LinearMethod], ...]
-    codes: type[Codes]
+    codes: tuple[type[Codes], ...]
     keeps: frozenset[str]
     title: str
     limits_of: Callable[[EngineFacts], list[Limit]]

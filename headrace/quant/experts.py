@@ -6,21 +6,40 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from headrace.errors import ConfigError
 from headrace.kernels.linear.fp8_reference import E4M3_MAX, LEAST_SCALE
-from headrace.kernels.moe.codes import BLOCK, MIDDLE, X_GROUP, ExpertCodec, ExpertCodes, pack_words
+from headrace.kernels.moe.codes import (
+    BLOCK,
+    HALF_PLACE,
+    MIDDLE,
+    PLACE,
+    X_GROUP,
+    ExpertCodec,
+    ExpertCodes,
+    pack_words,
+    scales_sums,
+)
 from headrace.layers.moe import Experts, ExpertsMethod
 from headrace.layers.stored import Codes, QuantSpec, StoredMatrix
 from headrace.model_spec import MoeSpec
 from headrace.parallel.shards import Cut
 from headrace.quant.float_codes import MicroscaledCodes, TileCodes
-from headrace.quant.groups import GroupCodes
+from headrace.quant.groups import GroupCodes, narrow
+from headrace.quant.packed import integer_codes
 
-Encoded = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""Codes, scales and zero points of some outputs of one expert, as ``ExpertCodes`` holds them."""
+
+class Encoded(NamedTuple):
+    """Some outputs of one expert, as ``ExpertCodes`` holds them."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    offsets: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+    """``[K]`` int32"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,17 +49,21 @@ class ExpertFormat:
     codec: ExpertCodec
     group: tuple[int, int]
     zeros: bool = False
+    """The codes have integer zero points."""
+    minima: bool = False
+    """They have minima, or zero points that are held as such."""
     x_group: int | None = None
     x_scale: float | None = None
 
     def __str__(self) -> str:
         outputs, inputs = self.group
-        names = {"e4m3": "FP8", "int4": "int4", "mxfp4": "MXFP4"}
+        names = {"e4m3": "FP8", "mxfp4": "MXFP4"}
         shared = "a scale for each output" if self.codec == "e4m3" and outputs == 1 else f"groups of {inputs}"
         if outputs > 1:
             shared = f"a scale for each {outputs} x {inputs}"
         rounded = "" if self.x_group is None or self.codec == "e4m3" else ", activations in FP8"
-        return f"{names[self.codec]}, {shared}{rounded}"
+        minima = " with minima" if self.minima else ""
+        return f"{names.get(self.codec, self.codec)}, {shared}{minima}{rounded}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,7 +116,7 @@ class ExpertsCandidate(ABC):
 class KeepExperts(ExpertsCandidate):
     """Keeps codes and scales of a checkpoint as they are."""
 
-    keeps = frozenset({"e4m3", "int4", "mxfp4"})
+    keeps = frozenset({"e4m3", "int4", "int8", "mxfp4", "nvfp4"})
 
     def concerns(self, facts: ExpertsFacts) -> bool:
         return any(stored.spec is not None for matrix in facts.stored.values() for stored in matrix)
@@ -108,9 +131,9 @@ class KeepExperts(ExpertsCandidate):
             # Only its values say whether an order is another one; all experts are alike.
             first = facts.stored[matrix][0]
             if not found and first.spec is not None and first.spec.order == "g_idx":
-                codes = first.codes
-                if isinstance(codes, GroupCodes) and codes.order is not None:
-                    found.append("the experts' inputs are stored in another order (desc_act, actorder)")
+                codes, inputs = first.codes, facts.shape(matrix)[2]
+                if isinstance(codes, GroupCodes) and codes.order is not None and codes.shape[1] != inputs:
+                    found.append("a rank's part cuts groups of inputs in another order (desc_act, actorder)")
         return found
 
     def method(self, facts: ExpertsFacts) -> CodedExperts:
@@ -155,34 +178,56 @@ def _formats(facts: ExpertsFacts, matrix: str) -> list[ExpertFormat | str]:
     alike = dict.fromkeys(None if spec is None else dataclasses.replace(spec, input_scale=None) for spec in specs)
     # Static scales of activations are the largest of all experts': tokens are rounded before they are dealt out.
     largest = max(scales, default=None)
-    return [_format(spec, largest, facts.shape(matrix)[2], facts.rows(matrix)) for spec in alike]
+    found = dict.fromkeys(_format(spec, largest, facts.shape(matrix)[2], facts.rows(matrix)) for spec in alike)
+    formats = [one for one in found if isinstance(one, ExpertFormat)]
+    common = _common(formats) if len(found) == len(formats) > 1 else None
+    return list(found) if common is None else [common]
 
 
 def _format(spec: QuantSpec | None, x_scale: float | None, inputs: int, rows: int) -> ExpertFormat | str:
     if spec is None:
         return "not all experts are stored as codes in the order of the layer"
     if spec.codes == "mxfp4":
-        return ExpertFormat(codec="mxfp4", group=(1, 32)) if inputs % 32 == 0 else f"{inputs} inputs are no multiple of 32"
-    if spec.codes not in ("int4", "e4m3"):
-        return f"no kernel here multiplies experts of {spec.codes}"
+        return (
+            ExpertFormat(codec="mxfp4", group=(1, PLACE))
+            if inputs % PLACE == 0
+            else f"{inputs} inputs are no multiple of {PLACE}"
+        )
     tile = spec.group if isinstance(spec.group, tuple) else (1, inputs)
     group = tile[1]
     if group < inputs and inputs % group:
         # A rank's part begins within a group, or the last group is short: parts of groups hold the same numbers.
         group = math.gcd(group, inputs)
     group = min(group, inputs)
-    if group < inputs and group not in (32, 64) and group % BLOCK:
-        return f"groups of {group} inputs share a scale: kernels here take 32, 64 and multiples of {BLOCK}"
     x_group = {"none": None, "token": inputs, "group128": X_GROUP, "static": inputs}[spec.activations]
     x_group = x_group if spec.activation_codes == "e4m3" else None
     if spec.codes == "e4m3":
-        if group < inputs and group & (group - 1):
-            return f"groups of {group} inputs share a scale: kernels of FP8 take powers of two"
+        if group < inputs and (not scales_sums(group) or group & (group - 1)):
+            return f"groups of {group} inputs share a scale: kernels of FP8 take powers of two from {PLACE} on"
         return ExpertFormat(codec="e4m3", group=(_shared_outputs(tile[0], rows), group), x_group=x_group)
     if tile[0] != 1:
         return f"tiles of {tile[0]} outputs share a scale"
+    if group < inputs and group % HALF_PLACE:
+        return f"groups of {group} inputs share a scale: kernels here take multiples of {HALF_PLACE}"
+    on_sums = group == inputs or scales_sums(group)
+    codec: ExpertCodec = "int4" if spec.codes == "int4" else "int8"
+    minima = spec.zero == "min" or (spec.zero == "int" and not (codec == "int4" and on_sums))
+    if x_group is not None and (codec == "int8" or minima or not on_sums or (spec.order != "none" and x_group < inputs)):
+        return f"no kernel here multiplies experts of {spec}"
     static = x_scale if spec.activations == "static" and x_group is not None else None
-    return ExpertFormat(codec="int4", group=(1, group), zeros=spec.zero == "int", x_group=x_group, x_scale=static)
+    zeros = spec.zero == "int" and not minima
+    return ExpertFormat(codec=codec, group=(1, group), zeros=zeros, minima=minima, x_group=x_group, x_scale=static)
+
+
+def _common(formats: Sequence[ExpertFormat]) -> ExpertFormat | None:
+    """The format of integers that holds all of these; None: there is none."""
+    group = min(one.group[1] for one in formats)
+    if any(one.codec not in MIDDLE or one.x_group is not None or one.group[1] % group for one in formats):
+        return None
+    codec: ExpertCodec = "int8" if any(one.codec == "int8" for one in formats) else "int4"
+    offsets = any(one.zeros or one.minima for one in formats)
+    zeros = offsets and codec == "int4" and not any(one.minima for one in formats)
+    return ExpertFormat(codec=codec, group=(1, group), zeros=zeros, minima=offsets and not zeros)
 
 
 def _shared_outputs(tile: int, rows: int) -> int:
@@ -193,14 +238,15 @@ def _shared_outputs(tile: int, rows: int) -> int:
 class CodedExperts(ExpertsMethod):
     """Experts as codes. Their products are as exact as those of floats; activations are rounded where the format says so.
 
-    Buffers: ``gate_up_proj_codes``, ``_scales`` and ``_zeros``, and those of ``down_proj``. They must stay where they are.
+    Buffers: ``gate_up_proj_codes``, ``_scales``, ``_offsets`` and ``_order``, and those of ``down_proj``. They must stay where
+    they are.
 
     Args:
         formats: by matrix.
         rounds: the formats are not those of the checkpoint.
     """
 
-    constants = ("_x_scale",)
+    constants = ("_x_scale", "_order")
 
     def __init__(self, formats: Mapping[str, ExpertFormat], *, rounds: bool = False) -> None:
         self.formats = formats
@@ -215,6 +261,7 @@ class CodedExperts(ExpertsMethod):
         self._device = torch.device(device)
         self._squares = torch.zeros(2, dtype=torch.float64, device=device)
         """Sums of the squares of rounding errors and of weights."""
+        self._orders = ExpertOrders()
         for matrix, (count, outputs, inputs) in layer.shapes.items():
             if matrix in layer._parameters:
                 delattr(layer, matrix)
@@ -223,10 +270,11 @@ class CodedExperts(ExpertsMethod):
                 codes = torch.empty(count, outputs, inputs, dtype=torch.uint8, device=device)
             else:
                 blocks = -(-inputs // BLOCK)
-                codes = torch.empty(count, blocks, outputs, BLOCK // 4, dtype=torch.int16, device=device)
+                words = torch.int32 if own.codec == "int8" else torch.int16
+                codes = torch.empty(count, blocks, outputs, PLACE, dtype=words, device=device)
             layer.register_buffer(f"{matrix}_codes", codes)
-            layer.register_buffer(f"{matrix}_scales", None)
-            layer.register_buffer(f"{matrix}_zeros", None)
+            for name in ("scales", "offsets", "order"):
+                layer.register_buffer(f"{matrix}_{name}", None)
             x_scale = None if own.x_scale is None else torch.full((1,), own.x_scale, dtype=torch.float32, device=device)
             layer.register_buffer(f"{matrix}_x_scale", x_scale)
 
@@ -253,16 +301,15 @@ class CodedExperts(ExpertsMethod):
             self._fill(layer, matrix, index if expert is None else expert, start, encoded)
 
     def _fill(self, layer: Experts, matrix: str, expert: int, start: int, encoded: Encoded) -> None:
-        codes, scales, zeros = encoded
+        codes, scales, offsets, order = encoded
         count, outputs, _ = layer.shapes[matrix]
         own = self.formats[matrix]
-        self._hold(layer, f"{matrix}_scales", scales, (count, scales.shape[0], outputs // own.group[0]))
-        if zeros is not None:
-            self._hold(layer, f"{matrix}_zeros", zeros, (count, zeros.shape[0], outputs))
+        self._orders.hold(layer, matrix, expert, order)
         whole = layer.get_buffer(f"{matrix}_codes")[expert]
         whole.narrow(-2, start, codes.shape[-2]).copy_(codes)
-        for name, values in (("scales", scales), ("zeros", zeros)):
+        for name, values in (("scales", scales), ("offsets", offsets)):
             if values is not None:
+                self._hold(layer, f"{matrix}_{name}", values, (count, values.shape[0], outputs // own.group[0]))
                 held = layer.get_buffer(f"{matrix}_{name}")[expert]
                 held.narrow(-1, start // own.group[0], values.shape[-1]).copy_(values)
 
@@ -284,15 +331,15 @@ class CodedExperts(ExpertsMethod):
         # In float64 only the two sums.
         error = codes.float().mul_(factors).sub_(blocks)
         self._squares += torch.stack([one.square().sum(dtype=torch.float64) for one in (error, weight)])
-        return codes.view(padded.shape)[:, :inputs].view(torch.uint8), scales.t(), None
+        return Encoded(codes.view(padded.shape)[:, :inputs].view(torch.uint8), scales.t())
 
     def codes(self, layer: Experts, matrix: str) -> ExpertCodes:
         own = self.formats[matrix]
-        names = ("codes", "scales", "zeros", "x_scale")
-        codes, scales, zeros, x_scale = (layer._buffers[f"{matrix}_{name}"] for name in names)
+        names = ("codes", "scales", "offsets", "x_scale", "order")
+        codes, scales, offsets, x_scale, order = (layer._buffers[f"{matrix}_{name}"] for name in names)
         if codes is None or scales is None:
             raise ValueError(f"{matrix} is not loaded")
-        return ExpertCodes(own.codec, layer.shapes[matrix], codes, scales, own.group, zeros, own.x_group, x_scale)
+        return ExpertCodes(own.codec, layer.shapes[matrix], codes, scales, own.group, offsets, own.x_group, x_scale, order)
 
     def factors(self, layer: Experts) -> tuple[ExpertCodes, ExpertCodes]:
         return self.codes(layer, "gate_up_proj"), self.codes(layer, "down_proj")
@@ -313,22 +360,57 @@ def encode(codes: Codes, own: ExpertFormat, device: torch.device) -> Encoded:
         row = (torch.arange(0, outputs, own.group[0], device=device) + codes.first[0]) // codes.tile[0]
         column = (torch.arange(0, inputs, own.group[1], device=device) + codes.first[1]) // codes.tile[1]
         scales = codes.scales.to(device).float().flatten(0, -2)[row][:, column]
-        return codes.values.to(device).view(outputs, inputs).view(torch.uint8), scales.t(), None
-    if isinstance(codes, MicroscaledCodes):
+        return Encoded(codes.values.to(device).view(outputs, inputs).view(torch.uint8), scales.t())
+    if isinstance(codes, MicroscaledCodes) and own.codec == "mxfp4":
         pairs = codes.blocks.to(device).flatten(0, -3)
         numbers = torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
-        return pack_words(numbers), codes.scales.to(device).flatten(0, -2).t(), None
-    if not isinstance(codes, GroupCodes) or codes.zeros is None:
+        return Encoded(pack_words(numbers), codes.scales.to(device).flatten(0, -2).t())
+    integers = integer_codes(codes)
+    if integers is None:
         raise ConfigError(f"experts as {type(codes).__name__} are not kept: set quantization none", "quantization")
-    if codes.order is not None:
+    ordered = integers.sort()
+    if ordered is None:
         raise ConfigError(
-            "experts whose inputs are stored in another order (desc_act, actorder) are not kept: set quantization none",
+            "experts whose inputs are in another order (desc_act, actorder), with groups of several sizes, are not kept: set "
+            "quantization none",
             "quantization",
         )
-    held = _in_groups(codes, own.group[1])
-    scales, zeros = held.scales.to(device).t(), held.offsets.to(device).t()
-    signed = (zeros.to(torch.int16) - MIDDLE).to(torch.int8) if own.zeros else None
-    return pack_words(codes.codes.to(device)), scales, signed
+    held = _in_groups(ordered[1], own.group[1])
+    numbers, bits = held.codes.to(device), 8 if own.codec == "int8" else 4
+    offsets = None
+    if own.minima:
+        offsets = narrow(held.mins.to(device)).t()
+    elif own.zeros:
+        offsets = (held.offsets.to(device).to(torch.int16) - MIDDLE["int4"]).to(torch.int8).t()
+    elif held.bits < bits:
+        numbers = numbers + (MIDDLE["int8"] - MIDDLE["int4"])
+    order = None if integers.order is None else ordered[0].int().to(device)
+    return Encoded(pack_words(numbers, bits), narrow(held.scales.to(device)).t(), offsets, order)
+
+
+class ExpertOrders:
+    """Fills buffers ``[num_held, inputs]`` of experts with the input at each place, where a checkpoint's groups are not of
+    neighbours. Of experts in which all are, there is no buffer."""
+
+    def __init__(self) -> None:
+        self._loaded: set[tuple[str, int]] = set()
+        """Matrices and experts of which a part is loaded."""
+
+    def hold(self, layer: Experts, matrix: str, expert: int, order: torch.Tensor | None) -> None:
+        """Raises ConfigError if another part of the matrix has another order."""
+        name, (count, _, inputs) = f"{matrix}_order", layer.shapes[matrix]
+        held = layer._buffers[name]
+        if held is None and order is not None:
+            held = torch.arange(inputs, dtype=order.dtype, device=order.device).repeat(count, 1)
+            layer._buffers[name] = held
+        if held is not None:
+            own = torch.arange(inputs, dtype=held.dtype, device=held.device) if order is None else order
+            if (matrix, expert) in self._loaded and not torch.equal(held[expert], own):
+                raise ConfigError(
+                    f"gate and up of expert {expert} have inputs in different orders: set quantization none", "quantization"
+                )
+            held[expert] = own
+        self._loaded.add((matrix, expert))
 
 
 def cut_experts(codes: Codes, cut: Cut) -> Codes:
@@ -341,9 +423,10 @@ def cut_experts(codes: Codes, cut: Cut) -> Codes:
 
 def _in_groups(codes: GroupCodes, group: int) -> GroupCodes:
     """The same numbers in groups of a divisor of their size."""
-    if codes.group == group or codes.scales.shape[1] == 1:
+    count = -(-codes.shape[1] // group)
+    if codes.scales.shape[1] == count:
         return codes
-    count, each = -(-codes.shape[1] // group), codes.group // group
+    each = count if codes.scales.shape[1] == 1 else codes.group // group
     scales, offsets = (values.repeat_interleave(each, 1)[:, :count] for values in (codes.scales, codes.offsets))
     return dataclasses.replace(codes, scales=scales, offsets=offsets, group=group)
 

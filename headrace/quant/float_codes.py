@@ -18,8 +18,8 @@ from headrace.quant.groups import GroupCodes
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E8M0_BIAS = 127
 _E8M0_NAN = 255
-_E2M1_ZERO = 12
-"""Code of 0 among the numbers of e2m1 in halves."""
+_E2M1_ZERO = 128
+"""Code of 0 among the numbers of e2m1 in halves: the middle one, which kernels subtract."""
 _ROWS = 4096
 
 
@@ -97,13 +97,20 @@ class MicroscaledCodes:
         return out
 
     def integers(self) -> GroupCodes | None:
-        """The same numbers as 8-bit codes with zero points; None: it is no matrix in MXFP4, or has a scale that is NaN."""
-        if self.scales.is_floating_point() or self.scales.dim() != 2 or bool((self.scales == _E8M0_NAN).any()):
+        """The same numbers as 8-bit codes with zero points; None: it is no matrix, or has a scale that is NaN."""
+        scales = self.scales
+        if scales.dim() != 2:
             return None
-        halves = (2 * _pairs(self.blocks.device).float() + _E2M1_ZERO).to(torch.uint8)
-        codes = halves.index_select(0, self.blocks.flatten().int()).view(len(self.blocks), -1)
-        scales = torch.ldexp(torch.ones_like(self.scales, dtype=torch.float32), self.scales.int() - (_E8M0_BIAS + 1))
-        return GroupCodes(8, codes, scales, torch.full_like(self.scales, _E2M1_ZERO))
+        if scales.is_floating_point():
+            halves = scales.float() / 2
+        elif bool((scales == _E8M0_NAN).any()):
+            return None
+        else:
+            halves = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - (_E8M0_BIAS + 1))
+        numbers = (2 * _pairs(self.blocks.device).float() + _E2M1_ZERO).to(torch.uint8)
+        codes = numbers.index_select(0, self.blocks.flatten().int()).view(len(self.blocks), -1)
+        zeros = torch.full_like(halves, _E2M1_ZERO, dtype=torch.uint8)
+        return GroupCodes(8, codes, halves, zeros, 2 * self.blocks.shape[-1])
 
     def cut(self, cut: Cut) -> MicroscaledCodes:
         size = 2 * self.blocks.shape[-1]

@@ -179,7 +179,9 @@ def _limits(engine: EngineFacts) -> list[Limit]:
     return limits
 
 
-KEEP_FP8 = Keep(methods=(Fp8Method, Fp8BlockMethod), codes=TileCodes, keeps=frozenset({"e4m3"}), title="FP8", limits_of=_limits)
+KEEP_FP8 = Keep(
+    methods=(Fp8Method, Fp8BlockMethod), codes=(TileCodes,), keeps=frozenset({"e4m3"}), title="FP8", limits_of=_limits
+)
 
 
 def round_to_fp8(method: type[Fp8Method]) -> Round:

@@ -131,6 +131,12 @@ class GroupCodes:
         return GroupCodes(self.bits, self.codes, scales, offsets)
 
 
+def narrow(values: torch.Tensor) -> torch.Tensor:
+    """The same numbers, of float32 in float16 if that holds them."""
+    half = values.half()
+    return half if values.dtype == torch.float32 and torch.equal(half.float(), values) else values
+
+
 def concatenate(pieces: Sequence[GroupCodes]) -> GroupCodes:
     """Concatenates pieces along the outputs. All have the same bits, K and groups."""
     if len(pieces) == 1:

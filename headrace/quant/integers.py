@@ -48,11 +48,14 @@ class Integers(Candidate):
         return max(self._part_bits(part, layer.is_head) for part in layer.parts)
 
     def _part_bits(self, part: StoredMatrix, is_head: bool) -> int:
-        """4 for what is stored with 4 bits, 8 for what is stored with more; floats as asked."""
-        if is_head or self.bits == 8 or part.kind == "Q6_K":
+        """4 for what is stored with 4 bits, 8 for what is stored with more or in smaller groups than kernels keep; floats as
+        asked."""
+        if is_head or self.bits == 8:
             return 8
         codes = integer_codes(part.codes)
-        return self.bits if codes is None else codes.bits
+        if codes is None:
+            return self.bits
+        return 8 if codes.group < GROUP else codes.bits
 
     def _keeps(self, layer: LayerFacts, bits: int) -> bool:
         return all(kept_codes(part, bits) is not None for part in layer.parts)

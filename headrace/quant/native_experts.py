@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import cast
 
@@ -15,7 +16,7 @@ from headrace.kernels.moe.reference import run_adapted
 from headrace.kernels.native import NativeKernels
 from headrace.layers.moe import Experts, ExpertsMethod
 from headrace.layers.stored import Codes, QuantSpec, StoredMatrix
-from headrace.quant.experts import ExpertsCandidate, ExpertsFacts
+from headrace.quant.experts import ExpertOrders, ExpertsCandidate, ExpertsFacts
 from headrace.quant.float_codes import MicroscaledCodes, TileCodes
 from headrace.quant.groups import GROUP, round_to_groups, rows_at_once
 from headrace.quant.native import LANES, NativeFp8Method, Tail, pack, pack_fp8, tail_of, unpack, with_vectors
@@ -48,8 +49,7 @@ class NativeExperts(ExpertsMethod):
     def allocate(self, layer: Experts, dtype: torch.dtype, device: str | torch.device) -> None:
         self._squares = torch.zeros(2, dtype=torch.float64)
         """Sums of the squares of rounding errors and of weights."""
-        self._ordered: set[tuple[str, int]] = set()
-        """Matrices and experts of which a part is loaded."""
+        self._orders = ExpertOrders()
         for matrix, (count, outputs, inputs) in layer.shapes.items():
             if matrix in layer._parameters:
                 delattr(layer, matrix)
@@ -84,26 +84,16 @@ class NativeExperts(ExpertsMethod):
         integers = integer_codes(codes)
         ordered = None if integers is None else integers.sort()
         weights = None if ordered is None else ordered[1].regroup()
-        if ordered is None or weights is None or weights.zeros is None:
+        if ordered is None or weights is None:
             raise ConfigError(f"{matrix} of experts has codes that no groups of {GROUP} hold: set quantization none", "model")
-        self._set_order(layer, matrix, expert, ordered[0])
+        if weights.zeros is None:
+            # Symmetric codes of GGUF: only those of minima in the middle come here.
+            weights = dataclasses.replace(weights, offsets=torch.full_like(weights.scales, 2 ** (weights.bits - 1)).byte())
+        self._orders.hold(layer, matrix, expert, None if integers is None or integers.order is None else ordered[0])
         if tail_of(weights) is Tail.FLOAT_ZEROS:
             self._widen(layer, matrix)
         bits = cast(int, self._bits[matrix])
         return pack(weights if weights.bits == bits else weights.widen(), self._tails[matrix])
-
-    def _set_order(self, layer: Experts, matrix: str, expert: int, order: torch.Tensor) -> None:
-        held, name = layer._buffers[f"{matrix}_order"], f"{matrix}_order"
-        usual = torch.arange(len(order))
-        if held is None and not torch.equal(order, usual):
-            held = layer._buffers[name] = usual.repeat(layer.shapes[matrix][0], 1)
-        if held is not None:
-            if (matrix, expert) in self._ordered and not torch.equal(held[expert], order):
-                raise ConfigError(
-                    f"gate and up of expert {expert} have inputs in different orders: set quantization none", "model"
-                )
-            held[expert] = order
-        self._ordered.add((matrix, expert))
 
     def _widen(self, layer: Experts, matrix: str) -> None:
         """Holds scales that half precision does not hold: all of the matrix are float32 from now on."""
@@ -249,8 +239,8 @@ def _objection(spec: QuantSpec | None, inputs: int) -> str:
     """Returns why codes are not kept; empty: they are."""
     if spec is None:
         return "not all experts are stored as codes in the order of the layer"
-    if spec.codes not in KeepNativeExperts.keeps:
-        return f"no kernel here multiplies experts of {spec.codes}"
+    if spec.codes not in KeepNativeExperts.keeps or spec.zero == "min":
+        return f"no kernel here multiplies experts of {spec}"
     group = spec.group[1] if isinstance(spec.group, tuple) else inputs
     if group < inputs and group % GROUP:
         return f"{group} inputs share a scale, which is no multiple of {GROUP}"

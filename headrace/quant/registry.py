@@ -13,7 +13,7 @@ from headrace.model_spec import ModelSpec
 from headrace.quant.candidates import Candidate, EngineFacts, Limit
 from headrace.quant.experts import ExpertsCandidate, KeepExperts, RoundExperts
 from headrace.quant.formats.find import method_name
-from headrace.quant.formats.gguf import INT4_TYPES, INT8_TYPES
+from headrace.quant.formats.gguf import INT4_TYPES, SPECS
 from headrace.quant.formats.scheme import Scheme
 from headrace.quant.fp8 import KEEP_FP8, Fp8BlockMethod, Fp8Method, round_to_fp8
 from headrace.quant.groups import GROUP as INTEGER_GROUP
@@ -24,8 +24,6 @@ from headrace.quant.wna16 import KEEP_INTEGERS, Int4GpuMethod, Int8GpuMethod, ro
 STORED, STORED_INT4 = "stored", "stored_int4"
 """The quantizations that keep what a checkpoint stores, where kernels multiply it; the second, if all of it is held with 4
 bits. Users name them with ``auto``."""
-_FOUR_BITS = {"cpu": frozenset({"int4"}), "cuda": frozenset({"int4", "mxfp4"})}
-"""Type of device -> codes that it holds with 4 bits."""
 _SCALES = 4 / INTEGER_GROUP
 """Most bytes that the scales of a weight take."""
 _ZEROS = 2 * _SCALES
@@ -247,18 +245,21 @@ def automatic(engine: EngineFacts, types: Counter[str] | None, stored: Scheme | 
         Its name, or none; and why.
     """
     mixture = engine.mixture
-    if stored is None and (engine.device == "cpu" or (mixture and types is not None)):
+    if stored is None and engine.device == "cpu":
         bits, why = integers_of_file(engine, types)
         limit = refusal(f"int{bits}", engine) if bits else None
         if limit is not None:
             return "none", limit.reason
         return (f"int{bits}" if bits else "none"), why
     codes = {rule.format.spec.codes for rule in stored.rules if rule.format is not None} if stored is not None else set()
-    if types is not None and types.keys() & (INT4_TYPES | INT8_TYPES):
+    if types is not None and types.keys() & SPECS.keys():
         codes = {"int4" if types.keys() <= INT4_TYPES else "int8"}
-    name = STORED_INT4 if codes <= _FOUR_BITS[engine.device] else STORED
+    # Mixtures have MXFP4 in their experts. Other kernels than those of GPUs' experts hold it with 8 bits.
+    four_bits = {"int4", "mxfp4"} if mixture and engine.device == "cuda" else {"int4"}
+    name = STORED_INT4 if codes <= four_bits else STORED
     quantization = find(name, engine.device)
-    wanted = [candidate for candidate in quantization.candidates if candidate.keeps & codes]
+    of_matrices = codes - {"mxfp4"} if mixture else codes
+    wanted = [candidate for candidate in quantization.candidates if candidate.keeps & of_matrices]
     kept = _kept(quantization.experts if mixture else quantization.candidates)
     if not codes or codes - kept:
         theirs = " or ".join(sorted(kept) if mixture else (candidate.title for candidate in quantization.candidates))

@@ -13,8 +13,9 @@ from headrace.kernels.linear.wna16_reference import GROUPS, MAX_TILES, RUN, Pack
 from headrace.layers.linear import Linear
 from headrace.layers.stored import Codes, StoredMatrix
 from headrace.quant.candidates import EngineFacts, Keep, Limit, Round
-from headrace.quant.groups import GroupCodes, relative_error, rows_at_once
-from headrace.quant.packed import PackedMethod
+from headrace.quant.float_codes import MicroscaledCodes
+from headrace.quant.groups import GroupCodes, narrow, relative_error, rows_at_once
+from headrace.quant.packed import PackedMethod, integer_codes
 
 GROUP = 128
 """Inputs that share a scale where floats are rounded to 4 bits. Those of 8 bits have one for each output."""
@@ -36,9 +37,10 @@ class Int4GpuMethod(PackedMethod):
 
     @classmethod
     def holds(cls, codes: Codes) -> bool:
-        if not isinstance(codes, GroupCodes) or codes.bits > cls.bits:
+        held = integer_codes(codes)
+        if held is None or held.bits > cls.bits:
             return False
-        return codes.scales.shape[1] == 1 or codes.group in GROUPS or codes.group % RUN == 0
+        return held.scales.shape[1] == 1 or held.group in GROUPS or held.group % RUN == 0
 
     def allocate(self, layer: Linear, dtype: torch.dtype, device: str | torch.device) -> None:
         super().allocate(layer, dtype, device)
@@ -50,8 +52,8 @@ class Int4GpuMethod(PackedMethod):
         pieces: list[GroupCodes] = []
         approximate, exact = [], []
         for part in parts:
-            codes = part.codes
-            if isinstance(codes, GroupCodes) and self.holds(codes):
+            codes = integer_codes(part.codes)
+            if codes is not None and self.holds(codes):
                 pieces.append(codes)
                 continue
             floats = part.exact().to(self._device)
@@ -85,17 +87,20 @@ class Int4GpuMethod(PackedMethod):
         group = min(_group(piece) for piece in pieces)
         if any(_group(piece) % group for piece in pieces):
             raise OverflowError("its parts have groups of sizes that do not divide each other")
-        scales, middles = [], []
+        scales, middles, codes = [], [], []
         for piece in pieces:
+            # Of codes with fewer bits the middle one becomes this middle, so that symmetric ones need no shift.
+            own = 2 ** (piece.bits - 1)
+            codes.append(piece.codes + (middle - own) if own < middle else piece.codes)
             scale = piece.scales.float()
-            shift = piece.offsets + middle * scale if piece.zeros is None else scale * (middle - piece.offsets.float())
+            shift = piece.offsets + own * scale if piece.zeros is None else scale * (own - piece.offsets.float())
             each, count = _group(piece) // group, -(-inputs // group)
             scales.append(piece.scales.repeat_interleave(each, 1)[:, :count].t())
             middles.append(shift.repeat_interleave(each, 1)[:, :count].t())
         shifts = torch.cat(middles, 1).contiguous()
         return PackedWeight(
-            words=pack(torch.cat([piece.codes for piece in pieces]), self.bits),
-            scales=torch.cat(scales, 1).contiguous(),
+            words=pack(torch.cat(codes), self.bits),
+            scales=narrow(torch.cat(scales, 1)).contiguous(),
             middles=shifts if bool(shifts.any()) else None,
             group=group,
             inputs=inputs,
@@ -119,7 +124,8 @@ class Int4GpuMethod(PackedMethod):
 
 
 class Int8GpuMethod(Int4GpuMethod):
-    """Codes of 8 bits, and of 4 where a part of a fused matrix has 8. Rounded floats have a scale for each output."""
+    """Codes of 8 bits, and of 4 where a part of a fused matrix has 8; MXFP4 and NVFP4 are integers, halves of them counted.
+    Rounded floats have a scale for each output."""
 
     bits = 8
     format = "int8 in groups"
@@ -184,9 +190,9 @@ def _limits(engine: EngineFacts) -> list[Limit]:
 
 KEEP_INTEGERS = Keep(
     methods=(Int4GpuMethod, Int8GpuMethod),
-    codes=GroupCodes,
-    keeps=frozenset({"int4", "int8"}),
-    title="integers",
+    codes=(GroupCodes, MicroscaledCodes),
+    keeps=frozenset({"int4", "int8", "mxfp4", "nvfp4"}),
+    title="integers, MXFP4 or NVFP4",
     limits_of=_limits,
 )
 

@@ -52,7 +52,7 @@ def note_stored_format(scheme: Scheme | None, dtype: str, quantization: str, dev
 
 
 def gguf_types(files: ModelFiles) -> Counter[str] | None:
-    """Counts the layers' matrices in the file by type; None: it is no GGUF file, or is not read."""
+    """Counts the layers' matrices in the file by type, but for routers; None: it is no GGUF file, or is not read."""
     if files.kind != "gguf":
         return None
     from headrace.sources.gguf import open_gguf
@@ -61,7 +61,9 @@ def gguf_types(files: ModelFiles) -> Counter[str] | None:
     for path in files.weight_files:
         tensors = open_gguf(path).tensors
         counts.update(
-            tensor.tensor_type.name for tensor in tensors if tensor.name.startswith("blk.") and len(tensor.shape) == 2
+            tensor.tensor_type.name
+            for tensor in tensors
+            if tensor.name.startswith("blk.") and len(tensor.shape) in (2, 3) and "ffn_gate_inp" not in tensor.name
         )
     return counts
 

@@ -50,7 +50,7 @@ class Checkpoint:
         return None
 
     def spec(self, name: str) -> QuantSpec | None:
-        """Reads the number format of a matrix; None: it is stored as floats, or in a GGUF file."""
+        """Reads the number format of a matrix; None: it is stored as floats."""
         return None
 
     def may_be_left_out(self, name: str) -> bool:

@@ -17,17 +17,16 @@ from gguf import (
 from gguf.quants import dequantize
 
 from headrace.errors import ConfigError
+from headrace.layers.stored import Codes, QuantSpec
 from headrace.model_spec import ModelSpec
 from headrace.quant import gguf_blocks
-from headrace.quant.groups import GroupCodes
+from headrace.quant.formats.gguf import PLAIN_TYPES, SPECS
 from headrace.sources.gguf import Metadata, forget, open_gguf
 from headrace.weights.checkpoint import Checkpoint, StoredTensor
 from headrace.weights.gguf_names import hf_names, hf_shape, hf_values
 
 Type = GGMLQuantizationType
-READABLE = frozenset(
-    (Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.Q4_K, Type.Q5_K, Type.Q6_K)
-)
+READABLE = frozenset(kind for kind in Type if kind.name in PLAIN_TYPES | SPECS.keys())
 _PLAIN = {Type.F32: torch.float32, Type.F16: torch.float16, Type.BF16: torch.bfloat16}
 _IN_THE_CONFIG = frozenset({"rope_freqs.weight"})
 """Tensors whose content the configuration holds."""
@@ -87,11 +86,14 @@ class GGUFCheckpoint(Checkpoint):
         floats = dequantize(self._blocks(name), kind)
         return torch.from_numpy(np.ascontiguousarray(floats, dtype=np.float32)).view(shape)
 
-    def codes(self, name: str) -> GroupCodes | None:
-        kind = self._stored[name][0].tensor_type
-        if kind in _PLAIN or len(self.tensors[name].shape) != 2:
+    def codes(self, name: str) -> Codes | None:
+        if self.spec(name) is None:
             return None
-        return gguf_blocks.decode(self._blocks(name), kind)
+        return gguf_blocks.decode(self._blocks(name), self._stored[name][0].tensor_type)
+
+    def spec(self, name: str) -> QuantSpec | None:
+        stored = self.tensors[name]
+        return SPECS.get(stored.kind) if len(stored.shape) == 2 else None
 
     def close(self) -> None:
         forget()

@@ -21,10 +21,17 @@ HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64, "ma
 DENSE = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **SIZES, **HEADS}
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 128, "mlp_only_layers": []}
 MIXTURE = DENSE | EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+CODES = {
+    "int4": ("gptq", "gptq_asym", "gptq_act_order", "auto_round", "awq", "w4a16", "w4a16_asym"),
+    "int8": ("gptq_8bit", "w8a16", "int8"),
+    "nvfp4": ("nvfp4", "modelopt_nvfp4"),
+    "mxfp4": ("mxfp4",),
+}
 
 
-@pytest.mark.parametrize(("config", "count"), [(DENSE, 7), (MIXTURE, 10)], ids=["dense", "mixture"])
-@pytest.mark.parametrize("name", SCRIPT["FORMATS"])
+@pytest.mark.parametrize(
+    ("name", "config", "count"), [("fp8_block", DENSE, 7), *((name, MIXTURE, 10) for name in SCRIPT["FORMATS"])]
+)
 def test_every_tensor_has_a_place(name: str, config: dict[str, object], count: int, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     folder = tmp_path / "written"
@@ -33,5 +40,12 @@ def test_every_tensor_has_a_place(name: str, config: dict[str, object], count: i
     found = find_model(args)
     model = registry.build(choose(args, found).spec, "float32", "cpu")
     report = load_weights(model, registry.name_table(model.spec), found)
-    codes = "int4" if name in ("gptq", "w4a16") else "e4m3"
-    assert report.decisions[0].value.startswith(f"{count} of {codes}")
+    stored = report.decisions[0].value
+    if name == "w4afp8":
+        assert "4 of e4m3" in stored and "6 of int4" in stored
+    else:
+        codes = next((codes for codes, names in CODES.items() if name in names), "e4m3")
+        assert stored.startswith(f"{count} of {codes}")
+    for parameter in model.parameters():
+        # Random numbers of this deviation were written, and read again.
+        assert parameter.dim() < 2 or 0.017 < float(parameter.float().std()) < 0.023

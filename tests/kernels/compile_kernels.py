@@ -56,6 +56,7 @@ from headrace.kernels.moe import triton as moe
 from headrace.kernels.moe import triton_experts as experts_kernels
 from headrace.kernels.moe import triton_rounding as rounding
 from headrace.kernels.moe import triton_router as router
+from headrace.kernels.moe import triton_sort as sorting
 from headrace.kernels.norm import ResidualNorm
 from headrace.kernels.norm import triton as norm
 from headrace.kernels.pages import triton as pages
@@ -126,7 +127,7 @@ def compile_only(capability: int) -> None:
     JITFunction.run = compiled
     support.compute_capability = lambda device: capability
     native = fp8.NATIVE if capability >= NATIVE_FP8_SM else fp8.BITS
-    products = activation, norm, linear_fp8, fp8_few, fp8_wide, experts_kernels, rounding
+    products = activation, norm, linear_fp8, fp8_few, fp8_wide, experts_kernels, rounding, sorting
     for module in (paged_attention, kv_cache, qkv, sparse_attention, sparse_estimate, sparse_means, *products):
         module.mode = lambda device: native
 
@@ -365,34 +366,39 @@ def mixtures() -> None:
         experts_kernels.moe_mlp(x, *chosen, weight, weight, spec)
 
 
-Format = tuple[expert_codes.ExpertCodec, int, int | None, bool]
-"""Codec, inputs that share a scale and channels of a row that do (0: all; None: rows are not rounded), zero points."""
+Format = tuple[expert_codes.ExpertCodec, int, int | None, torch.dtype | None, bool]
+"""Codec, inputs that share a scale and channels of a row that do (0: all; None: rows are not rounded), the dtype of offsets,
+whether inputs are in another order."""
 FORMATS: tuple[Format, ...] = (
-    *(("e4m3", 0, 0, False), ("e4m3", 128, 128, False), ("mxfp4", 32, None, False)),
-    *(("int4", 128, None, False), ("int4", 64, None, True), ("int4", 128, 0, False)),
+    *(("e4m3", 0, 0, None, False), ("e4m3", 128, 128, None, False), ("mxfp4", 32, None, None, False)),
+    *(("int4", 128, None, None, True), ("int4", 64, None, torch.int8, False), ("int4", 128, 0, None, False)),
+    *(("int4", 32, None, torch.float32, False), ("int4", 16, None, None, False)),
+    *(("int8", 32, None, None, False), ("int8", 16, None, None, False), ("int8", 32, None, torch.float32, True)),
 )
+_WORDS = {"e4m3": torch.uint8, "int8": torch.int32}
 
 
 def codes_of(form: Format, outputs: int, inputs: int) -> expert_codes.ExpertCodes:
     """A weight is not read: one number of its type stands for it."""
-    codec, group, x_group, zeros = form
+    codec, group, x_group, offsets, ordered = form
     return expert_codes.ExpertCodes(
         codec,
         (128, outputs, inputs),
-        torch.zeros(1, dtype=torch.uint8 if codec == "e4m3" else torch.int16),
+        torch.zeros(1, dtype=_WORDS.get(codec, torch.int16)),
         torch.zeros(1, dtype=torch.uint8 if codec == "mxfp4" else torch.float32),
         (128 if codec == "e4m3" and group > 0 else 1, group or inputs),
-        torch.zeros(1, dtype=torch.int8) if zeros else None,
+        None if offsets is None else torch.zeros(1, dtype=offsets),
         None if x_group is None else x_group or inputs,
         torch.zeros(1) if codec == "int4" and x_group == 0 else None,
+        torch.zeros(1, dtype=torch.int32) if ordered else None,
     )
 
 
 def coded_experts() -> None:
-    """The experts of Qwen3-30B-A3B in every number format, few tokens and many."""
+    """The experts of Qwen3-30B-A3B in every number format, few tokens and many or a number between."""
     spec = MoeSpec(num_experts=128, top_k=8, intermediate_size=768)
     for form in FORMATS:
-        for tokens in (1, 256, 4096):
+        for tokens in (256,) if form[0] == "int8" or form[1] < 32 else (1, 256, 4096):
             x, chosen = torch.empty(tokens, 2048, dtype=BF16), torch.zeros(tokens, 8, dtype=torch.int32)
             weights = codes_of(form, 1536, 2048), codes_of(form, 2048, 768)
             experts_kernels.moe_mlp(x, chosen, torch.zeros(tokens, 8), *weights, spec)
@@ -464,7 +470,7 @@ def sparse(resources: Resources) -> None:
 def packed_integers() -> None:
     """Weights of 4096 inputs and outputs, which are not read."""
     arrived = torch.zeros(MAX_TILES, dtype=torch.int32)
-    for bits, group, dtype in ((4, 128, BF16), (4, 32, BF16), (8, 4096, BF16), (8, 64, torch.float16)):
+    for bits, group, dtype in ((4, 128, BF16), (4, 32, BF16), (8, 4096, BF16), (8, 64, torch.float16), (8, 16, BF16)):
         words = torch.zeros(1, dtype=torch.int32).expand(512, 32, bits // 4, 8, 16)
         scales = torch.zeros(4096 // group, 4096, dtype=torch.float16)
         for middles in (None, scales.float()):

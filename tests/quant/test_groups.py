@@ -11,25 +11,26 @@ from hypothesis import strategies as st
 from support.quant_blocks import HALVES, Type, random_blocks
 
 from headrace.quant import int4, native
+from headrace.quant.formats.gguf import SPECS
 from headrace.quant.gguf_blocks import decode
 from headrace.quant.groups import GROUP, GroupCodes, concatenate, relative_error, round_to_groups
 
-GROUPED = [kind for kind in HALVES if kind != Type.Q6_K]
+GROUPED = [Type[name] for name in ("Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q8_0")]
 
 
-@pytest.mark.parametrize("kind", GROUPED, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", HALVES, ids=lambda kind: kind.name)
 def test_blocks_are_what_gguf_says(kind: Type) -> None:
-    blocks = random_blocks(kind, rows=6, columns=512)
+    blocks, spec = random_blocks(kind, rows=6, columns=512), SPECS[kind.name]
     weights = decode(blocks, kind)
     assert weights is not None
-    assert weights.bits == (4 if kind in (Type.Q4_0, Type.Q4_1, Type.Q4_K) else 8)
-    assert weights.codes.dtype == torch.uint8
-    assert int(weights.codes.max()) < 2**weights.bits
-    assert np.array_equal(weights.dequantize().numpy(), dequantize(blocks, kind))
-
-
-def test_other_types_have_no_groups_of_32() -> None:
-    assert decode(random_blocks(Type.Q6_K, 2, 256), Type.Q6_K) is None
+    assert np.array_equal(weights.dequantize().float().numpy(), dequantize(blocks, kind))
+    if isinstance(weights, GroupCodes):
+        assert spec.codes == f"int{weights.bits}" and spec.group == (1, weights.group)
+        assert weights.codes.dtype == torch.uint8
+        assert int(weights.codes.max()) < 2**weights.bits
+        assert (spec.zero == "none") == torch.equal(weights.mins, -(2 ** (weights.bits - 1)) * weights.scales)
+    else:
+        assert spec.codes == "mxfp4"
 
 
 @pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0], ids=lambda kind: kind.name)
@@ -45,7 +46,7 @@ def test_what_gguf_rounds(kind: Type) -> None:
 def test_what_each_kernel_makes_of_it(kind: Type) -> None:
     """Half precision is exact for all but K blocks; bfloat16 costs some thousandths."""
     weights = decode(random_blocks(kind, rows=32, columns=512), kind)
-    assert weights is not None
+    assert isinstance(weights, GroupCodes)
     exact = weights.dequantize()
     error = relative_error(native.held(weights).dequantize(), exact)
     assert error == 0 if kind not in (Type.Q4_K, Type.Q5_K) else 0 < error < 5e-4

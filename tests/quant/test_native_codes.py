@@ -155,7 +155,17 @@ def test_mxfp4_is_held_as_integers(kernels: NativeKernels) -> None:
     layer = layer_of(NativeMethod(kernels, 8), [matrix(codes)])
     assert torch.equal(layer.method.dequantize(layer), codes.dequantize().float())
     assert MicroscaledCodes(blocks, torch.full_like(scales, 255)).integers() is None
-    assert MicroscaledCodes(blocks, scales.float()).integers() is None
+
+
+def test_nvfp4_as_integers() -> None:
+    """Blocks of 16, which kernels of GPUs hold."""
+    blocks = torch.randint(0, 256, (24, 8, 8), dtype=torch.uint8, generator=draw())
+    codes = MicroscaledCodes(blocks, torch.rand(24, 8, generator=draw()) / 100)
+    held = codes.integers()
+    assert held is not None and held.group == 16 and held.bits == 8
+    assert torch.equal(held.dequantize(), codes.dequantize())
+    stacked = MicroscaledCodes(blocks[None], codes.scales[None])
+    assert stacked.integers() is None
 
 
 @pytest.fixture

@@ -6,13 +6,14 @@ from typing import cast
 
 import pytest
 import torch
-from support.quant_blocks import Type, random_blocks
+from support.quant_blocks import HALVES, Type, random_blocks
 from support.resolving import HOPPER
 
 from headrace.layers.linear import Linear, make_invariant
 from headrace.layers.stored import StoredMatrix
 from headrace.parallel.shards import Cut
 from headrace.quant.convert import Conversion, Converter
+from headrace.quant.formats.gguf import SPECS
 from headrace.quant.gguf_blocks import decode
 from headrace.quant.groups import GroupCodes, relative_error
 from headrace.quant.packed import PackedMethod
@@ -69,6 +70,7 @@ ORDER = torch.randperm(INPUTS, generator=torch.Generator().manual_seed(3)) // 64
 CASES = {
     "zero points": ([codes_of(40), codes_of(24, seed=1)], Int4GpuMethod),
     "symmetric": ([codes_of(40, zeros=False)], Int4GpuMethod),
+    "groups of 16, of 4 and 8 bits": ([codes_of(40, 4, 16), codes_of(24, 8, 16, zeros=False)], Int8GpuMethod),
     "groups of two sizes": ([codes_of(40, group=32), codes_of(24, group=128)], Int4GpuMethod),
     "a group and a whole row": ([codes_of(40, group=64), codes_of(24, group=INPUTS, zeros=False)], Int4GpuMethod),
     "scales of two dtypes": ([codes_of(40), codes_of(24, scales=torch.bfloat16)], Int4GpuMethod),
@@ -92,21 +94,23 @@ def test_codes_are_kept(name: str) -> None:
     torch.testing.assert_close(layer(x).double(), x.double() @ exact.double().t(), rtol=2.0**-8, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q8_0"])
-def test_blocks_of_gguf_are_kept(name: str) -> None:
-    kind = Type[name]
-    codes = decode(random_blocks(kind, 24, INPUTS), kind)
+@pytest.mark.parametrize("kind", HALVES, ids=lambda kind: kind.name)
+def test_blocks_of_gguf_are_kept(kind: Type) -> None:
+    codes, spec = decode(random_blocks(kind, 24, INPUTS), kind), SPECS[kind.name]
     assert codes is not None
-    layer, done = converted([stored(codes)])
-    assert type(layer.method) is (Int4GpuMethod if codes.bits == 4 else Int8GpuMethod) and done.error == 0
+    exact = codes.dequantize().float()
+    layer, done = converted([StoredMatrix(kind.name, lambda: exact, lambda: codes)])
+    assert type(layer.method) is (Int4GpuMethod if spec.codes == "int4" else Int8GpuMethod) and done.error == 0
     held = layer.method.dequantize(layer)
-    torch.testing.assert_close(held, codes.dequantize(), rtol=0, atol=2.0**-20 * float(codes.dequantize().abs().max()))
-    assert ("middles" in dict(layer.named_buffers())) == (name not in ("Q4_0", "Q8_0"))
+    torch.testing.assert_close(held, exact, rtol=0, atol=2.0**-20 * float(exact.abs().max()))
+    half = kind.name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4")
+    assert (layer.get_buffer("scales").dtype == torch.float16) == half
+    assert ("middles" in dict(layer.named_buffers())) == (spec.zero == "min")
 
 
 MISFITS = {
-    "groups of 16": ([stored(codes_of(24, group=16))], "integers with such scales"),
-    "groups of 96": ([stored(codes_of(24, group=96))], "integers with such scales"),
+    "groups of 8": ([stored(codes_of(24, group=8))], "with such scales"),
+    "groups of 96": ([stored(codes_of(24, group=96))], "with such scales"),
     "two orders": (
         [stored(codes_of(24, group=64, order=ORDER)), stored(codes_of(24, group=64, order=ORDER.flip(0)))],
         "orders",

@@ -78,19 +78,25 @@ def test_dtype(stored: str, dtype: str) -> None:
     assert decide(model(dtype=stored), HOPPER).dtype == dtype
 
 
+MXFP4 = {"quant_method": "mxfp4"}
 MOE = MoeSpec(num_experts=4, top_k=2, intermediate_size=64)
 
 
 @pytest.mark.parametrize(
     ("types", "chosen"),
-    [(("Q4_1",), "stored_int4"), (("Q4_K", "Q6_K"), "stored"), (("Q8_0",), "stored"), (("Q6_K",), "none"), (("F16",), "none")],
+    [
+        (("Q4_1",), "stored_int4"),
+        (("Q4_K", "Q6_K"), "stored"),
+        (("Q8_0",), "stored"),
+        (("Q2_K",), "stored"),
+        (("F16",), "none"),
+    ],
 )
 def test_integers_of_a_file_are_kept(types: tuple[str, ...], chosen: str) -> None:
     config = decide(model(), HOPPER, types=types)
     assert config.quantization == chosen
     assert config.dtype == "bfloat16"
-    mixture = decide(dataclasses.replace(model(), mlps=(MOE, MOE)), HOPPER, types=types)
-    assert mixture.quantization == "none" and "experts of a mixture" in reasons(mixture)["quantization"]
+    assert decide(dataclasses.replace(model(), mlps=(MOE, MOE)), HOPPER, types=types).quantization == chosen
 
 
 @pytest.mark.parametrize("asked", ["int4", "int8"])
@@ -146,7 +152,8 @@ BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         (BLOCKS, {"deterministic": True}, "stored", "which the GPU multiplies"),
         (FOUR, {}, "stored_int4", "the checkpoint is of integers"),
         ({**FOUR, "bits": 8}, {"deterministic": True}, "stored", "the checkpoint is of integers"),
-        ({"quant_method": "mxfp4"}, {}, "none", "not of FP8 or integers"),
+        (MXFP4, {}, "stored", "the checkpoint is of integers, MXFP4 or NVFP4"),
+        ({"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4"}}, {}, "stored", "which the GPU multiplies"),
     ],
 )
 def test_quantised_checkpoints_are_kept(
@@ -157,23 +164,19 @@ def test_quantised_checkpoints_are_kept(
     assert any(reason in why for why in reasons(config).values())
 
 
-MXFP4 = {"quant_method": "mxfp4"}
-
-
 @pytest.mark.parametrize(
     ("quantised", "args", "chosen"),
     [
         *((one, args, "stored") for one in (BLOCKS, {"quant_method": "w4afp8"}) for args in ({}, {"deterministic": True})),
         *((one, args, "stored_int4") for one in (MXFP4, FOUR) for args in ({}, {"deterministic": True})),
         (MXFP4, {"quantization": "none"}, "none"),
-        ({**FOUR, "bits": 8}, {}, "none"),
+        (MXFP4, {"dtype": "float32"}, "stored_int4"),
+        ({**FOUR, "bits": 8}, {}, "stored"),
     ],
 )
 def test_experts_of_four_bits_are_kept(quantised: dict[str, Any], args: dict[str, Any], chosen: str) -> None:
     spec = dataclasses.replace(model(), mlps=(MOE, MOE))
     assert decide(spec, HOPPER, quantised=quantised, **args).quantization == chosen
-    if quantised is MXFP4:
-        assert on_gpu(quantised=quantised).quantization == "none"
 
 
 @pytest.mark.parametrize(

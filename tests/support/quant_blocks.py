@@ -16,6 +16,11 @@ HALVES: dict[Type, tuple[int, ...]] = {
     Type.Q4_K: (0, 2),
     Type.Q5_K: (0, 2),
     Type.Q6_K: (208,),
+    Type.Q2_K: (80, 82),
+    Type.Q3_K: (108,),
+    Type.IQ4_NL: (0,),
+    Type.IQ4_XS: (0,),
+    Type.MXFP4: (),
 }
 """Places of the half floats in a block; every other byte may have any value."""
 
@@ -28,4 +33,6 @@ def random_blocks(kind: Type, rows: int, columns: int, seed: int = 0) -> npt.NDA
     for place in HALVES[kind]:
         halves = rng.uniform(0.001, 0.01, blocks.shape[:2]).astype(np.float16)
         blocks[..., place : place + 2] = halves[..., None].view(np.uint8)
+    if kind == Type.MXFP4:
+        blocks[..., 0] = rng.integers(117, 123, blocks.shape[:2])
     return blocks.reshape(rows, -1)

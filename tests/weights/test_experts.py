@@ -17,13 +17,15 @@ from transformers import DeepseekV3Config, GptOssConfig, PretrainedConfig, Qwen3
 
 from headrace.errors import ConfigError
 from headrace.layers.moe import Experts
+from headrace.layers.stored import QuantSpec, StoredMatrix
+from headrace.model_spec import MoeSpec
 from headrace.models import registry
 from headrace.models.decoder import Decoder
 from headrace.models.kinds import from_files, model_tensors, own_weights
 from headrace.models.size import weight_bytes
 from headrace.models.update import update_plan, weight_update
 from headrace.parallel.layout import ParallelSizes, shard_model
-from headrace.quant.experts import CodedExperts
+from headrace.quant.experts import CodedExperts, ExpertsFacts, KeepExperts
 from headrace.quant.registry import QUANTIZATIONS, STORED, find
 from headrace.weights.load import load_weights
 from headrace.weights.report import LoadReport
@@ -282,25 +284,102 @@ def test_groups_that_a_cut_splits_become_smaller_ones(tmp_path: Path, monkeypatc
         same_experts(held, floats)
 
 
-def test_inputs_in_another_order_become_floats_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_in_another_order_are_gathered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FORMATS, "ordered", (ACT_ORDER, ordered))
     hf_config = saved(tmp_path, Qwen3MoeConfig, QWEN, "ordered")
-    (held, report), (floats, _) = (loaded(hf_config, tmp_path, how) for how in ("stored", "none"))
-    assert any("inputs are stored in another order" in one.reason for one in report.decisions)
-    same_answers(held, floats, 1e-6)
-
-
-def test_experts_of_which_some_are_in_another_order_are_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(FORMATS, "plain", (ACT_ORDER, gptq))
-    hf_config = saved(tmp_path, Qwen3MoeConfig, QWEN, "plain")
     held = load_file(tmp_path / "model.safetensors")
-    name = "model.layers.1.mlp.experts.2.down_proj.g_idx"
-    held[name] = held[name].flip(0).contiguous()
+    # An expert whose inputs are in order.
+    for name in [name for name in held if ".layers.1.mlp.experts.2." in name and name.endswith("g_idx")]:
+        held[name] = held[name].flip(0).contiguous()
     save_file(held, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"desc_act.* are not kept: set quantization none"):
+    (held_model, report), (floats, _) = (loaded(hf_config, tmp_path, how) for how in ("stored", "none"))
+    assert any("whose numbers are kept" in one.reason for one in report.decisions if "experts" in one.name)
+    same_experts(held_model, floats)
+    same_answers(held_model, floats, 1e-5)
+    orders = held_model.get_submodule("layers.1.mlp.experts").get_buffer("down_proj_order")
+    assert torch.equal(orders[2], torch.arange(INNER, dtype=torch.int32)) and not torch.equal(orders[1], orders[2])
+
+
+def test_ranks_with_inputs_in_another_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of the inputs has any number of each group: experts become floats. Whole experts stay as they are."""
+    monkeypatch.setitem(FORMATS, "ordered", (ACT_ORDER, ordered))
+    hf_config = saved(tmp_path, Qwen3MoeConfig, QWEN | {"moe_intermediate_size": 256, "num_key_value_heads": 4}, "ordered")
+    _, report = loaded(hf_config, tmp_path, "stored", 1, tensor=4)
+    assert any("cuts groups of inputs in another order" in one.reason for one in report.decisions)
+    (whole, _), (floats, _) = (loaded(hf_config, tmp_path, how, 1, tensor=4, whole_experts=True) for how in ("stored", "none"))
+    same_experts(whole, floats)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("gate_proj", lambda held: held.roll(32), "gate and up of expert 2 have inputs in different orders"),
+        ("down_proj", lambda held: held.clamp_max(3), "groups of several sizes, are not kept"),
+    ],
+)
+def test_orders_that_no_product_takes_are_refused_by_name(
+    name: str, value: Callable[[torch.Tensor], torch.Tensor], error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FORMATS, "ordered", (ACT_ORDER, ordered))
+    hf_config = saved(tmp_path, Qwen3MoeConfig, QWEN, "ordered")
+    held = load_file(tmp_path / "model.safetensors")
+    name = f"model.layers.1.mlp.experts.2.{name}.g_idx"
+    held[name] = value(held[name]).contiguous()
+    save_file(held, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=f"{error}: set quantization none"):
         loaded(hf_config, tmp_path, "stored")
+
+
+def eight(weight: torch.Tensor) -> Packed:
+    """8 bits with zero points."""
+    generator = torch.Generator().manual_seed(weight.shape[0])
+    codes = torch.randint(0, 256, weight.shape, generator=generator)
+    scales = (0.5 + torch.rand(len(weight), weight.shape[1] // 32, generator=generator)).mul(0.0002).half()
+    zeros = torch.randint(0, 256, scales.shape, generator=generator)
+    held = {"qweight": words(codes, 8).T.contiguous(), "qzeros": words(zeros.T, 8)}
+    return held | {"scales": scales.T.contiguous(), "g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // 32}
+
+
+def narrow(weight: torch.Tensor) -> Packed:
+    """Groups of 16."""
+    codes, scales, _ = integers(weight, 16)
+    return {"weight_packed": words(codes, 4), "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
+
+
+@pytest.mark.parametrize(
+    ("config", "packer", "value"),
+    [
+        ({**ACT_ORDER, "bits": 8, "sym": False}, eight, "int8, groups of 32 with minima"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "config_groups": {"g": {"targets": ["Linear"], "weights": {**W4A16, "group_size": 16}}},
+            },
+            narrow,
+            "int4, groups of 16",
+        ),
+    ],
+    ids=["8 bits", "groups of 16"],
+)
+def test_other_integers_are_kept(
+    config: dict[str, Any],
+    packer: Callable[[torch.Tensor], Packed],
+    value: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(FORMATS, "other", (config, packer))
+    hf_config = saved(tmp_path, Qwen3MoeConfig, QWEN, "other")
+    (held, report), (floats, _) = (loaded(hf_config, tmp_path, how) for how in ("stored", "none"))
+    assert any(one.value == value for one in report.decisions)
+    same_answers(held, floats, 1e-5)
+    for path, theirs in floats.named_modules():
+        if isinstance(theirs, Experts):
+            ours = held.get_submodule(path)
+            for matrix in theirs.shapes:
+                exact = theirs.get_parameter(matrix)
+                torch.testing.assert_close(ours.method.dequantize(ours, matrix), exact, rtol=0, atol=1e-6)
 
 
 def test_experts_that_are_named_stay_floats(tmp_path: Path) -> None:
@@ -432,3 +511,28 @@ def test_codes_of_files_are_read_again(name: str, tmp_path: Path) -> None:
     model, _ = loaded(hf_config, tmp_path, "stored", 1, tensor=2)
     assert bool(from_files(model)) == (name != "blocks")
     read_again(model, hf_config, tmp_path)
+
+
+FP8_INPUTS: dict[str, Any] = {"activations": "token", "activation_codes": "e4m3"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (QuantSpec(codes="int4", group=(1, 24)), "groups of 24 inputs share a scale: kernels here take multiples of 16"),
+        (QuantSpec(codes="int8", group=(16, 32)), "tiles of 16 outputs share a scale"),
+        (QuantSpec(codes="int8", group=(1, 32), **FP8_INPUTS), "int8, groups of 32, for e4m3 activations (token)"),
+        (QuantSpec(codes="int4", group=(1, 96), **FP8_INPUTS), "int4, groups of 96, for e4m3 activations (token)"),
+        (QuantSpec(codes="int4", group=(1, 64), zero="min", **FP8_INPUTS), "groups of 64, minima, for e4m3 activations"),
+        (
+            QuantSpec(codes="e4m3", group=(1, 96)),
+            "groups of 96 inputs share a scale: kernels of FP8 take powers of two from 32 on",
+        ),
+    ],
+    ids=str,
+)
+def test_combinations_that_no_kernel_takes_are_named(spec: QuantSpec, reason: str) -> None:
+    stored = {"down_proj": [StoredMatrix("x", lambda: torch.zeros(0), read_spec=lambda: spec)]}
+    experts = MoeSpec(num_experts=2, top_k=1, intermediate_size=192)
+    (why,) = KeepExperts().misfits(ExpertsFacts(hidden_size=192, spec=experts, device="cuda", stored=stored))
+    assert reason in why

@@ -154,11 +154,11 @@ def test_a_type_that_is_not_read(tmp_path: Path) -> None:
 
     def encode(name: str, rows: np.ndarray) -> tuple[np.ndarray, Type]:
         if "layers.1.mlp.up_proj" in name:
-            return np.zeros((len(rows), 84), dtype=np.uint8), Type.Q2_K
+            return np.zeros((len(rows), 66), dtype=np.uint8), Type.IQ2_XXS
         return rows, Type.F32
 
     path = write_gguf(tmp_path / "m.gguf", "llama", tensors(hf_config), encode)
-    with pytest.raises(ConfigError, match=r"blk\.1\.ffn_up\.weight in m\.gguf is stored as Q2_K; what is read: .*Q6_K"):
+    with pytest.raises(ConfigError, match=r"blk\.1\.ffn_up\.weight in m\.gguf is stored as IQ2_XXS; what is read: .*Q6_K"):
         loaded(hf_config, path)
 
 

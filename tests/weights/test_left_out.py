@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Gemma3TextConfig
 
 from headrace.errors import ConfigError
 from headrace.layers.linear import Linear
@@ -112,3 +113,23 @@ def test_a_head_that_a_checkpoint_quantised_is_kept(tmp_path: Path, coded: bool)
     if coded:
         exact = stored["lm_head.weight"].float() * stored["lm_head.weight_scale"]
         assert torch.equal(model.lm_head.method.dequantize(model.lm_head), exact)
+
+
+def test_codes_under_the_names_of_a_model_with_pictures(tmp_path: Path) -> None:
+    """Their prefix is another one, as is that of patterns."""
+    scheme = {"quant_method": "fp8", "weight_block_size": [128, 128], "ignored_layers": ["model.language_model.layers.0.mlp"]}
+    hf_config = config(Gemma3TextConfig, quantization_config=scheme)
+    hf_config.architectures = ["Gemma3ForCausalLM"]
+    held = {}
+    for name, tensor in tensors(hf_config).items():
+        other = name.replace("model.", "model.language_model.", 1)
+        if not name.endswith("_proj.weight") or "layers.0.mlp" in name:
+            held[other] = tensor
+            continue
+        rows, columns = (-(-size // 128) for size in tensor.shape)
+        held[other] = (tensor * 4000).to(torch.float8_e4m3fn)
+        held[f"{other}_scale_inv"] = torch.full((rows, columns), 2.0**-12)
+    model, report = load(hf_config, write_safetensors(tmp_path, held))
+    assert report.decisions[0].value.startswith("11 of e4m3, tiles of 128 x 128")
+    exact = held["model.language_model.layers.1.mlp.down_proj.weight"].float() * 2.0**-12
+    assert torch.equal(model.get_parameter("layers.1.mlp.down_proj.weight"), exact.bfloat16())

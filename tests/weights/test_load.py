@@ -93,6 +93,13 @@ def test_missing(tmp_path: Path) -> None:
     assert "lacks model.layers.1.self_attn.k_proj.weight" in message
 
 
+def test_a_head_that_is_not_tied_must_be_there(tmp_path: Path) -> None:
+    hf_config = config(tie_word_embeddings=False)
+    weights = tensors(hf_config)
+    del weights["lm_head.weight"]
+    assert "lacks lm_head.weight" in broken(tmp_path, weights, hf_config)
+
+
 def test_many_missing_are_counted(tmp_path: Path) -> None:
     weights = {name: tensor for name, tensor in tensors(config()).items() if ".0." not in name}
     assert "and 4 more" in broken(tmp_path, weights)

@@ -1,7 +1,7 @@
 """Products of float activations with packed integers. Reference: ``headrace.kernels.linear.wna16_reference``.
 
 Codes less the middle one are exact in 16-bit floats. Each group's product is summed in float32, and its scale multiplies that
-sum, so that no scale is rounded.
+sum, so that no scale is rounded; groups of 16 are too small for that, and their weights are rounded.
 
 Words go from the memory to the matrix units by way of registers alone: ``pack`` has put them in the order in which a thread
 feeds them to instructions. Which inputs an instruction takes does not matter, so long as x is taken in the same order.
@@ -179,8 +179,8 @@ def _factors(
         if SPLIT == 2:
             part = tl.permute(tl.join(a, b), (2, 0, 1))
         else:
-            c = tl.load(base + tl.minimum((channel + GROUP) // GROUP, GROUPS - 1) * out + output)
-            d = tl.load(base + tl.minimum((channel + half + GROUP) // GROUP, GROUPS - 1) * out + output)
+            c = tl.load(base + tl.minimum((channel + half // 2) // GROUP, GROUPS - 1) * out + output)
+            d = tl.load(base + tl.minimum((channel + half + half // 2) // GROUP, GROUPS - 1) * out + output)
             part = tl.permute(tl.join(tl.join(a, b), tl.join(c, d)), (2, 3, 0, 1))
     return tl.reshape(part, (SPLIT * channel.shape[0], OUTPUTS, 1))
 
@@ -211,11 +211,12 @@ def _packed_few(
     x_at = ((place // 8 % WARPS) * _RUN + place // (8 * WARPS) * 32)[:, None] + tl.arange(0, 32)[None, :]
     factors = x + (tl.minimum(place % 8, rows - 1).to(tl.int64) * x_row)[:, None] + x_at
     warp_at = tl.arange(0, WARPS)[:, None] * _RUN
+    HALVES: tl.constexpr = GROUP < _RUN // SPLIT
     parts, wide, shift = (), (), ()
     for step in tl.static_range(min(AHEAD, COUNT)):
         parts += (_words(lines, run + step * WARPS, RUNS, LOADS),)
         wide += (_factors(scales, warp_at + step * WARPS * _RUN, first, out, GROUPS, OUTPUTS, GROUP, SPLIT),)
-        if MIDDLES:
+        if MIDDLES and not HALVES:
             shift += (_factors(middles, warp_at + step * WARPS * _RUN, first, out, GROUPS, OUTPUTS, GROUP, SPLIT),)
     wait(PDL)
     rights = ()
@@ -229,19 +230,39 @@ def _packed_few(
             parts += (_words(lines, run + (step + AHEAD) * WARPS, RUNS, LOADS),)
             ahead = warp_at + (step + AHEAD) * WARPS * _RUN
             wide += (_factors(scales, ahead, first, out, GROUPS, OUTPUTS, GROUP, SPLIT),)
-            if MIDDLES:
+            if MIDDLES and not HALVES:
                 shift += (_factors(middles, ahead, first, out, GROUPS, OUTPUTS, GROUP, SPLIT),)
         if step + X_AHEAD < COUNT:
             rights += (_rows(factors, x_at, (step + X_AHEAD) * WARPS * _RUN, IN, WARPS * _RUN),)
         right = tl.reshape(rights[step], (SPLIT, 4 // SPLIT, WARPS, 8, 4, 2, 2, 2))
-        if MIDDLES:
+        if MIDDLES and not HALVES:
             # Sums of x, in the order in which the compiler lays out a factor that nothing was joined to.
             plain = tl.reshape(tl.permute(right, (0, 2, 1, 5, 6, 4, 7, 3)), (SPLIT * WARPS, _RUN // SPLIT, 8))
             sums += tl.dot(ones, plain) * shift[step]
         right = tl.reshape(tl.permute(right, (0, 2, 1, 6, 4, 5, 7, 3)), (SPLIT * WARPS, _RUN // SPLIT, 8))
         left = _left(parts[step], BITS, DTYPE, ASM, SPLIT, OUTPUTS, WARPS)
-        sums += tl.dot(left, right) * (wide[step].to(tl.float32) * GAIN)
+        if HALVES:
+            here = warp_at + step * WARPS * _RUN
+            high = _factors(scales, here + GROUP, first, out, GROUPS, OUTPUTS, GROUP, SPLIT)
+            low_shift, high_shift = high, high
+            if MIDDLES:
+                low_shift = _factors(middles, here, first, out, GROUPS, OUTPUTS, GROUP, SPLIT)
+                high_shift = _factors(middles, here + GROUP, first, out, GROUPS, OUTPUTS, GROUP, SPLIT)
+            sums += tl.dot(_weights(left, wide[step], high, low_shift, high_shift, 8, MIDDLES, GAIN), right)
+        else:
+            sums += tl.dot(left, right) * (wide[step].to(tl.float32) * GAIN)
     _write(tl.sum(sums, 0), bias, y, first, tl.arange(0, 8), rows, out, OUTPUTS, BIAS)
+
+
+@triton.jit
+def _weights(codes, low, high, low_shift, high_shift, EACH: tl.constexpr, MIDDLES: tl.constexpr, GAIN: tl.constexpr):
+    """The weights of a step ``[..., inputs]`` of two groups, in its codes' type. ``EACH`` inputs of either take turns."""
+    first = tl.arange(0, codes.shape[-1]) // EACH % 2 == 0
+    first = tl.reshape(first, (1,) * (len(codes.shape) - 1) + (codes.shape[-1],))
+    weights = codes.to(tl.float32) * (tl.where(first, low, high).to(tl.float32) * GAIN)
+    if MIDDLES:
+        weights += tl.where(first, low_shift, high_shift)
+    return weights.to(codes.dtype)
 
 
 @triton.jit
@@ -367,26 +388,37 @@ def _packed_many(
     sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
     stop = tl.minimum(start + EACH, STEPS)
     for step in tl.range(start, stop, num_stages=STAGES):
-        wide = tl.load(scales + step * STEP // GROUP * out + output)
+        own = step * STEP // GROUP * out + output
+        wide = tl.load(scales + own)
         right = tl.load(factors + step * STEP)
         inside = step % SPLIT * EVERY
         left = tl.load(lines + (step // SPLIT * SIZE + inside // 4 * 128 + inside % 4))
         left = _codes(left, BITS, DTYPE, ASM, SPLIT, OUTPUTS, WARPS)
-        sums += tl.dot(left, right) * (wide.to(tl.float32) * GAIN)[:, None]
-        if MIDDLES:
-            middle = tl.load(middles + step * STEP // GROUP * out + output)
+        if GROUP < STEP:
+            # The second group of the last step may not be there.
+            second = tl.minimum(step * STEP // GROUP + 1, (IN + GROUP - 1) // GROUP - 1) * out + output
+            high = tl.load(scales + second)
+            low_shift, high_shift = wide, high
+            if MIDDLES:
+                low_shift, high_shift = tl.load(middles + own), tl.load(middles + second)
+            low_shift, high_shift = low_shift[:, None], high_shift[:, None]
+            sums += tl.dot(_weights(left, wide[:, None], high[:, None], low_shift, high_shift, 4, MIDDLES, GAIN), right)
+        else:
+            sums += tl.dot(left, right) * (wide.to(tl.float32) * GAIN)[:, None]
+        if MIDDLES and GROUP >= STEP:
+            middle = tl.load(middles + own)
             sums += middle[:, None] * tl.load(x_sums + step * rows + tl.minimum(row, rows - 1))[None, :]
     if PARTS == 1:
         _write(sums, bias, y, first, row, rows, out, OUTPUTS, BIAS)
     else:
         inside = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        own = partial + tile.to(tl.int64) * (PARTS * OUTPUTS * ROWS) + inside
-        tl.store(own + part * (OUTPUTS * ROWS), sums)
+        stored = partial + tile.to(tl.int64) * (PARTS * OUTPUTS * ROWS) + inside
+        tl.store(stored + part * (OUTPUTS * ROWS), sums)
         tl.debug_barrier()
         if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == PARTS - 1:
             total = tl.zeros([OUTPUTS, ROWS], tl.float32)
             for each in tl.static_range(PARTS):
-                total += tl.load(own + each * (OUTPUTS * ROWS), cache_modifier=".cg")
+                total += tl.load(stored + each * (OUTPUTS * ROWS), cache_modifier=".cg")
             _write(total, bias, y, first, row, rows, out, OUTPUTS, BIAS)
             tl.store(arrived + tile, 0)
 
@@ -431,9 +463,10 @@ def _packed_floats(
     else:
         codes = tl.reshape(left, (OUTPUTS // 8, 2, 8, 4, 2, 2))
         codes = tl.permute(_decode(codes, BITS, y.dtype.element_ty, ASM), (0, 2, 1, 4, 3, 5, 7, 6))
-    codes = tl.reshape(codes, (OUTPUTS, SPLIT, _RUN // SPLIT)).to(tl.float32)
+    EACH: tl.constexpr = min(GROUP, _RUN)
+    codes = tl.reshape(codes, (OUTPUTS, _RUN // EACH, EACH)).to(tl.float32)
     output = first + tl.arange(0, OUTPUTS)
-    group = (run * _RUN + tl.arange(0, SPLIT) * (_RUN // SPLIT)) // GROUP
+    group = (run * _RUN + tl.arange(0, _RUN // EACH) * EACH) // GROUP
     at = tl.minimum(group, (IN + GROUP - 1) // GROUP - 1)[None, :] * out + tl.minimum(output, out - 1)[:, None]
     codes *= (tl.load(scales + at).to(tl.float32) * GAIN)[:, :, None]
     if MIDDLES:
@@ -507,7 +540,7 @@ def many(
 
 def arrange(x: torch.Tensor, weight: PackedWeight, multiple: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns x with its inputs in the order of matrix instructions, and the sums of its groups ``[K / group, T]``, if the
-    weight has middles.
+    weight has middles that multiply them.
 
     Args:
         multiple: rows of zeros follow until their number is a multiple of this. All programs would ask for the last row
@@ -517,7 +550,7 @@ def arrange(x: torch.Tensor, weight: PackedWeight, multiple: int) -> tuple[torch
     width, step = weight.words.shape[1] * RUN, RUN // weight.split
     count = cdiv(rows, multiple) * multiple
     y = torch.empty(count, width, dtype=x.dtype, device=x.device)
-    with_sums = weight.middles is not None
+    with_sums = weight.middles is not None and not weight.on_weights
     sums = torch.empty(width // step, rows, dtype=torch.float32, device=x.device) if with_sums else weight.words
     block = min(power_of_two(width), 1024)
     _arrange[(count, cdiv(width, block))](

@@ -13,8 +13,11 @@ import torch
 
 RUN = 128
 """Inputs of a block."""
-GROUPS = (32, 64)
+GROUPS = (16, 32, 64)
 """Sizes of groups below a block's. Others are its multiples."""
+STEP = 32
+"""Inputs of the smallest step of a product. Scales of smaller groups multiply weights, which are rounded to the dtype of the
+activations; others multiply sums."""
 LINES = 8
 """Outputs of a block."""
 MAX_TILES = 1024
@@ -50,8 +53,12 @@ class PackedWeight(NamedTuple):
 
     @property
     def split(self) -> int:
-        """Groups of a block; 1 also where groups are larger."""
-        return max(RUN // self.group, 1)
+        """Steps of a block; 1 also where groups are larger."""
+        return max(RUN // max(self.group, STEP), 1)
+
+    @property
+    def on_weights(self) -> bool:
+        return self.group < STEP
 
     @property
     def outputs(self) -> int:

@@ -30,18 +30,18 @@ _FP8 = {
     64: MoeTiling(64, 64, 128, 4, 3, swap=True),
 }
 _MANY = MoeTiling(64, 128, 128, 8, 4, swap=True)
+_INTEGERS = {
+    8: MoeTiling(8, 64, 128, 4, 4, swap=True),
+    16: MoeTiling(16, 64, 128, 4, 4, swap=True),
+    64: MoeTiling(32, 128, 128, 8, 3, swap=True),
+}
 _CODED: Mapping[ExpertKind, tuple[Mapping[int, MoeTiling], MoeTiling, MoeTiling]] = {
     "e4m3": (_FP8, MoeTiling(128, 128, 128, 8, 3), _MANY),
     "e4m3_blocks": (_FP8, MoeTiling(64, 64, 128, 4, 3, swap=True), MoeTiling(128, 64, 128, 8, 3)),
-    "int4": (
-        {
-            8: MoeTiling(8, 64, 128, 4, 4, swap=True),
-            16: MoeTiling(16, 64, 128, 4, 4, swap=True),
-            64: MoeTiling(32, 128, 128, 8, 3, swap=True),
-        },
-        _MANY,
-        _MANY,
-    ),
+    "int4": (_INTEGERS, _MANY, _MANY),
+    "int4_minima": (_INTEGERS, _MANY, _MANY),
+    "int8": (_INTEGERS, _MANY, _MANY),
+    "int8_minima": (_INTEGERS, _MANY, _MANY),
     "mxfp4": (
         {8: MoeTiling(8, 64, 128, 4, 4, swap=True), 32: MoeTiling(32, 128, 128, 8, 3, swap=True), 512: _MANY},
         MoeTiling(128, 128, 128, 8, 3, swap=True),

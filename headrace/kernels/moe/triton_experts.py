@@ -17,7 +17,7 @@ import triton.language as tl
 
 from headrace.kernels.kv_cache.triton_fp8 import NATIVE, gain, mode, quantized, scale_of
 from headrace.kernels.lora.reference import ExpertFactors
-from headrace.kernels.moe.codes import BLOCK, X_GROUP, ExpertCodes
+from headrace.kernels.moe.codes import BLOCK, MIDDLE, X_GROUP, ExpertCodes
 from headrace.kernels.moe.tiling import MoeTiling, batch_invariant_tiling, choose_tiling
 from headrace.kernels.moe.triton_adapters import ExpertsLow, constants, shrink, tensors, with_added
 from headrace.kernels.moe.triton_codecs import (
@@ -26,6 +26,10 @@ from headrace.kernels.moe.triton_codecs import (
     CODECS,
     E4M3,
     FLOATS,
+    MINIMA,
+    ON_WEIGHTS,
+    SYMMETRIC,
+    ZEROS,
     add_product,
     along,
     as_float,
@@ -92,14 +96,15 @@ def _scales_of_rows(scales, row, used, group, column, SCALED: tl.constexpr, SWAP
 @triton.jit
 def _finish(
     sums, scales, expert, row, first, x_scale, OUT: tl.constexpr, IN: tl.constexpr, OUTPUTS: tl.constexpr, CODEC: tl.constexpr,
-    SHARED_OUT: tl.constexpr, SHARED_IN: tl.constexpr, FACTOR: tl.constexpr, MODE: tl.constexpr, SWAP: tl.constexpr
+    SHARED_OUT: tl.constexpr, SHARED_IN: tl.constexpr, OFFSETS: tl.constexpr, FACTOR: tl.constexpr, MODE: tl.constexpr,
+    SWAP: tl.constexpr
 ):  # fmt: skip
     """Applies the scales that all channels share. ``x_scale``: of the rows."""
     if CODEC == FLOATS:
         return sums
     else:
         factor = x_scale
-        if SHARED_IN >= IN:
+        if SHARED_IN >= IN and OFFSETS < ON_WEIGHTS:
             scale = for_outputs(scales, expert, row, first, 0, OUT, 1, SHARED_OUT, OUTPUTS, SWAP)
             factor = as_float(scale, CODEC) * x_scale
         if FACTOR == AS_HALF:
@@ -111,15 +116,15 @@ def _finish(
 
 @launched(do_not_specialize=["x_column", "out_column", "tiles"])
 def _up(
-    x, x_scales, order, start, weight, scales, zeros, bias, low, b, places, out, out_scales, x_row: tl.int64,
+    x, x_scales, order, start, weight, scales, offsets, inputs, bias, low, b, places, out, out_scales, x_row: tl.int64,
     x_column: tl.int64, out_column: tl.int64, b_place: tl.int64, tiles, alpha, limit, TOP_K: tl.constexpr,
     EXPERTS: tl.constexpr, EXPERTS_P: tl.constexpr, IN: tl.constexpr, INNER: tl.constexpr, TOKENS: tl.constexpr,
     OUTPUTS: tl.constexpr, CHANNELS: tl.constexpr,
     STEP: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, SORTED: tl.constexpr, PRECISION: tl.constexpr,
-    CODEC: tl.constexpr,
-    SHARED_OUT: tl.constexpr, SHARED_IN: tl.constexpr, ZEROS: tl.constexpr, FACTOR: tl.constexpr, SCALED: tl.constexpr,
-    X_GROUP: tl.constexpr, ROUND: tl.constexpr, DTYPE: tl.constexpr, MODE: tl.constexpr, SWAP: tl.constexpr, BAND: tl.constexpr,
-    RANK: tl.constexpr, NUM_PLACES: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr
+    CODEC: tl.constexpr, SHARED_OUT: tl.constexpr, SHARED_IN: tl.constexpr, OFFSETS: tl.constexpr, ORDERED: tl.constexpr,
+    FACTOR: tl.constexpr, SCALED: tl.constexpr, X_GROUP: tl.constexpr, ROUND: tl.constexpr, DTYPE: tl.constexpr,
+    MODE: tl.constexpr, SWAP: tl.constexpr, BAND: tl.constexpr, RANK: tl.constexpr, NUM_PLACES: tl.constexpr,
+    COLUMNS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """A tile of ``act(x gate^T) * (x up^T)``, written by order; of experts without gates, the up stands for the gate.
     ROUND: as e4m3."""
@@ -131,6 +136,7 @@ def _up(
         return
     token = choice // TOP_K
     rows = token.to(tl.int64) * x_row
+    own_inputs = inputs + expert.to(tl.int64) * IN
     first = slice_ * OUTPUTS
     output = first + tl.arange(0, OUTPUTS)
     present = output < INNER
@@ -140,25 +146,25 @@ def _up(
     for begins in range(0, IN, CHANNELS):
         for step in tl.static_range(0, CHANNELS, STEP):
             at = begins + step
-            parts = step_of_rows(x, rows, used, at, IN, STEP, CODEC, FACTOR, MODE, SWAP)
+            parts = step_of_rows(x, rows, used, own_inputs, at, IN, STEP, CODEC, FACTOR, MODE, SWAP, ORDERED)
             x_scale = 1.0
             if SCALED == _DYNAMIC and X_GROUP < IN:
                 group = tl.minimum(at // X_GROUP, (IN - 1) // X_GROUP)
                 x_scale = _scales_of_rows(x_scales, token, used, group, x_column, SCALED, SWAP)
             gate = add_product(
-                gate, parts, x_scale, weight, scales, zeros, expert, output, first, at, HEIGHT, IN, OUTPUTS, STEP,
-                CODEC, SHARED_OUT, SHARED_IN, ZEROS, FACTOR, MODE, SWAP, PRECISION,
+                gate, parts, x_scale, weight, scales, offsets, expert, output, first, at, HEIGHT, IN, OUTPUTS, STEP,
+                CODEC, SHARED_OUT, SHARED_IN, OFFSETS, FACTOR, MODE, SWAP, PRECISION,
             )  # fmt: skip
             if GATE != _UNGATED:
                 up = add_product(
-                    up, parts, x_scale, weight, scales, zeros, expert, INNER + output, INNER + first, at, HEIGHT, IN,
-                    OUTPUTS, STEP, CODEC, SHARED_OUT, SHARED_IN, ZEROS, FACTOR, MODE, SWAP, PRECISION,
+                    up, parts, x_scale, weight, scales, offsets, expert, INNER + output, INNER + first, at, HEIGHT, IN,
+                    OUTPUTS, STEP, CODEC, SHARED_OUT, SHARED_IN, OFFSETS, FACTOR, MODE, SWAP, PRECISION,
                 )  # fmt: skip
     factor = 1.0
     if SCALED == _STATIC or (SCALED == _DYNAMIC and X_GROUP >= IN):
         factor = _scales_of_rows(x_scales, token, used, 0, x_column, SCALED, SWAP)
-    gate = _finish(gate, scales, expert, output, first, factor, HEIGHT, IN, OUTPUTS, CODEC, SHARED_OUT, SHARED_IN, FACTOR,
-                   MODE, SWAP)  # fmt: skip
+    gate = _finish(gate, scales, expert, output, first, factor, HEIGHT, IN, OUTPUTS, CODEC, SHARED_OUT, SHARED_IN, OFFSETS,
+                   FACTOR, MODE, SWAP)  # fmt: skip
     PARTS: tl.constexpr = HEIGHT // INNER
     if RANK:
         gate = with_added(gate, low, b, places, token, place, used, expert * PARTS, 0, output, b_place, INNER, PARTS, RANK,
@@ -168,7 +174,7 @@ def _up(
         gate += along(tl.load(base + output, mask=present, other=0.0).to(tl.float32), SWAP)
     if GATE != _UNGATED:
         up = _finish(up, scales, expert, INNER + output, INNER + first, factor, HEIGHT, IN, OUTPUTS, CODEC, SHARED_OUT,
-                     SHARED_IN, FACTOR, MODE, SWAP)  # fmt: skip
+                     SHARED_IN, OFFSETS, FACTOR, MODE, SWAP)  # fmt: skip
         if RANK:
             up = with_added(up, low, b, places, token, place, used, expert * PARTS, 1, output, b_place, INNER, PARTS, RANK,
                             NUM_PLACES, COLUMNS, SWAP, PRECISION)  # fmt: skip
@@ -192,13 +198,13 @@ def _up(
 
 @launched(do_not_specialize=["x_column", "tiles"])
 def _down(
-    x, x_scales, order, start, weight, scales, zeros, bias, low, b, places, factors, out, x_column: tl.int64,
+    x, x_scales, order, start, weight, scales, offsets, inputs, bias, low, b, places, factors, out, x_column: tl.int64,
     b_place: tl.int64, tiles, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
     EXPERTS_P: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr,
     CHANNELS: tl.constexpr, STEP: tl.constexpr, BIAS: tl.constexpr, SORTED: tl.constexpr, PRECISION: tl.constexpr,
-    CODEC: tl.constexpr, SHARED_OUT: tl.constexpr, SHARED_IN: tl.constexpr, ZEROS: tl.constexpr, FACTOR: tl.constexpr,
-    SCALED: tl.constexpr, X_GROUP: tl.constexpr, MODE: tl.constexpr, SWAP: tl.constexpr, BAND: tl.constexpr,
-    RANK: tl.constexpr, NUM_PLACES: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr
+    CODEC: tl.constexpr, SHARED_OUT: tl.constexpr, SHARED_IN: tl.constexpr, OFFSETS: tl.constexpr, ORDERED: tl.constexpr,
+    FACTOR: tl.constexpr, SCALED: tl.constexpr, X_GROUP: tl.constexpr, MODE: tl.constexpr, SWAP: tl.constexpr,
+    BAND: tl.constexpr, RANK: tl.constexpr, NUM_PLACES: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """A tile of ``(x down^T) * factor``, x by order, written where each choice stands."""
     begin(PDL)
@@ -210,24 +216,25 @@ def _down(
     output = first + tl.arange(0, OUTPUTS)
     present = output < OUT
     rows = place.to(tl.int64) * IN
+    own_inputs = inputs + expert.to(tl.int64) * IN
     sums = tl.zeros([OUTPUTS, TOKENS] if SWAP else [TOKENS, OUTPUTS], tl.float32)
     for begins in range(0, IN, CHANNELS):
         for step in tl.static_range(0, CHANNELS, STEP):
             at = begins + step
-            parts = step_of_rows(x, rows, used, at, IN, STEP, CODEC, FACTOR, MODE, SWAP)
+            parts = step_of_rows(x, rows, used, own_inputs, at, IN, STEP, CODEC, FACTOR, MODE, SWAP, ORDERED)
             x_scale = 1.0
             if SCALED == _DYNAMIC and X_GROUP < IN:
                 group = tl.minimum(at // X_GROUP, (IN - 1) // X_GROUP)
                 x_scale = _scales_of_rows(x_scales, place, used, group, x_column, SCALED, SWAP)
             sums = add_product(
-                sums, parts, x_scale, weight, scales, zeros, expert, output, first, at, OUT, IN, OUTPUTS, STEP, CODEC,
-                SHARED_OUT, SHARED_IN, ZEROS, FACTOR, MODE, SWAP, PRECISION,
+                sums, parts, x_scale, weight, scales, offsets, expert, output, first, at, OUT, IN, OUTPUTS, STEP, CODEC,
+                SHARED_OUT, SHARED_IN, OFFSETS, FACTOR, MODE, SWAP, PRECISION,
             )  # fmt: skip
     factor = 1.0
     if SCALED == _STATIC or (SCALED == _DYNAMIC and X_GROUP >= IN):
         factor = _scales_of_rows(x_scales, place, used, 0, x_column, SCALED, SWAP)
-    sums = _finish(sums, scales, expert, output, first, factor, OUT, IN, OUTPUTS, CODEC, SHARED_OUT, SHARED_IN, FACTOR, MODE,
-                   SWAP)  # fmt: skip
+    sums = _finish(sums, scales, expert, output, first, factor, OUT, IN, OUTPUTS, CODEC, SHARED_OUT, SHARED_IN, OFFSETS,
+                   FACTOR, MODE, SWAP)  # fmt: skip
     if RANK:
         sums = with_added(sums, low, b, places, choice // TOP_K, place, used, expert, 0, output, b_place, OUT, 1, RANK,
                           NUM_PLACES, COLUMNS, SWAP, PRECISION)  # fmt: skip
@@ -421,11 +428,12 @@ def _rounded(x: torch.Tensor, held: Held) -> tuple[torch.Tensor, torch.Tensor]:
     return x, x
 
 
-def _tensors(held: Held) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, scales and zero points, or tensors that are not read in their places."""
+def _tensors(held: Held) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scales, offsets and the order of inputs, or tensors that are not read in their places."""
     if isinstance(held, torch.Tensor):
-        return held, held, held
-    return _typed(held.codes, held), held.scales, held.scales if held.zeros is None else held.zeros
+        return held, held, held, held
+    scales, codes = held.scales, _typed(held.codes, held)
+    return codes, scales, scales if held.offsets is None else held.offsets, codes if held.order is None else held.order
 
 
 def _typed(codes: torch.Tensor, held: Held) -> torch.Tensor:
@@ -437,8 +445,8 @@ def _typed(codes: torch.Tensor, held: Held) -> torch.Tensor:
 def _format(held: Held, tiling: MoeTiling, channels: int) -> dict[str, Any]:
     """The kernel's constants of the number format."""
     if isinstance(held, torch.Tensor):
-        constants = {"CODEC": FLOATS, "SHARED_OUT": 1, "SHARED_IN": 1, "ZEROS": False, "FACTOR": 0, "SCALED": _NOT}
-        return {**constants, "X_GROUP": 1, "STEP": tiling.channels}
+        constants = {"CODEC": FLOATS, "SHARED_OUT": 1, "SHARED_IN": 1, "OFFSETS": SYMMETRIC, "ORDERED": False, "FACTOR": 0}
+        return {**constants, "SCALED": _NOT, "X_GROUP": 1, "STEP": tiling.channels}
     rounded = held.x_group is not None
     x_group = held.x_group or channels
     # A step of e4m3 has one scale of the weights and one of a row.
@@ -447,12 +455,19 @@ def _format(held: Held, tiling: MoeTiling, channels: int) -> dict[str, Any]:
         "CODEC": CODECS[held.codec],
         "SHARED_OUT": held.group[0],
         "SHARED_IN": held.group[1],
-        "ZEROS": held.zeros is not None,
+        "OFFSETS": _offsets(held),
+        "ORDERED": held.order is not None,
         "FACTOR": (1 if mode(held.codes.device) == NATIVE else 2) if rounded else 0,
         "SCALED": _NOT if not rounded else _DYNAMIC if held.x_scale is None else _STATIC,
         "X_GROUP": x_group,
         "STEP": BLOCK if held.codec != "e4m3" else min([tiling.channels, *shared]),
     }
+
+
+def _offsets(held: ExpertCodes) -> tl.constexpr:
+    if held.codec in MIDDLE and held.on_weights:
+        return MINIMA if held.minima is not None else ON_WEIGHTS
+    return SYMMETRIC if held.offsets is None else ZEROS
 
 
 def _sum(weighted: torch.Tensor, experts: torch.Tensor, plus: torch.Tensor | None, spec: MoeSpec) -> torch.Tensor:

@@ -21,6 +21,7 @@ CASES = [
     (8, 128, True, torch.float32),
     (8, 64, False, torch.float16),
     (8, 32, False, torch.bfloat16),
+    (4, 16, True, torch.float16),
 ]
 """Bits, the group, whether there are zero points, the dtype of scales."""
 SHAPE = 72, 456
@@ -35,11 +36,13 @@ def rows_of(count: int, inputs: int, dtype: torch.dtype, device: torch.device) -
     return wide.to(device)[:, 8:-16]
 
 
-def check(got: torch.Tensor, x: torch.Tensor, exact: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Compares float32 results with float64: the error of a sum, over the sum of its terms' sizes."""
+def check(got: torch.Tensor, x: torch.Tensor, exact: torch.Tensor, bias: torch.Tensor | None, group: int) -> None:
+    """Compares float32 results with float64: the error of a sum, over the sum of its terms' sizes. Weights of groups of 16 are
+    rounded, by the interpreter downwards."""
     left, right = x.double().cpu(), exact.double().t()
     expected = left @ right + (0 if bias is None else bias.double().cpu())
-    assert bool(((got.double().cpu() - expected).abs() <= 2.0**-15 * (left.abs() @ right.abs()) + 1e-6).all())
+    relative = 2.0**-15 if group > 16 else 2.0**-10 if x.dtype == torch.float16 else 2.0**-7
+    assert bool(((got.double().cpu() - expected).abs() <= relative * (left.abs() @ right.abs()) + 1e-6).all())
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -49,7 +52,7 @@ def test_few(rows: int, dtype: torch.dtype, case: tuple[int, int, bool, torch.dt
     bits, group, middles, scales = case
     weight, exact = packed_weight(*SHAPE, bits, group, middles=middles, scales=scales, device=device)
     x, bias = rows_of(rows, SHAPE[1], dtype, device), torch.randn(SHAPE[0], device=device) if rows > 1 else None
-    check(kernels.few(x, weight, bias, torch.float32), x, exact, bias)
+    check(kernels.few(x, weight, bias, torch.float32), x, exact, bias, group)
 
 
 def check_many(
@@ -60,7 +63,7 @@ def check_many(
     weight, exact = packed_weight(*SHAPE, bits, group, middles=middles, scales=scales, device=device)
     x, bias = rows_of(rows, SHAPE[1], torch.bfloat16, device), torch.randn(SHAPE[0], device=device) if rows > 2 else None
     first = kernels.many(x, weight, bias, torch.float32, tiling)
-    check(first, x, exact, bias)
+    check(first, x, exact, bias, group)
     assert not weight.arrived.any()
     assert torch.equal(kernels.many(x, weight, bias, torch.float32, tiling), first)
 
@@ -72,7 +75,7 @@ def test_many(rows: int, tiling: PackedManyTiling, case: tuple[int, int, bool, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, (8, 16, False, torch.float32)], ids=str)
 @pytest.mark.parametrize("rows", [1, 16, 33, 64, 200])
 def test_many_in_the_chosen_tiling(rows: int, case: tuple[int, int, bool, torch.dtype], device: torch.device) -> None:
     check_many(rows, case, None, device)

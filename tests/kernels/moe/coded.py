@@ -20,6 +20,9 @@ class Case:
     rounded: str = "none"
     """How activations are rounded: none, token, group or static."""
     zeros: bool = False
+    minima: bool = False
+    ordered: bool = False
+    """Groups are not of neighbours."""
     scale: torch.dtype = torch.float32
 
 
@@ -34,6 +37,14 @@ CASES = {
     "int4-64": Case("int4", (1, 64), zeros=True),
     "int4-128": Case("int4", (1, 128), zeros=True, scale=torch.float16),
     "int4-all": Case("int4", (1, 0)),
+    "int4-minima": Case("int4", (1, 32), minima=True),
+    "int4-minima-16": Case("int4", (1, 16), minima=True, scale=torch.float16),
+    "int4-48": Case("int4", (1, 48), ordered=True),
+    "int8-32": Case("int8", (1, 32), scale=torch.float16),
+    "int8-128": Case("int8", (1, 128), minima=True, ordered=True),
+    "int8-16": Case("int8", (1, 16)),
+    "int8-all": Case("int8", (1, 0)),
+    "int8-minima-all": Case("int8", (1, 0), minima=True),
     "w4afp8": Case("int4", (1, 128), "static", scale=torch.bfloat16),
     "w4afp8-token": Case("int4", (1, 128), "token"),
 }
@@ -44,20 +55,25 @@ def random_codes(case: Case, count: int, outputs: int, inputs: int) -> ExpertCod
     group = (case.group[0], case.group[1] or inputs)
     grid = (count, -(-inputs // group[1]), outputs // group[0])
     size = inputs**-0.5
-    zeros = None
+    offsets = None
     if case.codec == "e4m3":
         codes = (torch.randn(count, outputs, inputs) * 60).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
         scales = size / 60 * (0.5 + torch.rand(grid))
     else:
-        codes = pack_words(torch.randint(0, 16, (count, outputs, inputs), dtype=torch.uint8))
-        scales = size / 5 * (0.5 + torch.rand(grid)).to(case.scale)
+        bits = 8 if case.codec == "int8" else 4
+        codes = pack_words(torch.randint(0, 2**bits, (count, outputs, inputs), dtype=torch.uint8), bits)
+        scales = size / (5 if bits == 4 else 75) * (0.5 + torch.rand(grid)).to(case.scale)
         if case.codec == "mxfp4":
             scales = (127 + torch.randint(-3, 3, grid) - int(inputs**0.5).bit_length()).to(torch.uint8)
         if case.zeros:
-            zeros = torch.randint(-8, 8, grid).to(torch.int8)
+            offsets = torch.randint(-8, 8, grid).to(torch.int8)
+        if case.minima:
+            offsets = -(2 ** (bits - 1)) * scales.float() * (0.5 + torch.rand(grid))
+    order = torch.stack([torch.randperm(inputs) for _ in range(count)]).int() if case.ordered else None
     x_group = {"none": None, "token": inputs, "group": X_GROUP, "static": inputs}[case.rounded]
     x_scale = torch.tensor([0.02]) if case.rounded == "static" else None
-    return ExpertCodes(case.codec, (count, outputs, inputs), codes, scales, group, zeros, x_group, x_scale)  # type: ignore[arg-type]
+    shape = count, outputs, inputs
+    return ExpertCodes(case.codec, shape, codes, scales, group, offsets, x_group, x_scale, order)  # type: ignore[arg-type]
 
 
 def moved(codes: ExpertCodes, device: torch.device) -> ExpertCodes:

@@ -17,6 +17,8 @@ from .coded import CASES, Case, exact, moved, random_codes
 
 SPEC = MoeSpec(num_experts=5, top_k=2, intermediate_size=128)
 SWAPPED, STRAIGHT = MoeTiling(16, 64, 128, 4, 3, swap=True), MoeTiling(16, 128, 256, 4, 2)
+SLOW = ("int4-minima", "int4-48", "int8-32", "int8-16", "int8-all", "int8-minima-all")
+"""Formats whose code others take too."""
 ONE_TOKEN = ("fp8-channel", "fp8-blocks", "mxfp4", "int4-64")
 """A format of each codec and way to round that one token is tested with."""
 
@@ -68,7 +70,7 @@ def test_rows_are_rounded_as_the_reference_rounds(
 @pytest.mark.parametrize(
     ("name", "tokens"),
     [
-        *((name, 9) for name in CASES),
+        *(pytest.param(name, 9, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES),
         *(pytest.param(name, 1, marks=() if name in ONE_TOKEN else pytest.mark.slow) for name in CASES),
     ],
 )
@@ -120,7 +122,8 @@ def test_rows_of_zeros_and_experts_of_other_ranks(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["fp8-blocks", "mxfp4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp8-channel", "w4afp8"))]
+    "name",
+    ["fp8-blocks", "mxfp4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp8-channel", "w4afp8", "int8-16"))],
 )
 def test_tokens_do_not_depend_on_others(name: str, device: torch.device) -> None:
     """Bitwise, in batch-invariant mode."""

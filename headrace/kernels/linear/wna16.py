@@ -9,6 +9,7 @@ import torch
 from headrace.kernels import gpu
 from headrace.kernels.linear.reference import linear_ref
 from headrace.kernels.linear.wna16_reference import PackedWeight, wna16_linear_ref
+from headrace.kernels.linear.wna16_tilings import invariant_tiling
 
 if TYPE_CHECKING:
     from headrace.kernels.linear import triton_wna16 as kernels
@@ -43,7 +44,7 @@ def wna16_linear(
     if not gpu.takes(x) or x.dtype == torch.float32:
         return wna16_linear_ref(x, weight, bias, dtype)
     if batch_invariant:
-        return kernels.many(x, weight, bias, dtype, kernels.invariant_tiling(weight))
+        return kernels.many(x, weight, bias, dtype, invariant_tiling(weight))
     if rows <= FEW_ROWS:
         return kernels.few(x, weight, bias, dtype)
     if rows <= MANY_ROWS:

@@ -7,9 +7,9 @@ import torch
 
 from headrace.kernels import support
 from headrace.kernels.linear import triton_wna16 as kernels
-from headrace.kernels.linear.triton_wna16 import PackedManyTiling
 from headrace.kernels.linear.wna16 import wna16_linear
 from headrace.kernels.linear.wna16_reference import PackedWeight
+from headrace.kernels.linear.wna16_tilings import PackedManyTiling, choose_few, choose_many, invariant_tiling
 
 from .captured import check_captured
 from .packed import packed_weight
@@ -100,7 +100,7 @@ def test_floats(case: tuple[int, int, bool, torch.dtype], dtype: torch.dtype, de
 def test_a_row_is_bitwise_the_same_in_any_batch(case: tuple[int, int, bool, torch.dtype], device: torch.device) -> None:
     bits, group, middles, scales = case
     weight, _ = packed_weight(72, 256, bits, group, middles=middles, scales=scales, device=device)
-    x, tiling = rows_of(128, 256, torch.bfloat16, device), kernels.invariant_tiling(weight)
+    x, tiling = rows_of(128, 256, torch.bfloat16, device), invariant_tiling(weight)
     whole = kernels.many(x, weight, None, torch.bfloat16, tiling)
     for first, last in ((0, 1), (77, 78), (127, 128), (3, 20), (60, 125)):
         assert torch.equal(kernels.many(x[first:last], weight, None, torch.bfloat16, tiling), whole[first:last])
@@ -113,9 +113,9 @@ def test_chosen_tilings_fit_the_kernels(size: tuple[int, int], rows: int) -> Non
     large = weight._replace(
         words=weight.words.expand(1, size[1] // 128, 1, 8, 16), scales=weight.scales[:, :1].expand(1, size[0])
     )
-    many = kernels.choose_many(rows, large)
-    assert kernels.choose_few(large).outputs % 16 == 0
-    for tiling in (many, kernels.invariant_tiling(large)):
+    many = choose_many(rows, large)
+    assert choose_few(large).outputs % 16 == 0
+    for tiling in (many, invariant_tiling(large)):
         assert tiling.warps % 4 == 0 and tiling.outputs % (16 * tiling.warps) == 0
         tiles = -(-size[0] // tiling.outputs) * -(-rows // tiling.rows)
         assert tiling.parts == 1 or tiles <= len(weight.arrived)
@@ -126,7 +126,7 @@ def test_programs_that_do_not_fit_at_once_have_fewer_registers(monkeypatch: pyte
     words, arrived = torch.empty(1, 1, 1, 8, 16, device="meta"), torch.empty(0, device="meta")
     sizes = (6337, 4096), (6336, 4096), (6337, 4224)
     weights = [PackedWeight(words, torch.empty(1, out, device="meta"), None, 128, inputs, arrived) for out, inputs in sizes]
-    assert [kernels.choose_few(weight).registers for weight in weights] == [128, None, None]
+    assert [choose_few(weight).registers for weight in weights] == [128, None, None]
 
 
 def test_factors_that_do_not_fit_are_refused(device: torch.device) -> None:

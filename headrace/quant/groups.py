@@ -61,7 +61,7 @@ class GroupCodes:
 
     def dequantize(self) -> torch.Tensor:
         """``[N, K]`` float32"""
-        weight = self.codes.float()
+        weight = self.codes.to(torch.float32, memory_format=torch.contiguous_format)
         rows, groups = self.scales.shape
         # Groups of one size broadcast; other scales and offsets are spread, which makes them as large as the weight.
         even = self.order is None and (groups == 1 or groups * self.group == weight.shape[1])

@@ -412,7 +412,7 @@ def sweep(made: Prompt, repeats: int, results: Results) -> None:
 def sweep_copies(made: Prompt, repeats: int, results: Results) -> None:
     """Measures like ``sweep``, over copies; and streaming heads by FlashInfer, whose kernel is compiled meanwhile."""
     if importlib.util.find_spec("flashinfer") is not None:
-        kernels.compile_ahead([kernels.for_prompts(layer(made), made.q.dtype, CUDA)])
+        kernels.start_compiling([kernels.for_prompts(layer(made), made.q.dtype, CUDA)])
     copies = made.copy()
     _try(results, "copy of keys and values", None, made.copy, repeats)
     kinds = [("streaming heads", made.types(STREAMING), None)]

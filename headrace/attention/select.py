@@ -18,7 +18,7 @@ from headrace.attention.flashinfer.attention import (
     FlashInferMLA,
     FlashInferPrefill,
 )
-from headrace.attention.flashinfer.kernels import Buildable, Compiling, compile_ahead
+from headrace.attention.flashinfer.kernels import Buildable, Compiling, start_compiling
 from headrace.attention.indexed import WithIndexer, rule_of
 from headrace.attention.mla import MLABackend
 from headrace.attention.native import NativeAttention
@@ -223,7 +223,7 @@ def begin_compiling(specs: Sequence[AttentionSpec], names: Sequence[str], device
             for part in entry.parts:
                 if issubclass(part, FlashInferBackend):
                     wanted += part.wants(each, getattr(torch, dtype), torch.device(device))
-    return compile_ahead(wanted)
+    return start_compiling(wanted)
 
 
 def create_for(

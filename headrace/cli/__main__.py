@@ -3,9 +3,12 @@
 import sys
 
 from headrace.errors import ConfigError
+from headrace.host.bytecode import keep_bytecode
+from headrace.sources.user_cache import cache_directory
 
 
 def program() -> None:
+    keep_bytecode(cache_directory())
     from headrace.cli.main import app
 
     try:

@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 _LIBRARIES = ("LD_LIBRARY_PATH", "MALLOC_ARENA_MAX", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-_ENVIRONMENT = frozenset(("PATH", "PYTHONHOME", "HOME", "TMPDIR", "TZ", "LANG", "LC_ALL", "LC_CTYPE", *_LIBRARIES))
+_PYTHON = ("PYTHONHOME", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE")
+_ENVIRONMENT = frozenset(("PATH", "HOME", "TMPDIR", "TZ", "LANG", "LC_ALL", "LC_CTYPE", *_LIBRARIES, *_PYTHON))
 """Variables that the process gets of its owner's: keys and tokens are among the others."""
 _PR_SET_NO_NEW_PRIVS = 38
 _SET_MODE_FILTER, _ALL_THREADS = 1, 1

@@ -9,7 +9,7 @@ and options, the type of each argument, whether a pointer or a number is a multi
 it is. What has no key (tuples, tensor descriptors) and what is new goes through Triton. Hooks of Triton's launches are called
 for those alone.
 
-``compile_ahead`` compiles kernels on several cores before they are launched. Triton compiles one when it is launched.
+``compile_launches`` compiles kernels on several cores before they are launched. Triton compiles one when it is launched.
 """
 
 # A kernel's arguments have no types of Python's.
@@ -153,7 +153,7 @@ class _Zeros(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def compile_ahead(threads: int) -> Iterator[None]:
+def compile_launches(threads: int) -> Iterator[None]:
     """Compiles the kernels that this thread launches within, several at a time, and launches none of them. When it ends they
     are compiled.
 

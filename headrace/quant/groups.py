@@ -61,24 +61,28 @@ class GroupCodes:
 
     def dequantize(self) -> torch.Tensor:
         """``[N, K]`` float32"""
-        weight = self.codes.float()
-        # A few rows at a time: scales and offsets for each input are as large as the weight.
-        count = rows_at_once(weight.shape[1])
-        for start in range(0, len(weight), count):
+        weight = self.codes.to(torch.float32, memory_format=torch.contiguous_format)
+        rows, groups = self.scales.shape
+        # Groups of one size broadcast; other scales and offsets are spread, which makes them as large as the weight.
+        even = self.order is None and (groups == 1 or groups * self.group == weight.shape[1])
+        count = max(rows, 1) if even else rows_at_once(weight.shape[1])
+        for start in range(0, rows, count):
             here = slice(start, start + count)
-            scales, offsets = self._for_inputs(self.scales[here].float()), self._for_inputs(self.offsets[here].float())
-            if self.zeros is None:
-                weight[here].mul_(scales).add_(offsets)
+            scales, offsets, part = self.scales[here].float(), self.offsets[here].float(), weight[here]
+            if even:
+                scales, offsets, part = scales[..., None], offsets[..., None], part.view(rows, groups, -1)
             else:
-                weight[here].sub_(offsets).mul_(scales)
+                scales, offsets = self._for_inputs(scales), self._for_inputs(offsets)
+            if self.zeros is None:
+                part.mul_(scales).add_(offsets)
+            else:
+                part.sub_(offsets).mul_(scales)
         return weight
 
     def _for_inputs(self, values: torch.Tensor) -> torch.Tensor:
-        """``[N, G] -> [N, K]``, or ``[N, 1]`` where all inputs share a group."""
+        """``[N, G] -> [N, K]``"""
         if self.order is not None:
             return values.index_select(1, self.order)
-        if values.shape[1] == 1:
-            return values
         return values.repeat_interleave(self.group, 1)[:, : self.codes.shape[1]]
 
     def rows(self, which: slice) -> GroupCodes:

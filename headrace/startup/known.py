@@ -71,7 +71,7 @@ def profiled(
     known = None if file is None else _read(file)
     if not ranks.any(known is None) and known is not None:
         return profile_of(config, **msgspec.structs.asdict(known)), True
-    profile = measure(model, config, encode, compiling(model, config, device, ranks.size))
+    profile = measure(model, config, encode, dry_run(model, config, device, ranks.size))
     if file is not None:
         found = KnownProfile(**{name: getattr(profile, name) for name in KnownProfile.__struct_fields__})
         keep(file, msgspec.json.encode(found).decode())
@@ -90,8 +90,8 @@ def _ask_compiler(device: int) -> None:
     triton_launch.ask_compiler(device)
 
 
-def compiling(model: Model, config: EngineConfig, device: DeviceFacts, ranks: int) -> AbstractContextManager[object] | None:
-    """Compiles the kernels of what runs within it on this process's cores, and launches none.
+def dry_run(model: Model, config: EngineConfig, device: DeviceFacts, ranks: int) -> AbstractContextManager[object] | None:
+    """Steps within it compile their kernels on this process's cores, and launch none.
 
     None: there is no Triton, or zeros in place of what kernels write might lead other code astray: libraries' models, the
     routing of experts, packed weights, states, and ranks that wait for each other.
@@ -101,9 +101,9 @@ def compiling(model: Model, config: EngineConfig, device: DeviceFacts, ranks: in
         return None
     if facts.states or config.quantization != "none" or not all(isinstance(mlp, DenseSpec) for mlp in facts.mlps):
         return None
-    from headrace.kernels.triton_launch import compile_ahead
+    from headrace.kernels.triton_launch import compile_launches
 
-    return compile_ahead(min(_THREADS, device.num_cores))
+    return compile_launches(min(_THREADS, device.num_cores))
 
 
 def _read(file: Path) -> KnownProfile | None:

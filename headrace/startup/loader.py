@@ -19,7 +19,7 @@ from headrace.parallel.agreement import Agreement
 from headrace.resolve import resolve
 from headrace.runner.runner import ModelRunner
 from headrace.startup import environment
-from headrace.startup.known import ask_compiler, compiling, profiled
+from headrace.startup.known import ask_compiler, dry_run, profiled
 from headrace.startup.ledger import adapter_lines
 from headrace.startup.loaded import Loaded
 from headrace.startup.source import ModelSource
@@ -70,8 +70,8 @@ def load_executor(source: ModelSource, text: ModelText, timeline: Timeline) -> L
         with timeline.phase("FlashInfer") as phase:
             # Ranks capture the same graphs at the same time, so none may find a kernel ready before the others do.
             phase.detail = _await_kernels(kernels, args.wait_for_kernels or source.group.size > 1)
-    if config.graph_rows and not known and (ahead := compiling(model, config, device, source.ranks.size)) is not None:
-        with timeline.phase("kernels") as phase, ahead:
+    if config.graph_rows and not known and (dry := dry_run(model, config, device, source.ranks.size)) is not None:
+        with timeline.phase("kernels") as phase, dry:
             phase.detail = f"compiled ahead for {runner.run_first()} steps"
     weights = [*report.memory, *adapter_lines(model, args)]
     if encoder is not None:

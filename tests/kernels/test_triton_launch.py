@@ -22,7 +22,7 @@ from triton.compiler.compiler import make_backend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from headrace.kernels.triton_launch import Kernel, ask_compiler, compile_ahead, launched
+from headrace.kernels.triton_launch import Kernel, ask_compiler, compile_launches, launched
 
 
 def add(x, y, out, free, count, stride, wide: tl.int64, far: tl.int64, scale, BLOCK: tl.constexpr, MODE: tl.constexpr = "up"):  # type: ignore[no-untyped-def]
@@ -180,7 +180,7 @@ def test_what_is_passed_by_name_and_is_no_constant_goes_through_triton(world: Wo
 
 def test_what_is_compiled_ahead_is_not_launched(world: World) -> None:
     args, named = arguments(random.Random(5))
-    with compile_ahead(2):
+    with compile_launches(2):
         for _ in range(2):
             world.kernel[(5, 6)](*args, **named)
         left = [
@@ -204,7 +204,7 @@ import torch
 from triton import knobs
 from triton.runtime.jit import JITFunction
 from compile_kernels import activation, compile_only, norm
-from headrace.kernels.triton_launch import compile_ahead
+from headrace.kernels.triton_launch import compile_launches
 run = JITFunction.run
 compile_only(90)
 JITFunction.run = run
@@ -213,7 +213,7 @@ def note(src, cache_hit, **facts):
     sys.stdout.write(f"{src.fn.__name__} {'found' if cache_hit else 'compiled'}\\n")
 knobs.compilation.listener = note
 x = torch.zeros(4, 4096, dtype=torch.bfloat16)
-with compile_ahead(2):
+with compile_launches(2):
     for _ in range(2):
         norm.rms_norm(x, x[0], 1e-6)
         activation.silu_mul(x)
@@ -241,7 +241,7 @@ def test_another_process_finds_what_was_compiled_ahead(tmp_path: Path) -> None:
 
 def test_launches_after_an_error_are_launches(world: World) -> None:
     args, named = arguments(random.Random(6))
-    with pytest.raises(ValueError, match="no such step"), compile_ahead(2):
+    with pytest.raises(ValueError, match="no such step"), compile_launches(2):
         raise ValueError("no such step")
     assert world.launch(args, **named)[0].launches
 

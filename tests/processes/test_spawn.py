@@ -1,4 +1,4 @@
-"""The start of the engine's process where the system has no room for it."""
+"""The start of the engine's process: what it imports, and where the system has no room for it."""
 
 from __future__ import annotations
 
@@ -63,3 +63,17 @@ asyncio.run(main())
 """
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stderr
+
+
+IMPORTS = """
+import sys
+import headrace.processes.process, headrace.processes.load
+print(*{"fastapi", "scipy", "sympy", "torch._dynamo", "transformers", "triton"} & sys.modules.keys())
+"""
+
+
+def test_the_process_imports_only_what_every_engine_needs() -> None:
+    """Each of the other modules takes from a tenth of a second to several."""
+    environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run([sys.executable, "-c", IMPORTS], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

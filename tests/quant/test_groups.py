@@ -118,3 +118,25 @@ def test_what_groups_of_32_cannot_hold() -> None:
     assert GroupCodes(4, codes, torch.ones(2, 2), torch.ones(2, 2), 48).regroup() is None
     assert GroupCodes(4, codes[:, :40], one, one, 40).regroup() is None
     assert GroupCodes(4, codes, torch.ones(2, 3), torch.ones(2, 3), 32, torch.arange(96) % 3).regroup() is None
+
+
+@pytest.mark.parametrize("zeros", [True, False])
+@pytest.mark.parametrize("form", ["even", "one group", "the last is cut", "any order", "transposed", "a rank's inputs"])
+def test_weights_are_scales_and_offsets_of_each_inputs_group(form: str, zeros: bool) -> None:
+    generator = torch.Generator().manual_seed(5)
+    rows, group, columns = 6, 32, 80 if form == "the last is cut" else 96
+    group = columns if form == "one group" else group
+    count = -(-columns // group)
+    codes = torch.randint(0, 16, (rows, columns), dtype=torch.uint8, generator=generator)
+    scales = torch.randn(rows, count, generator=generator).half()
+    offsets = torch.randint(0, 16, (rows, count), dtype=torch.uint8, generator=generator)
+    order = torch.randperm(columns, generator=generator) // group if form == "any order" else None
+    if form == "transposed":
+        codes = codes.t().contiguous().t()
+    if form == "a rank's inputs":
+        codes = torch.cat((codes, codes), 1)[:, :columns]
+    weights = GroupCodes(4, codes, scales, offsets if zeros else offsets.float(), group, order)
+    of = torch.arange(columns) // group if order is None else order
+    scale, offset = scales.float()[:, of], offsets.float()[:, of]
+    wanted = scale * (codes.float() - offset) if zeros else scale * codes.float() + offset
+    assert torch.equal(weights.dequantize(), wanted) and weights.dequantize().is_contiguous()

@@ -155,13 +155,13 @@ def test_a_model_of_another_library_leaves_nothing(starts: Starts, tmp_path: Pat
         return profiled(foreign, starts.config, starts.device, OneProcess(), [])[1]
 
     assert not start() and not start()
-    assert known.compiling(Foreign(), starts.config, starts.device, 1) is None  # type: ignore[arg-type]
+    assert known.dry_run(Foreign(), starts.config, starts.device, 1) is None  # type: ignore[arg-type]
     assert not (tmp_path / "headrace").exists()
 
 
 def test_kernels_of_dense_floats_alone_are_compiled_ahead(starts: Starts) -> None:
     def compiles(config: EngineConfig, ranks: int = 1) -> bool:
-        return known.compiling(starts.model, config, starts.device, ranks) is not None
+        return known.dry_run(starts.model, config, starts.device, ranks) is not None
 
     config = starts.config
     assert isinstance(config.model, ModelSpec)

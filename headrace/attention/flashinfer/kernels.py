@@ -190,7 +190,7 @@ def compiling(kernel: Buildable) -> Compiling:
     return Compiling(kernel)
 
 
-def compile_ahead(kernels: Iterable[Buildable]) -> list[Compiling]:
+def start_compiling(kernels: Iterable[Buildable]) -> list[Compiling]:
     """Starts compiling each distinct kernel; does not wait."""
     return [compiling(kernel) for kernel in dict.fromkeys(kernels)]
 

@@ -21,6 +21,7 @@ from headrace.models import registry
 from headrace.parallel.group import Group
 from headrace.parallel.layout import ParallelSizes, shard_model
 from headrace.quant.float_codes import TileCodes
+from headrace.quant.groups import relative_error
 from headrace.sources.files import ModelFiles
 from headrace.weights.load import load_weights
 
@@ -102,14 +103,16 @@ def apart(name: str, tensor: torch.Tensor, kind: str) -> Tensors:
     }
 
 
-def write(path: Path, theirs: PreTrainedModel, form: str) -> ModelFiles:
-    """Saves a model's matrices as codes, and gives it the numbers that these mean."""
+def write(path: Path, theirs: PreTrainedModel, form: str | None = None) -> ModelFiles:
+    """Saves a model's matrices as codes, and gives it the numbers that these mean; None: saves floats."""
     held: Tensors = {}
     for whole, stacked in theirs.state_dict().items():
         for name, tensor in apart(whole, stacked, theirs.config.model_type).items():
             matrix = name.removesuffix(".weight")
-            if tensor.dim() == 2 and matrix.endswith(
-                ("proj", "linear", "proj_qkvz", "proj_ba", ".wq_b", ".wk", ".w1", ".w2", ".w3")
+            if (
+                form is not None
+                and tensor.dim() == 2
+                and matrix.endswith(("proj", "linear", "proj_qkvz", "proj_ba", ".wq_b", ".wk", ".w1", ".w2", ".w3"))
             ):
                 leaves, meant = packed(tensor, form)
                 tensor.copy_(meant)
@@ -118,7 +121,8 @@ def write(path: Path, theirs: PreTrainedModel, form: str) -> ModelFiles:
                 held[name] = tensor.clone()
     save_file(held, path)
     config: Any = copy.deepcopy(theirs.config)
-    config.quantization_config = FORMATS[form]
+    if form is not None:
+        config.quantization_config = FORMATS[form]
     return ModelFiles(
         name="test",
         kind="safetensors",
@@ -148,3 +152,29 @@ def test_checkpoints_say_what_their_floats_say(name: str, form: str, tmp_path: P
             assert said == expected
             # The other models' widths are no multiples of 32.
             assert module is not hybrids or kinds != {"floats"}
+
+
+@pytest.mark.parametrize(
+    "name", ["falcon-h1", *(pytest.param(name, marks=pytest.mark.slow) for name in SEVERAL if name != "falcon-h1")]
+)
+def test_floats_are_rounded_to_fp8_while_they_load(name: str, tmp_path: Path) -> None:
+    """Whole and on two ranks: all matrices whose sizes are multiples of 16, and the model says something near."""
+    theirs, whole = hybrids.pair(name)
+    files = write(tmp_path / "model.safetensors", theirs)
+
+    def run(group: Group) -> list[float]:
+        spec = whole.spec if group.size == 1 else shard_model(whole.spec, group.rank, ParallelSizes(group.size))
+        exact, rounded = (registry.build(spec, "bfloat16", "cpu", group) for _ in range(2))
+        for model, quantization in ((exact, "none"), (rounded, "fp8")):
+            load_weights(model, registry.name_table(spec), files, quantization=quantization)
+        floats, errors = dict(exact.layers.named_modules()), []
+        for where, layer in rounded.layers.named_modules():
+            if isinstance(layer, Linear):
+                assert (layer.method.format == "floats") == bool(layer.in_features % 16 or layer.out_features % 16), where
+                errors.append(relative_error(layer.method.dequantize(layer), floats[where].weight))
+        assert all(logits.isfinite().all() for logits in Bench(rounded).generate([prompt(13)], 2)[1])
+        return errors
+
+    for size in (1, 2):
+        for errors in on_ranks(size, run):
+            assert 0.01 < max(errors) < 0.04

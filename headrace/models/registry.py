@@ -51,6 +51,7 @@ _FAMILIES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("deepseek_v32.FAMILY", ("DeepseekV32ForCausalLM",), ("deepseek_v32",)),
     ("deepseek_v32.GLM_FAMILY", ("GlmMoeDsaForCausalLM",), ("glm_moe_dsa",)),
     ("axk2.FAMILY", ("AXK2ForCausalLM",), ("axk2",)),
+    ("dots3.FAMILY", ("Dots3NoteForCausalLM", "Dots3NoteForConditionalGeneration"), ("dots3_note_text", "dots3_note")),
     ("olmo2.FAMILY", ("Olmo2ForCausalLM",), ("olmo2",)),
     ("llama4.FAMILY", ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"), ("llama4_text", "llama4")),
     ("lfm2.FAMILY", ("Lfm2ForCausalLM",), ("lfm2",)),

@@ -23,7 +23,7 @@ CASES = {
     name: (hybrids.CASES | indexed.CASES)[name]
     for name in (
         *("qwen3-next", "qwen3.5", "qwen3.5-moe", "nemotron-h-experts", "granite-moe", "lfm2", "lfm2-moe", "kimi-linear"),
-        *("olmo-hybrid-even", "bamba", "falcon-h1", "minimax", "v3.2", "axk2", "glm-dsa", "minimax-m3"),
+        *("olmo-hybrid-even", "bamba", "falcon-h1", "minimax", "v3.2", "axk2", "glm-dsa", "minimax-m3", "dots3"),
     )
 } | {"llama4": ("llama4_text", SMALL | LLAMA4 | {"attention_chunk_size": 24})}
 QUICK = ("llama4",)

@@ -16,12 +16,15 @@ from support.models.cases import greedy, prompt
 from support.models.harness import Bench
 from support.models.hybrids import CASES as HYBRIDS
 from support.models.hybrids import pair
+from support.thread_ranks import on_ranks
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from headrace import LLM, SamplingParams
 from headrace.errors import ConfigError
 from headrace.models import registry
 from headrace.models.decoder import Decoder
+from headrace.parallel.group import Group
+from headrace.parallel.layout import ParallelSizes, shard_model
 from headrace.sources.gguf import read_facts
 from headrace.weights.gguf import GGUFCheckpoint
 from headrace.weights.load import load_weights
@@ -409,3 +412,19 @@ def test_inputs_of_value_heads_are_sorted_where_heads_are_blocks_and_where_not(w
     assert (stored - exact).abs().max() < exact.abs().max() / 127
     assert torch.equal(dealt(name, stored, theirs.config), dequantized(q8(dealt(name, exact, theirs.config).numpy())))
     assert (codes is None) == (width < 32) and (codes is None or torch.equal(codes.dequantize(), stored))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_read_their_parts(name: str, tmp_path: Path) -> None:
+    theirs, _ = pair(name)
+    path = write(tmp_path / "m.gguf", CASES[name], theirs)
+    config = read_facts(path).config
+    whole = registry.model_spec(config)
+
+    def run(group: Group) -> list[list[int]]:
+        model = registry.build(shard_model(whole, group.rank, ParallelSizes(2)), "float32", "cpu", group)
+        load_weights(model, registry.name_table(model.spec), files(config, "gguf", [path]))
+        return Bench(model).generate([prompt(30)], 4)[0]
+
+    assert on_ranks(2, run) == [[greedy(theirs, prompt(30), 4)[0]]] * 2

@@ -47,7 +47,7 @@ _FAMILIES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("ernie4_5_moe.FAMILY", ("Ernie4_5_MoeForCausalLM",), ("ernie4_5_moe",)),
     ("ernie4_5_vl.FAMILY", ("Ernie4_5_VLMoeForConditionalGeneration",), ("ernie4_5_vl_moe", "ernie4_5_vl_moe_text")),
     ("deepseek_v2.FAMILY", ("DeepseekV2ForCausalLM",), ("deepseek_v2",)),
-    ("deepseek_v3.FAMILY", ("DeepseekV3ForCausalLM",), ("deepseek_v3",)),
+    ("deepseek_v2.V3_FAMILY", ("DeepseekV3ForCausalLM",), ("deepseek_v3",)),
     ("deepseek_v32.FAMILY", ("DeepseekV32ForCausalLM",), ("deepseek_v32",)),
     ("deepseek_v32.GLM_FAMILY", ("GlmMoeDsaForCausalLM",), ("glm_moe_dsa",)),
     ("axk2.FAMILY", ("AXK2ForCausalLM",), ("axk2",)),

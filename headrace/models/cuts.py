@@ -88,6 +88,10 @@ def _attention(path: str, attention: nn.Module, spec: AttentionSpec, shard: Shar
             cuts |= _outputs(f"{path}.{name}", module, [matrix])
         elif name == "q_gate_proj":
             cuts |= _outputs(f"{path}.{name}", module, [matrices["q"], matrices["gate"]])
+        elif name == "g_proj":
+            q = matrices["q"]
+            width = q.whole // spec.num_heads
+            cuts |= _outputs(f"{path}.{name}", module, [Cut("outputs", q.start // width, q.stop // width, spec.num_heads)])
     if "index" in matrices:
         cuts |= _outputs(f"{path}.indexer.q_proj", attention.get_submodule("indexer.q_proj"), [matrices["index"]])
     if spec.sinks:

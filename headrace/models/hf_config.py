@@ -312,7 +312,7 @@ def _check_windows(config: HFConfig, layers: Sequence[AttentionSpec], mixers: Se
         if kind == "hybrid" and mixers and mixers[index].state is not None:
             kind = "full_attention"
         if kind in INDEXED_TYPES and layer.indexer is not None:
-            kind = None
+            continue  # A window is that of layers of another type.
         meant = _SEEN.get(kind or "full_attention")
         if meant is None:
             raise ConfigError(f"{here}: layer_types {kind!r} is not supported", "layer_types")

@@ -31,7 +31,7 @@ from headrace.sources.fields import (
     sampling_default,
     typed,
 )
-from headrace.sources.gguf_hybrid import HYBRIDS, PARTLY_ROTATED, hybrid_facts, kv_heads, qwen_mixture
+from headrace.sources.gguf_hybrid import HYBRIDS, PARTLY_ROTATED, common_size, hybrid_facts, qwen_mixture
 from headrace.sources.plain_config import plain_config
 
 if TYPE_CHECKING:
@@ -262,10 +262,10 @@ def _config(metadata: Metadata, tensors: Mapping[str, Any], arch: str, decisions
     facts: dict[str, Any] = {
         "vocab_size": vocab,
         "hidden_size": hidden,
-        "intermediate_size": metadata.integer(f"{arch}.feed_forward_length", Size),
-        "num_hidden_layers": metadata.integer(f"{arch}.block_count", Layers),
+        "intermediate_size": _intermediate_size(metadata, arch),
+        "num_hidden_layers": metadata.integer(f"{arch}.block_count", Layers) - mtp_layers(metadata, arch),
         "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads(metadata, arch, heads)
+        "num_key_value_heads": common_size(metadata, f"{arch}.attention.head_count_kv", heads)
         if arch in HYBRIDS
         else metadata.integer(f"{arch}.attention.head_count_kv", Size, heads),
         "head_dim": head_dim,
@@ -315,6 +315,21 @@ def _config(metadata: Metadata, tensors: Mapping[str, Any], arch: str, decisions
         # The config classes raise errors of several libraries.
         why = " ".join(str(error).split())[:300]
         raise ConfigError(f"{metadata.path} does not describe a {architecture}: {why}", "model") from error
+
+
+def mtp_layers(metadata: Metadata, arch: str) -> int:
+    """The layers for multi-token prediction, which ``block_count`` includes: the last ones."""
+    return metadata.integer(f"{arch}.nextn_predict_layers", Width, 0)
+
+
+def _intermediate_size(metadata: Metadata, arch: str) -> int:
+    key = f"{arch}.feed_forward_length"
+    if arch not in HYBRIDS:
+        return metadata.integer(key, Size)
+    if key not in metadata:
+        # Of a mixture without dense MLPs.
+        return metadata.integer(f"{arch}.expert_feed_forward_length", Size)
+    return common_size(metadata, key, 0)
 
 
 def _rope(metadata: Metadata, tensors: Mapping[str, Any], arch: str, head_dim: int) -> dict[str, Any]:

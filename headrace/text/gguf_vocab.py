@@ -84,7 +84,8 @@ _RULES = {
 _RULES |= dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais"), _Rule((_GPT2,)))
 _RULES |= dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS_APART)
 _RULES |= dict.fromkeys(
-    ("llama3", "llama-v3", "llama-bpe", "falcon3", "lfm2"), _Rule((_LLAMA3,), ignore_merges=True, add_bos=True)
+    ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2"),
+    _Rule((_LLAMA3,), ignore_merges=True, add_bos=True),
 )
 _RULES |= dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _Rule((_LLAMA3,)))
 _RULES |= dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _Rule((_QWEN2,), nfc=True))

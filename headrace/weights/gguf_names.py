@@ -15,6 +15,15 @@ _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _STACKED = {"gate": "ffn_gate_exps.weight", "up": "ffn_up_exps.weight", "down": "ffn_down_exps.weight"}
 _OWN: dict[str, dict[str, str]] = {
     "qwen3next": {"linear_attn.dt_bias": "ssm_dt.bias"},
+    "qwen35": {"linear_attn.dt_bias": "ssm_dt.bias"},
+    "qwen35moe": {"linear_attn.dt_bias": "ssm_dt.bias", "mlp.experts.gate_up_proj": "ffn_gate_up_exps.weight"},
+    "falcon-h1": {"mamba.dt_bias": "ssm_dt.bias"},
+    "nemotron_h": {"mixer.dt_bias": "ssm_dt.bias"},
+    "nemotron_h_moe": {
+        "mixer.dt_bias": "ssm_dt.bias",
+        "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
+        **{f"mixer.experts.{kind}_proj.weight": _STACKED[kind] for kind in ("up", "down")},
+    },
     "lfm2moe": {
         "feed_forward.expert_bias": "exp_probs_b.bias",
         **{f"feed_forward.experts.{w}.weight": _STACKED[kind] for w, kind in (("w1", "gate"), ("w3", "up"), ("w2", "down"))},
@@ -30,8 +39,10 @@ _OWN: dict[str, dict[str, str]] = {
 }
 """Architecture -> ends of names of a layer's tensors -> those in files, where the gguf package knows none or another. Empty:
 the tensor is in files under another name of the model's."""
+_QWEN = ("qwen3next", "qwen35", "qwen35moe")
+"""Architectures whose norms' weights are stored less one at Hugging Face."""
 _CONVOLUTIONS = (".conv1d.weight", ".conv.conv.weight")
-_VECTORS = (".A_log", ".D", ".dt_bias", ".mamba.norm.weight")
+_VECTORS = (".A_log", ".D", ".dt_bias", ".mamba.norm.weight", ".mixer.norm.weight")
 """Ends of names of vectors, which files may have as matrices."""
 
 
@@ -57,7 +68,9 @@ def hf_names(
                 # The shared MLP of a model without experts is its only one.
                 gguf_name = f"blk.{layer[1]}.{own[layer[2]].replace('_shexp', '')}"
         else:
-            gguf_name = table.get_name(merged, try_suffixes=(".weight", ".bias"))
+            # The package knows Nemotron-H's names under another prefix.
+            places = (merged, f"backbone.{merged.removeprefix('model.')}")
+            gguf_name = next(filter(None, (table.get_name(one, try_suffixes=(".weight", ".bias")) for one in places)), None)
         if gguf_name is not None and (expert is not None or gguf_name not in found):
             found.setdefault(gguf_name, {})[name] = None if expert is None else int(expert[2])
     return found
@@ -73,10 +86,10 @@ def hf_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def hf_values(architecture: str, name: str, stored: torch.Tensor) -> torch.Tensor:
-    """The values at Hugging Face. Files have the rates of states in place of their logarithms, and Qwen3-Next's norms are those
-    that it multiplies by, not less one."""
+    """The values at Hugging Face. Files have the rates of states in place of their logarithms, and the norms of Qwen's hybrids
+    are those that they multiply by, not less one."""
     if name.endswith(".A_log"):
         return (-stored).log()
-    if architecture == "qwen3next" and name.endswith("norm.weight") and not name.endswith(".linear_attn.norm.weight"):
+    if architecture in _QWEN and name.endswith("norm.weight") and not name.endswith(".linear_attn.norm.weight"):
         return stored - 1
     return stored

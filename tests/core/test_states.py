@@ -9,6 +9,7 @@ from support.core.small_tiles import small_tiles
 from support.core.world import World, make_cache, make_config, make_request
 
 from headrace.core.points import ChunkGrid, snapshot_points
+from headrace.errors import ConfigError
 from headrace.kv import Item
 from headrace.outputs import Failure
 
@@ -38,6 +39,11 @@ def test_a_prompt_is_found_up_to_its_last_snapshot() -> None:
     assert run(own, "again", PROMPT) == 28
     assert own.runner.num_copies
     own.assert_right()
+
+
+def test_drafts_are_refused() -> None:
+    with pytest.raises(ConfigError, match="drafts are for models without state layers"):
+        world(decode_tokens=3)
 
 
 def test_kv_without_a_state_is_not_attached() -> None:

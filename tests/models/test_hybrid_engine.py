@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import json
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 from support.models.cases import greedy, prompt
 from support.models.hybrids import CASES, pair
 from support.models.tiny_llama import VOCAB, write_tokenizer
@@ -16,22 +12,10 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from headrace import LLM, SamplingParams
-from headrace.quant.float_codes import TileCodes
 from headrace.sampling_params import StructuredOutputsParams
 
 STEPS = 8
 QUICK = ("qwen3.5-moe",)
-OTHERS = (
-    "qwen3-next",
-    "qwen3.5",
-    "nemotron-h-experts",
-    "granite-moe",
-    "kimi-linear",
-    "minimax",
-    "olmo-hybrid-even",
-    "falcon-h1",
-)
-"""The other families."""
 UNSAVED = ("olmo-hybrid", "qwen3.5-pictures", "qwen3.5-moe-pictures")
 """transformers saves the parts of the first one's convolution as thirds, whatever their widths; the others lack processors."""
 
@@ -71,33 +55,9 @@ def test_replicas_are_sent_the_prompts_whose_states_they_have(tmp_path: Path) ->
                 assert list(output.outputs[0].token_ids) == greedy(theirs, tokens, STEPS)[0]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["qwen3-next", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bamba", "lfm2", "kimi-linear", "minimax"))],
-)
-def test_checkpoints_of_fp8_are_read_whatever_order_their_rows_are_in(name: str, tmp_path: Path) -> None:
-    theirs, held = copy.deepcopy(pair(name)[0]), {}
-    theirs.save_pretrained(tmp_path)
-    for key, tensor in theirs.state_dict().items():
-        held[key] = tensor.clone()
-        if "proj" in key and tensor.dim() == 2 and "experts" not in key:
-            scales = torch.rand(-(-tensor.shape[0] // 16), -(-tensor.shape[1] // 16)) + 0.5
-            held[key], held[f"{key}_scale_inv"] = tensor.to(torch.float8_e4m3fn), scales
-            tensor.copy_(TileCodes(held[key], scales, (16, 16)).dequantize())
-    save_file(held, tmp_path / "model.safetensors")
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    tokens = prompt(70)
-    with LLM(str(tmp_path), dtype="float32", max_model_len=128, skip_tokenizer_init=True, num_threads=1) as llm:
-        (output,) = llm.generate([{"prompt_token_ids": tokens}], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
-    assert list(output.outputs[0].token_ids) == greedy(theirs, tokens, 4)[0]
-
-
-@pytest.mark.parametrize("name", ["lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
-def test_samples_and_constraints_answer_alike_from_a_snapshot(name: str, tmp_path: Path) -> None:
+def test_samples_and_constraints_answer_alike_from_a_snapshot(tmp_path: Path) -> None:
     """Four samples start from one state, also where the prompt is found; a constraint's answer ends where it has to."""
-    kind, values = CASES[name]
+    kind, values = CASES["lfm2"]
     AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**values | {"vocab_size": VOCAB})).float().save_pretrained(tmp_path)
     write_tokenizer(tmp_path)
     request = {"prompt_token_ids": [token % 250 for token in prompt(100)]}

@@ -49,8 +49,9 @@ def test_every_architecture_is_in_the_table_of_models() -> None:
 
 def test_every_family_is_tested_against_transformers() -> None:
     """Elastic attention, which transformers does not have, is tested in tests/runner/parts/test_sparse.py. The Llama 4 of
-    transformers that has pictures generates no text: test_llama4.py reads its checkpoints."""
+    transformers that has pictures generates no text: test_llama4.py reads its checkpoints, and test_indexed.py dots3's."""
     elsewhere = {"PawQwen3ForCausalLM", "PawLlamaForCausalLM", "Llama4ForConditionalGeneration"}
+    elsewhere |= {"Dots3NoteForConditionalGeneration"}
     tested = {model_class.__name__ for model_class, _, _ in CASES.values()} | hybrids.architectures() | indexed.architectures()
     assert tested == set(registry.supported()) - elsewhere
 

@@ -7,6 +7,7 @@ import importlib.util
 
 import pytest
 import torch
+from support.models import hybrids
 from support.models.cases import VOCAB, pair, prompt
 from support.models.harness import Bench, model_spec, random_model
 from torch import nn
@@ -28,6 +29,11 @@ ROUNDED = [
     *(("deepseek-v2", 4), ("deepseek-v2-lite", 1), ("olmo2", 0)),
 ]
 """Cases, and how many of a model's norms only matrices in FP8 read. Routers read floats, and some matrices do not fit."""
+HYBRIDS = [
+    *(("nemotron-h-experts", 2), ("granite-dense", 5), ("falcon-h1", 3), ("olmo-hybrid", 3), ("nemotron-h", 3)),
+    *(("granite-moe", 1), ("qwen3.5", 5), ("qwen3-next", 1), ("bamba", 5), ("lfm2-moe", 5), ("kimi-linear", 1), ("minimax", 0)),
+]
+"""The same of hybrids. Norms that several modules read, or whose result a factor multiplies, give floats."""
 
 
 def hold(model: nn.Module, kind: type[Fp8Method]) -> None:
@@ -53,9 +59,11 @@ def blocks(act: str = "silu") -> Decoder:
     return random_model(model_spec([spec], hidden_size=256, vocab_size=VOCAB, mlps=(DenseSpec(384, act),)), "bfloat16")
 
 
-@pytest.mark.parametrize(("name", "count"), ROUNDED)
+@pytest.mark.parametrize(
+    ("name", "count"), [*ROUNDED, *HYBRIDS[:4], *(pytest.param(*one, marks=pytest.mark.slow) for one in HYBRIDS[4:])]
+)
 def test_families(name: str, count: int) -> None:
-    model = copy.deepcopy(pair(name)[1])
+    model = copy.deepcopy((hybrids.pair if name in hybrids.CASES else pair)(name)[1])
     hold(model, Fp8Method)
     prompts = [prompt(length) for length in (1, 13)]
     tokens, logits = Bench(model).generate(prompts, 4)

@@ -1,4 +1,5 @@
-"""DeepSeek V2: multi-head latent attention (MLA), and mixtures of experts with shared ones after the first layers.
+"""DeepSeek V2: multi-head latent attention (MLA), and mixtures of experts with shared ones after the first layers. DeepSeek V3
+(and R1) is V2 whose experts have sigmoid scores, chosen by groups with a correction.
 
 Checkpoints have a head's rotated channels after the others, in interleaved pairs. Here they come first and in halves, in q as
 in the latent, so that they are rotated and cached like those of any family.
@@ -24,9 +25,11 @@ from headrace.model_spec.projection import halves, of_heads
 from headrace.models.decoder import Decoder, DecoderLayer
 from headrace.models.family import Family
 from headrace.models.hf_config import HFConfig, attention_biases, decoder_spec, per_layer, required, rope_specs, uniform, whole
-from headrace.models.moe_config import experts_of, mixed_specs, must_be, number, shared_experts
+from headrace.models.moe_config import experts_of, grouped_mixture, mixed_specs, must_be, number, shared_experts
+from headrace.models.names import decoder_names
+from headrace.weights.names import NameTable
 
-ARCHITECTURE = "DeepseekV2ForCausalLM"
+ARCHITECTURE, V3_ARCHITECTURE = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
 _INNER_EPS = 1e-6
 """Epsilon of the norms of the q and KV latents, in every model."""
 
@@ -142,6 +145,17 @@ def model_spec(config: HFConfig) -> ModelSpec:
     return mla_model_spec(config, ARCHITECTURE, moe, mlp_bias=mlp_bias)
 
 
+def v3_model_spec(config: HFConfig) -> ModelSpec:
+    must_be(config, "scoring_func", "sigmoid")
+    must_be(config, "topk_method", "noaux_tc")
+    return mla_model_spec(config, V3_ARCHITECTURE, grouped_mixture(config), rotary_pairs=bool(config.rope_interleave))
+
+
+def v3_names(model: Decoder) -> NameTable:
+    """Ignores the extra layer for multi-token prediction."""
+    return decoder_names(model, ignorable=(rf"model\.layers\.{model.spec.num_layers}\..*",))
+
+
 def mla_model_spec(
     config: HFConfig, architecture: str, moe: MoeSpec, *, mlp_bias: bool = False, rotary_pairs: bool = True
 ) -> ModelSpec:
@@ -194,3 +208,4 @@ def mla_specs(config: HFConfig) -> tuple[AttentionSpec, ...]:
 
 
 FAMILY = Family(model_spec=model_spec, decoder=DeepseekDecoder)
+V3_FAMILY = Family(model_spec=v3_model_spec, decoder=DeepseekDecoder, names=v3_names)

@@ -22,7 +22,7 @@ from headrace.layers.norm import RMSNorm
 from headrace.model_spec import AttentionSpec, IndexerSpec, ModelSpec
 from headrace.model_spec.projection import halves, of_heads
 from headrace.models.decoder import Decoder
-from headrace.models.families.deepseek_v2 import DeepseekLayer, DeepseekSpec, MLASelfAttention, mla_specs
+from headrace.models.families.deepseek_v2 import DeepseekLayer, DeepseekSpec, MLASelfAttention, mla_specs, v3_names
 from headrace.models.family import Family
 from headrace.models.hf_config import HFConfig, attention_biases, decoder_spec, per_layer, required, uniform, whole
 from headrace.models.moe_config import grouped_mixture, mixed_specs, must_be, typed_specs
@@ -152,11 +152,6 @@ def with_indexers(config: HFConfig, layers: Sequence[AttentionSpec], kinds: Sequ
     return tuple(made)
 
 
-def v32_names(model: Decoder) -> NameTable:
-    """Ignores the extra layer for multi-token prediction."""
-    return decoder_names(model, ignorable=(rf"model\.layers\.{model.spec.num_layers}\..*",))
-
-
 def glm_names(model: Decoder) -> NameTable:
     """Ignores the extra layer for multi-token prediction; the norm of index keys has their order of channels."""
     spec = model.spec.layers[0]
@@ -165,5 +160,5 @@ def glm_names(model: Decoder) -> NameTable:
     return decoder_names(model, layouts=layouts, ignorable=(rf"model\.layers\.{model.spec.num_layers}\..*",))
 
 
-FAMILY = Family(model_spec=v32_spec, decoder=V32Decoder, names=v32_names)
+FAMILY = Family(model_spec=v32_spec, decoder=V32Decoder, names=v3_names)
 GLM_FAMILY = Family(model_spec=glm_spec, decoder=GlmDecoder, names=glm_names)

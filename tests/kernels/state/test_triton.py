@@ -213,3 +213,13 @@ def test_gated_norm(dtype: torch.dtype, gate: kernels.Gate, gate_first: bool, de
         got = kernels.gated_norm(x, z, weight, 1e-6, 20, gate, gate_first)
         expected = gated_norm_ref(x, z, weight, 1e-6, 20, gate, gate_first=gate_first)
         torch.testing.assert_close(got, expected, atol=1e-6, rtol=2 * torch.finfo(dtype).eps + 2e-6)
+
+
+def test_readouts_beyond_half_precision_are_finite(device: torch.device) -> None:
+    """In a float16 model they stay float32 until they are normed."""
+    case = Case("space", torch.float16, torch.float32, device)
+    step, states = state_step([(3, 1, 9), (0, case.long, 0)], str(device)), case.states()
+    found = case.run(case.kernel, states.normal_().mul_(1e6), step)
+    assert found.abs().max() > torch.finfo(torch.float16).max
+    weight, gates = torch.ones(found.shape[1:]).half().to(device), torch.ones(found.shape).half().to(device)
+    assert kernels.gated_norm(found, gates, weight, 1e-6, found.shape[1], "silu", gate_first=False).isfinite().all()

@@ -198,7 +198,15 @@ CASES: dict[str, tuple[str, dict]] = {
     "nemotron-h-experts": ("nemotron_h", NEMOTRON | NEMOTRON_EXPERTS),
     "nemotron-h-latent": (
         "nemotron_h",
-        NEMOTRON | NEMOTRON_EXPERTS | {"moe_latent_size": 24, "n_routed_experts": 8, "n_group": 4, "topk_group": 2},
+        NEMOTRON
+        | NEMOTRON_EXPERTS
+        | {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+            "moe_latent_size": 24,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+        },
     ),
     "nemotron-h-biases": ("nemotron_h", NEMOTRON | {"use_bias": True, "mlp_bias": True}),
     "kimi-linear": (

@@ -36,6 +36,25 @@ M3 = SMALL | {
 CASES: dict[str, tuple[str, dict]] = {
     "v3.2": ("deepseek_v32", LIGHTNING | YARN),
     "axk2": ("axk2", LIGHTNING | {"n_group": None, "topk_group": None, "gated_norm_rank": 5}),
+    "dots3": (
+        "dots3_note_text",
+        LIGHTNING
+        | {
+            "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "sliding_window": 9,
+            "head_dim": 20,
+            "shared_experts_intermediate_size": 20,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 4,
+            "swa_q_lora_rank": 28,
+            "swa_kv_lora_rank": 20,
+            "swa_head_dim": 24,
+            "swa_qk_nope_head_dim": 16,
+            "swa_v_head_dim": 12,
+            "pad_token_id": 0,
+        },
+    ),
     "minimax-m3": ("minimax_m3_vl_text", M3),
     "minimax-m3-local": (
         "minimax_m3_vl_text",

@@ -1,0 +1,75 @@
+"""Hybrids, indexers and chunked attention with what an engine offers: samples, constraints, steps ahead of their results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import hybrids, indexed
+from support.models.cases import LLAMA4, SMALL, greedy
+from support.models.hybrids import redraw
+from support.models.tiny_llama import VOCAB, write_tokenizer
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from headrace import LLM, SamplingParams
+from headrace.outputs import RequestOutput
+from headrace.sampling_params import StructuredOutputsParams
+
+STEPS = 6
+CASES = {
+    name: (hybrids.CASES | indexed.CASES)[name]
+    for name in (
+        *("qwen3-next", "qwen3.5", "qwen3.5-moe", "nemotron-h-experts", "granite-moe", "lfm2", "lfm2-moe", "kimi-linear"),
+        *("olmo-hybrid-even", "bamba", "falcon-h1", "minimax", "v3.2", "axk2", "glm-dsa", "minimax-m3", "dots3"),
+    )
+} | {"llama4": ("llama4_text", SMALL | LLAMA4 | {"attention_chunk_size": 24})}
+QUICK = ("llama4",)
+PROMPTS = [[(7 * token + 3 * length) % 250 for token in range(length)] for length in (13, 70, 150)]
+GREEDY = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True)
+FORKS = SamplingParams(n=3, seed=3, max_tokens=STEPS, ignore_eos=True)
+HELD = SamplingParams(
+    temperature=0, max_tokens=20, structured_outputs=StructuredOutputsParams(regex="[0-9]{3}-[a-z]{2}"), ignore_eos=False
+)
+REQUESTS = [*((tokens, GREEDY) for tokens in PROMPTS), (PROMPTS[1], FORKS), (PROMPTS[0], HELD)]
+WAYS: dict[str, dict[str, Any]] = {
+    "small chunks": {"max_num_batched_tokens": 66, "max_num_seqs": 2},
+    "overlap": {"pipeline_depth": 2, "max_num_batched_tokens": 128},
+    "overlap in small chunks": {"pipeline_depth": 3, "max_num_batched_tokens": 67, "max_num_seqs": 3},
+}
+
+
+def asked(llm: LLM, requests: Iterable[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
+    tokens, params = zip(*requests, strict=True)
+    return llm.generate([{"prompt_token_ids": one} for one in tokens], list(params))
+
+
+def tokens_of(outputs: Iterable[RequestOutput]) -> list[list[list[int]]]:
+    return [[list(sample.token_ids) for sample in output.outputs] for output in outputs]
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
+def test_answers_are_the_same_however_they_come_about(name: str, tmp_path: Path) -> None:
+    """Greedy ones are transformers'; others are those of a whole prompt without company. Cold, and from cached prefixes."""
+    kind, values = CASES[name]
+    torch.manual_seed(1)
+    theirs = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**values | {"vocab_size": VOCAB})).float().eval()
+    redraw(theirs)
+    theirs.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    options = {"dtype": "float32", "max_model_len": 256, "num_threads": 1, "kv_cache_memory": 8 << 20}
+    with LLM(str(tmp_path), **options) as llm:
+        one_by_one = [asked(llm, [request])[0] for request in REQUESTS]
+    expected = tokens_of(one_by_one)
+    theirs.config._experts_implementation = "eager"
+    assert [samples[0] for samples in expected[:3]] == [greedy(theirs, tokens, STEPS)[0] for tokens in PROMPTS]
+    assert one_by_one[4].outputs[0].finish_reason == "stop" and one_by_one[4].outputs[0].text[3] == "-"
+    for way, changes in WAYS.items():
+        with LLM(str(tmp_path), **options | changes) as llm:
+            for cached in (False, True):
+                outputs = asked(llm, REQUESTS)
+                assert tokens_of(outputs) == expected, way
+                assert bool(outputs[2].num_cached_tokens) == cached
+            llm.check_integrity()

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from headrace.attention.flashinfer.kernels import held_back
+from headrace.attention.compiled import held_back
 from headrace.config import Decision, EngineArgs, EngineConfig
 from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler

@@ -170,7 +170,7 @@ def _not_applied() -> Iterator[FieldRule]:
             elif not isinstance(takes, Option):
                 takes = Option(None, name, OptionSpec(), takes, False)
             code = _CODES.get(name, FieldRule.code)
-            yield FieldRule(name, endpoints, origin, treatment, why, takes, *words, code=code)
+            yield FieldRule(name, endpoints, origin, treatment, why, takes, "".join(words), code)
 
 
 def _applied() -> Iterator[FieldRule]:

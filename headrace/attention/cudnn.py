@@ -17,8 +17,7 @@ import numpy as np
 import torch
 
 from headrace.attention.backend import LayerCache, StepMetadata
-from headrace.attention.flashinfer.attention import FlashInferBackend, Launch
-from headrace.attention.flashinfer.kernels import DTYPES, Buildable, compiling
+from headrace.attention.compiled import Buildable, CompiledBackend, Launch, compiling, dtype_refusals
 from headrace.attention.paged_rows import PagedRows
 from headrace.attention.triton import TritonAttention
 from headrace.kernels import support
@@ -123,7 +122,7 @@ def _handle(device: torch.device, use: str) -> Any:
     return cudnn.create_handle()
 
 
-class CudnnPrefill(FlashInferBackend):
+class CudnnPrefill(CompiledBackend):
     """Prefill rows of heads that FlashInfer's kernels for Hopper GPUs have no good tiles for."""
 
     name = "cudnn"
@@ -143,8 +142,7 @@ class CudnnPrefill(FlashInferBackend):
             reasons.append("cuDNN's frontend is not installed: pip install 'headrace[cuda]'")
         if support.compute_capability(device) != support.HOPPER_SM:
             reasons.append("it is for Hopper GPUs")
-        if dtype not in DTYPES:
-            reasons.append(f"it computes in {' and '.join(DTYPES)}, not in {dtype}")
+        reasons += dtype_refusals(dtype)
         if (spec.head_dim, spec.v_head_dim) != (WIDTH, WIDTH):
             reasons.append(f"it is for heads {WIDTH} wide, not {spec.head_dim} and {spec.v_head_dim}")
         return reasons

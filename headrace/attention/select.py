@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from headrace.attention.backend import NO_MODES, VISIBLE_ENDS, AttentionBackend, Modes, Scratch
+from headrace.attention.compiled import Buildable, CompiledBackend, Compiling, start_compiling
 from headrace.attention.compose import ByRowClass, WithVisibleEnds
 from headrace.attention.cudnn import CudnnPrefill
 from headrace.attention.flashinfer.attention import (
@@ -18,7 +19,6 @@ from headrace.attention.flashinfer.attention import (
     FlashInferMLA,
     FlashInferPrefill,
 )
-from headrace.attention.flashinfer.kernels import Buildable, Compiling, start_compiling
 from headrace.attention.indexed import WithIndexer, rule_of
 from headrace.attention.mla import MLABackend
 from headrace.attention.native import NativeAttention
@@ -221,7 +221,7 @@ def begin_compiling(specs: Sequence[AttentionSpec], names: Sequence[str], device
             layers.append((spec.uncompressed, _entry(prompts)))
         for each, entry in layers:
             for part in entry.parts:
-                if issubclass(part, FlashInferBackend):
+                if issubclass(part, CompiledBackend):
                     wanted += part.wants(each, getattr(torch, dtype), torch.device(device))
     return start_compiling(wanted)
 

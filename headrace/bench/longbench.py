@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from headrace.bench.longbench_metrics import TASKS, LongBenchTask
-from headrace.bench.longcontext import Mode
-from headrace.bench.report import facts, load_average, table
+from headrace.bench.longcontext import Mode, by_mode
+from headrace.bench.report import table
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError, EngineError
 from headrace.frontend.llm import LLM
@@ -141,25 +141,13 @@ def run(
     Raises:
         ConfigError: the engine cannot run a mode, or the context has no room for a prompt.
     """
-    load_before = load_average()
-    report: dict[str, Any] = {}
-    answers: list[LongBenchAnswer] = []
-    for mode in modes:
-        tell(f"{mode}: starting the engine")
-        with LLM(**vars(mode.args(args))) as llm:
-            for work in tasks:
-                tell(f"{mode}: {work.name}, {len(work.records)} prompts")
-                answers += _answers(llm, mode, work, length)
-            engine = {name: getattr(llm.info, name) for name in ("model", "dtype", "quantization", "device", "max_model_len")}
-        report = {
-            "benchmark": "longbench",
-            "engine": engine,
-            "rows": rows(answers),
-            "requests": msgspec.to_builtins(answers),
-            "load_after": load_average(),
-        } | facts(load_before)
-        save(report)
-    return report
+
+    def measure(llm: LLM, mode: Mode) -> Iterator[LongBenchAnswer]:
+        for work in tasks:
+            tell(f"{mode}: {work.name}, {len(work.records)} prompts")
+            yield from _answers(llm, mode, work, length)
+
+    return by_mode("longbench", args, modes, measure, rows, tell=tell, save=save)
 
 
 def _answers(llm: LLM, mode: Mode, work: Work, length: int | None) -> list[LongBenchAnswer]:

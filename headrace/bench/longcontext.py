@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO, get_args
 
 import msgspec
@@ -102,28 +102,47 @@ def run(
     Raises:
         ConfigError: the engine cannot run a mode, or a prompt does not fit into its context.
     """
+
+    def measure(llm: LLM, mode: Mode) -> Iterator[Record]:
+        _warm_up(llm, samples)
+        for index, sample in enumerate(samples):
+            tell(f"{mode}: prompt {index + 1} of {len(samples)}, {sample.task}, {len(sample.prompt):,} tokens")
+            record, attention = _measure(llm, mode, sample, index)
+            yield record
+            if dump is not None:
+                line = msgspec.to_builtins(record) | {"attention": msgspec.to_builtins(attention)}
+                dump.write(json.dumps(line).encode() + b"\n")
+                dump.flush()
+
+    # A model without a router refuses elastic: before the others have taken their time.
+    ordered = sorted(modes, key=lambda mode: mode.name != "elastic")
+    return by_mode("longcontext", args, ordered, measure, lambda records: rows(records, modes), tell=tell, save=save)
+
+
+def by_mode(
+    benchmark: str,
+    args: EngineArgs,
+    modes: Sequence[Mode],
+    measure: Callable[[LLM, Mode], Iterable[Any]],
+    rows: Callable[[Sequence[Any]], list[dict[str, Any]]],
+    *,
+    tell: Callable[[str], None],
+    save: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """Measures each mode in a separate engine and returns the report, which ``save`` has had after each mode."""
     load_before = load_average()
     report: dict[str, Any] = {}
-    records: list[Record] = []
-    # A model without a router refuses elastic: before the others have taken their time.
-    for mode in sorted(modes, key=lambda mode: mode.name != "elastic"):
+    requests: list[Any] = []
+    for mode in modes:
         tell(f"{mode}: starting the engine")
         with LLM(**vars(mode.args(args))) as llm:
-            _warm_up(llm, samples)
-            for index, sample in enumerate(samples):
-                tell(f"{mode}: prompt {index + 1} of {len(samples)}, {sample.task}, {len(sample.prompt):,} tokens")
-                record, attention = _measure(llm, mode, sample, index)
-                records.append(record)
-                if dump is not None:
-                    line = msgspec.to_builtins(record) | {"attention": msgspec.to_builtins(attention)}
-                    dump.write(json.dumps(line).encode() + b"\n")
-                    dump.flush()
+            requests += measure(llm, mode)
             engine = {name: getattr(llm.info, name) for name in ("model", "dtype", "quantization", "device", "max_model_len")}
         report = {
-            "benchmark": "longcontext",
+            "benchmark": benchmark,
             "engine": engine,
-            "rows": rows(records, modes),
-            "requests": msgspec.to_builtins(records),
+            "rows": rows(requests),
+            "requests": msgspec.to_builtins(requests),
             "load_after": load_average(),
         } | facts(load_before)
         save(report)

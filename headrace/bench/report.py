@@ -10,7 +10,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,11 @@ def table(title: str, header: Sequence[str], rows: Iterable[Sequence[str | Text]
     for row in rows:
         add_row(result, *row)
     return result
+
+
+def values_table(title: str, values: Mapping[str, object], form: str = "") -> Table:
+    """A table of one row: named values, each in the form."""
+    return table(title, list(values), [[format(value, form) for value in values.values()]])
 
 
 def add_row(table: Table, *cells: str | Text) -> None:

@@ -70,7 +70,7 @@ REPORT_OPTIONS: Group[ReportOptions] = Group.of(ReportOptions)
 def latency(args: EngineArgs, options: LatencyOptions, to: ReportOptions) -> None:
     """One request at a time: time to the first token, between tokens, and to the end."""
     from headrace.bench import latency as bench
-    from headrace.bench.report import distributions_table, table
+    from headrace.bench.report import distributions_table, values_table
     from headrace.bench.throughput import standard_loads
     from headrace.frontend.async_llm import AsyncLLM
 
@@ -97,8 +97,8 @@ def latency(args: EngineArgs, options: LatencyOptions, to: ReportOptions) -> Non
     spent = report["engine_seconds"]
     total = sum(spent.values()) or 1.0
     times = distributions_table(f"Latency: {load.name}, {report['requests']} requests", report["milliseconds"])
-    shares = table("Where the time goes", list(spent), [[f"{value / total:.1%}" for value in spent.values()]])
-    emit(report, [times, shares], to)
+    shares = {name: seconds / total for name, seconds in spent.items()}
+    emit(report, [times, values_table("Where the time goes", shares, ".1%")], to)
 
 
 @app.command("throughput", cls=Command)
@@ -214,7 +214,7 @@ def _with_features(args: EngineArgs, pictures: Pictures, option: str) -> Picture
 def serve(load: LoadOptions, to: ReportOptions) -> None:
     """Load a running server: times to the first token, between events, and to the end, over HTTP streams."""
     from headrace.bench import serving as bench
-    from headrace.bench.report import distributions_table, table
+    from headrace.bench.report import distributions_table, table, values_table
     from headrace.bench.texts import CHAT_PROMPTS
 
     sent = None if load.image_size is None else _sent_pictures(load, load.image_size)
@@ -222,17 +222,17 @@ def serve(load: LoadOptions, to: ReportOptions) -> None:
         Console(stderr=True).print(Text(f"note: {load.url} is not this machine; make sure that you may load it", "yellow"))
     with _status(f"asking {load.url}") as tell:
         report = asyncio.run(bench.run(load, CHAT_PROMPTS, sent, tell=tell))
-    counts, rates, generator = report["requests"], report["rates"], report["load_generator"]
+    counts, generator = report["requests"], report["load_generator"]
     tables = [
-        table("Requests", list(counts), [[f"{value:,}" for value in counts.values()]]),
-        table("A second", list(rates), [[f"{value:,.2f}" for value in rates.values()]]),
+        values_table("Requests", counts, ","),
+        values_table("A second", report["rates"], ",.2f"),
         distributions_table("Times", report["milliseconds"]),
         table(
             "Load generator", ["processes", "busiest"], [[f"{generator['processes']}", f"{generator['max_busy']:.0%}"]], "rr"
         ),
     ]
     if sent is not None:
-        tables.append(table("Pictures", list(report["pictures"]), [[f"{value}" for value in report["pictures"].values()]]))
+        tables.append(values_table("Pictures", report["pictures"]))
     emit(report, tables, to)
     for error, count in report["errors"].items():
         print_error(f"{count} x {error}")
@@ -285,43 +285,34 @@ def agent(args: EngineArgs, options: AgentOptions, to: ReportOptions) -> None:
     Prompts are random tokens behind shared instructions; answers are the model's own, of fixed length.
     """
     from headrace.bench import agent as bench
-    from headrace.bench.report import distributions_table, table
+    from headrace.bench.report import distributions_table, values_table
     from headrace.frontend.llm import LLM
 
     encoder, _ = _encoder(args)
     if encoder is None:
         args = dataclasses.replace(args, skip_tokenizer_init=True)
-    with (
-        _status("starting the engine") as tell,
-        LLM(**vars(args)) as llm,
-    ):
+    with _status("starting the engine") as tell, LLM(**vars(args)) as llm:
         report = bench.run(llm, options, tell=tell)
     found = report["prefix_cache"]
-    columns = {name: f"{found[name]:,}" for name in ("prompt_tokens", "ideal", "reused")}
-    columns |= {f"computed, {name}": f"{count:,}" for name, count in found["computed"].items()}
+    columns = {name: found[name] for name in ("prompt_tokens", "ideal", "reused")}
+    columns |= {f"computed, {name}": count for name, count in found["computed"].items()}
     share = "" if found["share_of_ideal"] is None else f": {found['share_of_ideal']:.1%} of the ideal is reused"
     tables = [
-        table(f"Tokens of prompts{share}", list(columns), [list(columns.values())]),
+        values_table(f"Tokens of prompts{share}", columns, ","),
         distributions_table("Times", report["milliseconds"]),
-        table(
-            f"A second, of {report['seconds']:,.2f}",
-            list(report["rates"]),
-            [[f"{value:,.2f}" for value in report["rates"].values()]],
-        ),
+        values_table(f"A second, of {report['seconds']:,.2f}", report["rates"], ",.2f"),
     ]
     emit(report, tables, to)
 
 
 # What a mode is, it says itself; the cache serves the second request of each prompt.
-_BY_MODE = ("enable_prefix_caching", "skip_tokenizer_init", "sparse_prefill", "sparse_threshold")
+_BY_MODE = ENGINE_OPTIONS.without("enable_prefix_caching", "skip_tokenizer_init", "sparse_prefill", "sparse_threshold").changed(
+    "sparse_min_tokens", default="0"
+)
 
 
 @app.command("longcontext", cls=Command)
-@command(
-    args=ENGINE_OPTIONS.without(*_BY_MODE).changed("sparse_min_tokens", default="0"),
-    options=Group.of(LongContextOptions),
-    to=REPORT_OPTIONS,
-)
+@command(args=_BY_MODE, options=Group.of(LongContextOptions), to=REPORT_OPTIONS)
 def longcontext(args: EngineArgs, options: LongContextOptions, to: ReportOptions) -> None:
     """Long documents, offline: scores, density and time to the first token of dense, elastic and sparse prompts."""
     from headrace.bench import longcontext as bench
@@ -351,11 +342,7 @@ def longcontext(args: EngineArgs, options: LongContextOptions, to: ReportOptions
 
 
 @app.command("longbench", cls=Command)
-@command(
-    args=ENGINE_OPTIONS.without(*_BY_MODE).changed("sparse_min_tokens", default="0"),
-    options=Group.of(LongBenchOptions),
-    to=REPORT_OPTIONS,
-)
+@command(args=_BY_MODE, options=Group.of(LongBenchOptions), to=REPORT_OPTIONS)
 def longbench(args: EngineArgs, options: LongBenchOptions, to: ReportOptions) -> None:
     """LongBench, offline, over its authors' files: scores of dense, elastic and sparse prompts."""
     from headrace.bench import longbench as bench

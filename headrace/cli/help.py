@@ -27,6 +27,7 @@ class Command(TyperCommand):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        # An argument has its parameter's name, args__model.
         self._hidden = {
             p.name for p in self.params if not any(flag.lstrip("-").rpartition("__")[2] in ESSENTIAL for flag in p.opts)
         }
@@ -55,11 +56,6 @@ class Command(TyperCommand):
         finally:
             for parameter, text in zip(shown, helps, strict=True):
                 parameter.hidden, parameter.help = False, text
-
-
-def _long_name(flag: str) -> str:
-    """``--port`` -> ``port``; an argument has its parameter's name, ``args__model``."""
-    return flag.lstrip("-").rpartition("__")[2]
 
 
 def _show_all(context: typer.Context, wanted: bool) -> None:

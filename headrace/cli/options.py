@@ -36,7 +36,6 @@ from headrace.host.user_files import check_output
 from headrace.options import (
     DEBUGGING,
     PANELS,
-    InvalidValueError,
     Option,
     check_value,
     from_json,
@@ -121,7 +120,7 @@ def _annotation(option: Option) -> Any:
         parser = _json_object(option)
     choices = typing.get_args(option.type) if typing.get_origin(option.type) is Literal else ()
     if choices:
-        parser = _choice(option)
+        parser = functools.partial(_word, option)
     value_type = str if parser else option.type
     if typing.get_origin(value_type) is tuple:
         value_type = list[typing.get_args(value_type)[0]]  # type: ignore[misc]
@@ -142,17 +141,10 @@ def _annotation(option: Option) -> Any:
     return Annotated[value_type | None, typer.Option(*flags, **common)]
 
 
-def _choice(option: Option) -> Callable[[str], Any]:
+def _word(option: Option, text: str) -> str:
     """One of the option's words."""
-
-    def parse(text: str) -> Any:
-        try:
-            option.check(text)
-        except InvalidValueError as error:
-            raise ValueError(error.message) from None
-        return text
-
-    return parse
+    option.check(text)
+    return text
 
 
 def _checked(parser: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -48,15 +48,13 @@ ALWAYS: Mapping[str, str] = {
 }
 """Flags without a value that say what is always so."""
 
-_SPECULATION = "there is no draft model"
-_LAYERS = "the whole model runs on one device: choose it with --device"
 
 _SHARED_REASONS: Mapping[str, str] = {
     "the server runs no code of its users": "--logits-processor-pattern --io-processor-plugin --tool-parser-plugin"
     " --reasoning-parser-plugin --worker-cls --worker-extension-cls --scheduler-cls --additional-config",
     "tools are run by the client": "--tool-server",
     "change config.json in a copy of the checkpoint": "--hf-config-path --config-format --rope-scaling --rope-theta"
-    " --disable-sliding-window --override-attention-dtype --override-neuron-config",
+    " --disable-sliding-window --override-attention-dtype --override-neuron-config --json-model-override-args",
     "code of a checkpoint has the model's --revision": "--code-revision",
     "how a model pools follows from its files": "--convert --pooler-config --override-pooler-config",
     "a prompt is text or token ids": "--enable-prompt-embeds --enable-prompt-adapter",
@@ -113,16 +111,28 @@ _SHARED_REASONS: Mapping[str, str] = {
     "the parts of a message are always in their order": "--interleave-mm-strings",
     "a medium is cut where its tokens do not see later ones": "--disable-chunked-mm-input",
     "requests are read beside the engine's process, always": "--disable-frontend-multiprocessing",
+    "write --max-num-batched-tokens, which counts the generated tokens of a step too": "--chunked-prefill-size"
+    " --max-prefill-tokens",
+    "weights stay on one device; --quantization makes them smaller": "--cpu-offload-gb --cpu-offload-params",
+    "there is no draft model": "--speculative-config --speculative-algorithm",
+    "the whole model runs on one device: choose it with --device": "--n-gpu-layers -ngl",
+    "there is nothing to compile; --graph-capture-seconds and --enforce-eager are about CUDA graphs": "--compilation-config -O"
+    " --optimization-level",
+    "sizes follow from --max-num-seqs; --graph-capture-seconds bounds the time": "--cudagraph-capture-sizes"
+    " --max-cudagraph-capture-size --cuda-graph-sizes",
+    "a request says chat_template_kwargs": "--chat-template-kwargs --default-chat-template-kwargs",
+    "KV and snapshots of states stay on the device; what is evicted is computed again": "--kv-offloading-backend"
+    " --kv-offloading-size --enable-hierarchical-cache",
+    "write --state-dtype": "--mamba-ssm-cache-dtype --mamba-ssm-dtype",
+    "snapshots are at turns, ends of prompts and branches; --state-snapshot-bytes bounds them": "--mamba-cache-mode"
+    " --mamba-block-size",
 }
 
 REFUSED: Mapping[str, str] = {flag: reason for reason, names in _SHARED_REASONS.items() for flag in names.split()} | {
     "--no-enable-chunked-prefill": "prompts are always computed in chunks; --max-num-batched-tokens bounds a chunk",
-    "--chunked-prefill-size": "write --max-num-batched-tokens, which counts the generated tokens of a step too",
-    "--max-prefill-tokens": "write --max-num-batched-tokens, which counts the generated tokens of a step too",
     "--long-prefill-token-threshold": "write --max-prefill-tokens-beside-decode",
     "--swap-space": "a preempted sequence is computed again, from cached blocks of its prefix; nothing is swapped",
     "--preemption-mode": "a preempted sequence is always computed again",
-    "--cpu-offload-gb": "weights stay on one device; --quantization makes them smaller",
     "--ssl-ca-certs": "clients are known by --api-key; a proxy in front can ask for their certificates",
     "--root-path": "the proxy that adds a path removes it before it passes a request on",
     "--middleware": "the server runs no code of its users; a proxy in front can",
@@ -132,10 +142,6 @@ REFUSED: Mapping[str, str] = {flag: reason for reason, names in _SHARED_REASONS.
     "--fully-sharded-loras": "each rank has the part of an adapter that its matrices need",
     "--lora-eviction-policy": "a loaded adapter is never evicted; on the device, the one unused for longest makes room",
     "--lora-backend": "there is one set of kernels for adapters",
-    "--speculative-config": _SPECULATION,
-    "--speculative-algorithm": _SPECULATION,
-    "--n-gpu-layers": _LAYERS,
-    "-ngl": _LAYERS,
     "--parallel": "write --max-num-seqs",
     "--mem-fraction-static": "write --gpu-memory-utilization, the share of the GPU that weights and cache take together",
     "--max-total-tokens": "write --num-kv-blocks, each of --block-size tokens, or --kv-cache-memory",
@@ -150,30 +156,13 @@ REFUSED: Mapping[str, str] = {flag: reason for reason, names in _SHARED_REASONS.
     "--tokenizer-mode": "the tokenizer is always the fast one",
     "--tokenizer-revision": "the tokenizer has the model's --revision; --tokenizer names another",
     "--hf-overrides": "change config.json in a copy of the checkpoint; a reranker needs no change",
-    "--json-model-override-args": "change config.json in a copy of the checkpoint",
     "--runner": "leave it out: a decoder generates and embeds from one engine; --task embed or --task score serves these alone",
     "--is-embedding": "write --task embed",
-    "--compilation-config": "there is nothing to compile; --graph-capture-seconds and --enforce-eager are about CUDA graphs",
-    "-O": "there is nothing to compile; --graph-capture-seconds and --enforce-eager are about CUDA graphs",
-    "--optimization-level": "there is nothing to compile; --graph-capture-seconds and --enforce-eager are about CUDA graphs",
     "--performance-mode": "write --max-num-batched-tokens and --max-num-seqs",
-    "--cudagraph-capture-sizes": "sizes follow from --max-num-seqs; --graph-capture-seconds bounds the time",
-    "--max-cudagraph-capture-size": "sizes follow from --max-num-seqs; --graph-capture-seconds bounds the time",
-    "--cuda-graph-sizes": "sizes follow from --max-num-seqs; --graph-capture-seconds bounds the time",
     "--max-seq-len-to-capture": "graphs are for any context",
-    "--chat-template-kwargs": "a request says chat_template_kwargs",
-    "--default-chat-template-kwargs": "a request says chat_template_kwargs",
     "--mm-processor-kwargs": "a request says mm_processor_kwargs",
     "--kv-transfer-config": "the KV cache stays with its engine",
-    "--cpu-offload-params": "weights stay on one device; --quantization makes them smaller",
-    "--kv-offloading-backend": "KV and snapshots of states stay on the device; what is evicted is computed again",
-    "--kv-offloading-size": "KV and snapshots of states stay on the device; what is evicted is computed again",
-    "--enable-hierarchical-cache": "KV and snapshots of states stay on the device; what is evicted is computed again",
-    "--mamba-ssm-cache-dtype": "write --state-dtype",
-    "--mamba-ssm-dtype": "write --state-dtype",
     "--mamba-cache-dtype": "a convolution's inputs are kept in the model's --dtype; --state-dtype is that of the states",
-    "--mamba-cache-mode": "snapshots are at turns, ends of prompts and branches; --state-snapshot-bytes bounds them",
-    "--mamba-block-size": "snapshots are at turns, ends of prompts and branches; --state-snapshot-bytes bounds them",
     "--mamba-full-memory-ratio": "states and KV share the cache without a ratio; --state-snapshot-bytes bounds snapshots",
     "--api-server-count": "one server process feeds all replicas",
     "--enable-sleep-mode": "write --enable-rl-api, which has /sleep and /wake_up",

@@ -56,13 +56,13 @@ def _counted(requests: Iterable[Request], tell: Callable[[int], None]) -> Iterat
 
 
 def _tables(report: dict[str, Any]) -> list[Any]:
-    from headrace.bench.report import distributions_table, table
+    from headrace.bench.report import distributions_table, table, values_table
 
-    requests, rates = report["requests"], report["rates"]
+    requests = report["requests"]
     title = f"Simulated: {requests['succeeded']} of {requests['sent']} requests in {report['seconds']:,.1f} s"
     by_replica = [[str(number), *(f"{value:,}" for value in one.values())] for number, one in enumerate(report["by_replica"])]
     return [
         distributions_table(title, report["milliseconds"]),
-        table("A second", list(rates), [[f"{value:,.1f}" for value in rates.values()]]),
+        values_table("A second", report["rates"], ",.1f"),
         table("Replicas", ["replica", *report["by_replica"][0]], by_replica),
     ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -185,6 +185,15 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """seq_id -> ``RoutedExperts.data`` of the row's tokens, for sequences that request it."""
     pooled: dict[int, bytes] = {}
     """seq_id -> little-endian float32 numbers, for prompts that are pooled and whose last chunk was in the step."""
+
+
+class GraphCount(NamedTuple):
+    """Number of CUDA graphs that are captured and current, and how many there will be; equal: nothing is left to capture."""
+
+    captured: int
+    total: int
+    failure: str = ""
+    """Reason why a capture failed, after which no other is tried; empty: none did."""
 
 
 class RunnerEvent(msgspec.Struct, frozen=True, array_like=True, tag="event"):

@@ -15,7 +15,7 @@ from headrace.core.budget import StepBudget, Waits
 from headrace.core.items import affordable_length
 from headrace.core.ordered import OrderedSequences, running_order, waiting_order
 from headrace.core.pace import PrefillPace
-from headrace.core.plan import LayerRange, Row, StepPlan, StepResult
+from headrace.core.plan import Row, StepPlan, StepResult
 from headrace.core.request import Request
 from headrace.core.sequence import Sequence, SequenceUpdate, Status
 from headrace.core.slots import AdapterSlots, Slots, check_places
@@ -62,10 +62,6 @@ class Scheduler:
         """A sequence whose next atomic item did not fit in the rest of the token budget: it goes first in the next step."""
         self._pace = PrefillPace(config.max_prefill_tokens_beside_decode, config.max_step_seconds)
         self._sparse = SparseSchedule(self.kv, config.sparse)
-        self._layered: Sequence | None = None
-        """The sequence whose piece is under way, layer by layer: other pieces begin when it is complete."""
-        self._abandoned = False
-        """A piece was abandoned between two layers, and no plan has released its slot, and so its hidden states, since."""
         self._counters = EngineStats()
         self._clock = clock
         self._waits = Waits(clock)
@@ -128,7 +124,7 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """True while a sequence is unfinished, a launched step is not collected, or hidden states are to be freed."""
-        return bool(self._num_unfinished or self._in_flight or self._failed or self._abandoned)
+        return bool(self._num_unfinished or self._in_flight or self._failed or self._sparse.abandoned)
 
     def unfinished(self) -> Iterator[Sequence]:
         every = (seq for sequences in self._requests.values() for seq in sequences)
@@ -180,9 +176,9 @@ class Scheduler:
                 break
         if self._waiting:
             self._waits.stopped(self._slots.num_free, budget, first)
-        if not step and (self._in_flight or not (self._failed or self._abandoned)):
+        if not step and (self._in_flight or not (self._failed or self._sparse.abandoned)):
             return None
-        self._abandoned = False
+        self._sparse.abandoned = False
         self._pace.launched(num_decoding, budget.prefilled)
         self._last_step += 1
         encodes = budget.encoder_tokens < self.config.max_num_encoder_tokens
@@ -318,7 +314,7 @@ class Scheduler:
         """Length of the prefill chunk from ``start`` that the budget allows; may be 0."""
         if seq.whole(start):
             piece = seq.least_chunk(start)
-            return piece if self._layers(seq, piece, step) else 0
+            return piece if self._sparse.layers(seq, piece, step) else 0
         budget = step.budget
         least = seq.least_chunk(start)
         limit = budget.room(least)
@@ -330,22 +326,9 @@ class Scheduler:
         # Encoder work needs no such precedence: only sequences earlier in the order spend it, once for each item.
         return affordable_length(start, chunk, seq.items, seq.num_encoded, budget.encoder_tokens)
 
-    def _layers(self, seq: Sequence, num_tokens: int, step: StepBuilder) -> int:
-        """Number of layers of the sequence's piece that the step may compute."""
-        sparse = self.config.sparse
-        if sparse is None or (self._layered is not None and self._layered is not seq):
-            return 0
-        return step.layers_of(seq, num_tokens, len(sparse.heads))
-
     def _add_row(self, seq: Sequence, num_tokens: int, new_blocks: NewBlocks, step: StepBuilder) -> None:
         """Adds a row of the chunk that was granted; of a piece with the layers that the budget allows."""
-        layers, sparse = None, self.config.sparse
-        if sparse is not None and seq.whole(seq.num_computed):
-            first, total = seq.num_layers, len(sparse.heads)
-            layers = LayerRange(first, first + self._layers(seq, num_tokens, step), total)
-            self._layered = None if layers.last else seq
-            layers = layers if first or not layers.last else None
-        step.add_row(seq, num_tokens, new_blocks, layers)
+        step.add_row(seq, num_tokens, new_blocks, self._sparse.begin(seq, num_tokens, step))
         if self._states is not None:
             self._states.row(seq, num_tokens, step)
 
@@ -591,8 +574,7 @@ class Scheduler:
         """Releases slot and blocks; steps in flight may still write the blocks. ``reason``: None if it is preempted."""
         if self._states is not None:
             self._states.leaves(seq, reason)
-        if self._layered is seq:
-            self._layered, seq.num_layers, self._abandoned = None, 0, True
+        self._sparse.leaves(seq)
         self._slots.release(seq.slot)
         self._adapters.release(seq)
         self.kv.free(seq.blocks, self._last_step if seq.num_in_flight else None)

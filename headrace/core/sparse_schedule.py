@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from headrace.config import SparseConfig
-from headrace.core.plan import SparseOutcome
+from headrace.core.plan import LayerRange, SparseOutcome
 from headrace.core.request import Request
 from headrace.core.sequence import Sequence, Status
 from headrace.core.sparse import Decisions, SparsePrompt
+from headrace.core.step import StepBuilder
 from headrace.kv import KVCacheManager
 
 
@@ -15,10 +16,34 @@ class SparseSchedule:
         self._kv = kv
         self._config = config
         self._decisions = Decisions()
+        self._layered: Sequence | None = None
+        """The sequence whose piece is under way, layer by layer: other pieces begin when it is complete."""
+        self.abandoned = False
+        """A piece was abandoned between two layers, and no plan has released its slot, and so its hidden states, since."""
 
     def prompt(self, request: Request) -> SparsePrompt | None:
         """A prompt that attends sparsely; None: it is dense."""
         return SparsePrompt.of(request, self._config)
+
+    def layers(self, seq: Sequence, num_tokens: int, step: StepBuilder) -> int:
+        """Number of layers of the sequence's piece that the step may compute."""
+        if self._config is None or (self._layered is not None and self._layered is not seq):
+            return 0
+        return step.layers_of(seq, num_tokens, len(self._config.heads))
+
+    def begin(self, seq: Sequence, num_tokens: int, step: StepBuilder) -> LayerRange | None:
+        """Begins the layers of a piece that the step may compute, or goes on with them. None: the row computes all layers."""
+        if self._config is None or not seq.whole(seq.num_computed):
+            return None
+        first, total = seq.num_layers, len(self._config.heads)
+        layers = LayerRange(first, first + self.layers(seq, num_tokens, step), total)
+        self._layered = None if layers.last else seq
+        return layers if first or not layers.last else None
+
+    def leaves(self, seq: Sequence) -> None:
+        """The sequence leaves its slot, and the layers of its piece are computed anew."""
+        if self._layered is seq:
+            self._layered, seq.num_layers, self.abandoned = None, 0, True
 
     def recall(self, seq: Sequence) -> None:
         """Takes over the decision of an equal prompt, which is what KV of its prefix is found by."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
 from headrace.core.sequence import Status
-from headrace.engine.executor import Executor
 from headrace.errors import ConfigError, UnknownModelError
 from headrace.sources.adapter import PARAM, AdapterFiles
+
+if TYPE_CHECKING:
+    from headrace.engine.executor import Executor
 
 Answer = Callable[[Exception | None], None]
 """Called when an adapter is loaded, or with the reason why it is not."""

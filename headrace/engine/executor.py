@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-from headrace.core.plan import RunnerEvent, SamplePlan, StepPlan, StepResult
+from headrace.core.plan import GraphCount, RunnerEvent, SamplePlan, StepPlan, StepResult
 from headrace.core.weights import RankCommand, RankReply, Receive, Release, Restore
 from headrace.engine.sleep import SleepingMemory
 from headrace.engine.weight_receiver import WeightReceiver
@@ -14,7 +14,6 @@ from headrace.models.interface import Model
 from headrace.models.kinds import own_weights
 from headrace.models.update import weight_update
 from headrace.parallel.agreement import Agreement
-from headrace.runner.graphs import GraphCount
 from headrace.runner.part import StepHandle
 from headrace.runner.parts.adapters import adapter_tables
 from headrace.runner.runner import ModelRunner

@@ -81,7 +81,7 @@ class ChatCalls(GenerateCalls):
         for conversation in conversations:
             prompt = self.inputs.chat_prompt(
                 conversation,
-                tokenizer,
+                tokenizer=tokenizer,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,

@@ -163,26 +163,17 @@ class InputProcessor:
     def chat_prompt(
         self,
         messages: Any,
-        tokenizer: Tokenizer | None = None,
-        *,
-        add_special_tokens: bool = False,
-        mm_processor_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> TokensPrompt | MultiModalPrompt:
         """Normalise, render and tokenise a conversation. Loads its media, and waits for them: ``loaded_chat_prompt`` does not.
 
         Args:
-            tokenizer: one with another chat template.
-            add_special_tokens: templates write bos and eos themselves.
-            mm_processor_kwargs: options of the model's processor.
-            options: of ``Tokenizer.render_chat``.
+            options: those of ``_rendered``.
 
         Raises:
             RequestError: the messages cannot be rendered, or are longer than the context; the processor has no such option.
         """
-        prompt, parts = self._rendered(
-            messages, tokenizer, add_special_tokens=add_special_tokens, mm_processor_kwargs=mm_processor_kwargs, **options
-        )
+        prompt, parts = self._rendered(messages, **options)
         return prompt if self.media is None or not parts else _with_media(prompt, self.media.load(parts))
 
     @contextlib.asynccontextmanager
@@ -209,7 +200,14 @@ class InputProcessor:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> tuple[Any, Sequence[MediaPart]]:
-        """A conversation's prompt without its media, and where these are; the parameters are those of ``chat_prompt``."""
+        """A conversation's prompt without its media, and where these are.
+
+        Args:
+            tokenizer: one with another chat template.
+            add_special_tokens: templates write bos and eos themselves.
+            mm_processor_kwargs: options of the model's processor.
+            options: those of ``chat.render``.
+        """
         tokenizer = tokenizer or self._need_tokenizer("messages")
         self.check_processor_options(mm_processor_kwargs or {})
         media = None

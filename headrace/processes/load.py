@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from headrace.attention.flashinfer.kernels import held_back
+from headrace.attention.compiled import held_back
 from headrace.config import Decision, EngineArgs, EngineConfig
+from headrace.core.plan import GraphCount
 from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
 from headrace.engine.core import EngineCore
@@ -18,7 +19,7 @@ from headrace.engine.info import EngineInfo
 from headrace.engine.outputs import OutputProcessor
 from headrace.engine.timeline import Timeline
 from headrace.processes.multiprocess import start_ranks
-from headrace.runner.graphs import KINDS, GraphCount
+from headrace.runner.graphs import KINDS
 from headrace.sampling_params import SamplingParams
 from headrace.startup.ledger import ledger
 from headrace.startup.loader import load_executor

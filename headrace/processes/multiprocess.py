@@ -22,7 +22,7 @@ import psutil
 import torch
 
 from headrace.config import EngineArgs
-from headrace.core.plan import SamplePlan, StepPlan, StepResult, encode_plan
+from headrace.core.plan import GraphCount, SamplePlan, StepPlan, StepResult, encode_plan
 from headrace.core.weights import RankCommand, RankReply
 from headrace.engine.executor import Executor
 from headrace.errors import ConfigError, EngineError, RankKilledError, RankLostError
@@ -58,7 +58,6 @@ from headrace.processes.rank_messages import (
 )
 from headrace.processes.records import from_plain
 from headrace.processes.watchdog import Watchdog, busy_timeouts, thread_times
-from headrace.runner.graphs import GraphCount
 from headrace.sources.adapter import AdapterFiles
 from headrace.startup.environment import visible_devices
 from headrace.startup.loaded import Loaded

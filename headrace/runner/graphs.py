@@ -18,13 +18,14 @@ import functools
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
 
 from headrace.attention.backend import ReplayLengths
 from headrace.config import EngineConfig
+from headrace.core.plan import GraphCount
 from headrace.errors import EngineError
 from headrace.kernels import sampling
 from headrace.kernels.lora import Segment
@@ -94,15 +95,6 @@ class Captured:
     replay: Callable[[], None]
     version: int = 0
     """Version of the backends' captured state; the graph is stale if theirs is another."""
-
-
-class GraphCount(NamedTuple):
-    """Number of CUDA graphs that are captured and current, and how many there will be; equal: nothing is left to capture."""
-
-    captured: int
-    total: int
-    failure: str = ""
-    """Reason why a capture failed, after which no other is tried; empty: none did."""
 
 
 class EagerSteps:

@@ -14,6 +14,7 @@ from headrace.attention.backend import AttentionBackend, LayerCache, workspace_b
 from headrace.cache.blocks import ArenaBlocks, clear
 from headrace.config import EngineConfig
 from headrace.core.plan import (
+    GraphCount,
     LayerRange,
     NewSequence,
     Recorded,
@@ -28,7 +29,7 @@ from headrace.models.interface import Model
 from headrace.models.vision.interface import VisionEncoder
 from headrace.outputs import Failure, TokenLogprobs
 from headrace.runner.build import add_pieces, make_backends, make_caches, make_parts
-from headrace.runner.graphs import EagerSteps, GraphCount, StepGraphs
+from headrace.runner.graphs import EagerSteps, StepGraphs
 from headrace.runner.inputs import ForwardPass, StepBuffers
 from headrace.runner.part import StepExtras, StepHandle
 from headrace.runner.prompts import POOLED_NOT_FINITE, PromptResults

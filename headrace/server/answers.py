@@ -14,10 +14,10 @@ from starlette.responses import Response
 from headrace.options import Endpoint
 from headrace.server.body import Caller, caller
 from headrace.server.generation import Generation, cancel_on_disconnect
-from headrace.server.request import body_schema, checked_body, parsed_body
+from headrace.server.request import parsed_body, posts
 from headrace.server.schema import OllamaBody, SampledBody
 from headrace.server.sse import Answer, respond
-from headrace.server.state import Serving, serving
+from headrace.server.state import Serving
 
 B = TypeVar("B", bound=SampledBody | OllamaBody)
 Begun = tuple[Generation, Answer]
@@ -34,10 +34,6 @@ class AnswerRoute(Generic[B]):
     endpoint: Endpoint | None
     """None: the body has no fields but its own."""
     build: Callable[[Serving, B, str, Caller], Awaitable[Begun]]
-
-    async def post(self, request: Request) -> Response:
-        state = serving(request)
-        return await self.answer(request, state, await checked_body(request, state, self.kind, self.endpoint))
 
     async def answer(self, request: Request, state: Serving, body: B) -> Response:
         """The answer to a checked body."""
@@ -74,7 +70,7 @@ def answers(router: APIRouter, url: str, prefix: str, kind: type[B], endpoint: E
 
     def decorate(build: Callable[[Serving, B, str, Caller], Awaitable[Begun]]) -> AnswerRoute[B]:
         route = AnswerRoute(url, prefix, kind, endpoint, build)
-        router.post(url, name=build.__name__, description=build.__doc__, openapi_extra=body_schema(kind, endpoint))(route.post)
+        posts(router, url, kind=kind, endpoint=endpoint, like=build)(route.answer)
         return route
 
     return decorate

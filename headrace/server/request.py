@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
-from fastapi import Request
+from fastapi import APIRouter, Request
+from starlette.responses import Response
 
 from headrace.errors import RequestError, did_you_mean, missing, unknown
 from headrace.options import Endpoint, check_value, options
@@ -15,9 +16,31 @@ from headrace.server.errors import shown
 from headrace.server.fields import applied_fields
 from headrace.server.generation import cancel_on_disconnect
 from headrace.server.schema import RequestBody, applied_options
-from headrace.server.state import Serving
+from headrace.server.state import Serving, serving
 
 B = TypeVar("B", bound=RequestBody)
+
+
+Handler = Callable[[Request, Serving, B], Awaitable[Response]]
+
+
+def posts(
+    router: APIRouter, *urls: str, kind: type[B], endpoint: Endpoint | None = None, like: Callable[..., object] | None = None
+) -> Callable[[Handler[B]], Handler[B]]:
+    """Decorates a function that answers POST, and gives it the server's state and the checked body. The route has the name and
+    docstring of ``like``; None: of this function."""
+
+    def decorate(handle: Handler[B]) -> Handler[B]:
+        async def post(request: Request) -> Response:
+            state = serving(request)
+            return await handle(request, state, await checked_body(request, state, kind, endpoint))
+
+        post.__name__, post.__doc__ = (like or handle).__name__, (like or handle).__doc__
+        for url in reversed(urls):
+            router.post(url, openapi_extra=body_schema(kind, endpoint))(post)
+        return handle
+
+    return decorate
 
 
 async def checked_body(request: Request, serving: Serving, kind: type[B], endpoint: Endpoint | None = None) -> B:

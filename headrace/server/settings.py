@@ -15,14 +15,9 @@ from headrace.options import LIMITS, MODEL, SECURITY, SERVER, Checked, OptionSpe
 from headrace.sampling_params import MAX_SAMPLES
 
 
-def _api_keys() -> tuple[str, ...]:
-    """The keys in ``HEADRACE_API_KEY``, separated by commas."""
-    return tuple(key.strip() for key in os.environ.get("HEADRACE_API_KEY", "").split(",") if key.strip())
-
-
-def _admin_keys() -> tuple[str, ...]:
-    """The keys in ``HEADRACE_ADMIN_KEY``, separated by commas."""
-    return tuple(key.strip() for key in os.environ.get("HEADRACE_ADMIN_KEY", "").split(",") if key.strip())
+def _keys(variable: str) -> tuple[str, ...]:
+    """The keys in an environment variable, separated by commas."""
+    return tuple(key.strip() for key in os.environ.get(variable, "").split(",") if key.strip())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,7 +74,7 @@ class ServerSettings(Checked):
     """Export metrics under another engine's names too, with the same values, for its dashboards and autoscalers."""
     api_keys: Annotated[
         tuple[str, ...], OptionSpec(min=1, flags=("--api-key",), default="no key is needed", metavar="KEY", secret=True)
-    ] = dataclasses.field(default_factory=_api_keys, metadata={"environment": "HEADRACE_API_KEY"})
+    ] = dataclasses.field(default_factory=lambda: _keys("HEADRACE_API_KEY"), metadata={"environment": "HEADRACE_API_KEY"})
     """API key, which clients send as a bearer token; /, /health, /ready, /live, /ping, /version and /metrics need none.
     Repeatable, so that keys can be rotated. Prefer the environment variable HEADRACE_API_KEY (comma-separated): other users of
     the machine can read a command line."""
@@ -88,7 +83,7 @@ class ServerSettings(Checked):
     it, and where there are API keys without --admin-key, they are 404."""
     admin_keys: Annotated[
         tuple[str, ...], OptionSpec(min=1, flags=("--admin-key",), default="none", metavar="KEY", secret=True)
-    ] = dataclasses.field(default_factory=_admin_keys, metadata={"environment": "HEADRACE_ADMIN_KEY"})
+    ] = dataclasses.field(default_factory=lambda: _keys("HEADRACE_ADMIN_KEY"), metadata={"environment": "HEADRACE_ADMIN_KEY"})
     """API key that --enable-rl-api's routes need where there are API keys; it opens the others too. Repeatable. Prefer the
     environment variable HEADRACE_ADMIN_KEY."""
     allow_pull: Annotated[bool, OptionSpec(flags=("--allow-pull",))] = False

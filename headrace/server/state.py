@@ -389,3 +389,10 @@ def serving(request: Request) -> Serving:
     """The Serving of the app that got this request."""
     state: Serving = request.app.state.serving
     return state
+
+
+def ready(request: Request) -> Serving:
+    """The Serving of the app that got this request. Raises: ApiError 503 with the reason for which it does not serve."""
+    state = serving(request)
+    state.check_ready()
+    return state

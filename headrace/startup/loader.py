@@ -8,7 +8,7 @@ import torch
 
 import headrace
 from headrace.attention import select
-from headrace.attention.flashinfer.kernels import Compiling
+from headrace.attention.compiled import Compiling
 from headrace.config import Decision, EngineConfig, MemoryLine
 from headrace.engine.executor import LocalExecutor
 from headrace.engine.timeline import Timeline

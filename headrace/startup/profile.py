@@ -86,15 +86,18 @@ def measure(
     torch.cuda.empty_cache()
     # The null block, which is all that the step saw, is the KV cache's.
     activations, libraries = peak - held - workspaces - few.nbytes, max(_others() - before, 0)
-    found = profile_of(config, activations=activations, workspaces=workspaces, vision=vision, libraries=libraries)
-    return dataclasses.replace(found, others=_others(), held=held)
+    return Profile(_allowed(config), _others(), held, activations, workspaces, vision, libraries)
 
 
 def profile_of(config: EngineConfig, *, activations: int, workspaces: int, vision: int, libraries: int) -> Profile:
     """The profile of a step that has not run in this process: its own parts are known, and the others are as they are now."""
-    total = int(config.args.gpu_memory_utilization * torch.cuda.mem_get_info()[1])
     held, others = torch.cuda.memory_allocated(), _others() + libraries
-    return Profile(total, others, held, activations, workspaces, vision, libraries)
+    return Profile(_allowed(config), others, held, activations, workspaces, vision, libraries)
+
+
+def _allowed(config: EngineConfig) -> int:
+    """Bytes of the GPU that the engine may take."""
+    return int(config.args.gpu_memory_utilization * torch.cuda.mem_get_info()[1])
 
 
 def _others() -> int:

@@ -113,11 +113,11 @@ def render(
     tokenizer: FastTokenizer | PreTrainedTokenizerFast,
     messages: Sequence[Mapping[str, Any]],
     *,
-    tools: Sequence[Mapping[str, Any]] | None,
-    add_generation_prompt: bool | None,
-    continue_final_message: bool,
-    template_kwargs: Mapping[str, Any],
-    strict: bool,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool | None = True,
+    continue_final_message: bool = False,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    strict: bool = False,
     media: ConversationMedia | None = None,
     spell_tools: bool = False,
     template: str | None = None,
@@ -127,6 +127,7 @@ def render(
     Args:
         template: a client's; None: the tokenizer's.
         add_generation_prompt: None: unless the final message is continued.
+        chat_template_kwargs: further variables for the template.
         strict, media: as in ``normalize``.
         spell_tools: the template gets tools, calls and results as text of other messages.
 
@@ -137,7 +138,8 @@ def render(
     templates = tokenizer.chat_template if template is None else _checked(template)
     if templates is None:
         raise RequestError("this model has no chat template: give the server one, or send a plain prompt", "messages")
-    for name in template_kwargs:
+    variables = chat_template_kwargs or {}
+    for name in variables:
         if name in _RESERVED:
             path = f"chat_template_kwargs.{name}"
             raise unsupported(path, f"{path} is not supported: the server sets it")
@@ -149,7 +151,7 @@ def render(
         raise RequestError("tools must be a list of objects", "tools")
     normalized = normalize(messages, strict=strict, media=media)
     if media is not None:
-        tools, template_kwargs = media.neutralised(tools), media.neutralised(template_kwargs)
+        tools, variables = media.neutralised(tools), media.neutralised(variables)
     last = normalized[-1]
     if continue_final_message and _ROLES.get(last["role"], "assistant") != "assistant":
         message = (
@@ -165,7 +167,7 @@ def render(
         tools=[dict(tool) for tool in tools] if tools else None,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
-        variables={**tokenizer.special_tokens_map, **template_kwargs},
+        variables={**tokenizer.special_tokens_map, **variables},
     )
     if spell_tools:
         return _spelled(renderer, msgspec.structs.replace(job, messages=spelled_calls(_with_text_arguments(job.messages))))

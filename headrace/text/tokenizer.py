@@ -12,7 +12,6 @@ from headrace.errors import ConfigError, EngineError, RequestError
 from headrace.sources.files import ModelFiles
 from headrace.sources.locate import is_gguf, refuse_irregular
 from headrace.text import chat
-from headrace.text.content import ConversationMedia
 from headrace.text.fast_tokenizer import FastTokenizer, from_directory, from_transformers
 from headrace.text.pieces import decoder_rules, token_bytes
 from headrace.text.templates import TemplateRenderer
@@ -172,37 +171,9 @@ class Tokenizer:
         """The text of one token on its own; bytes that are not whole characters become U+FFFD."""
         return self.token_bytes.pieces[token].decode("utf-8", "replace")
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool | None = True,
-        continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        strict: bool = False,
-        media: ConversationMedia | None = None,
-        spell_tools: bool = False,
-        template: str | None = None,
-    ) -> str:
-        """Render ``messages`` as a prompt with the chat template; ``chat_template_kwargs`` are further variables for it.
-
-        Raises:
-            RequestError: see ``chat.render``, which has the other arguments.
-        """
-        return chat.render(
-            self.renderer,
-            self.hf,
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            template_kwargs=chat_template_kwargs or {},
-            strict=strict,
-            media=media,
-            spell_tools=spell_tools,
-            template=template,
-        )
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """``messages`` as a prompt. Raises: RequestError: see ``chat.render``, which has the options."""
+        return chat.render(self.renderer, self.hf, messages, **options)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Token ids of ``render_chat(messages, **options)``. Templates write bos and eos themselves: none is added."""

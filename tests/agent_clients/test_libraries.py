@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from types import ModuleType
 from typing import Any
 
-import agents
 import pytest
 from support.server import scripted
 from support.server.harness import Running, running
@@ -14,7 +14,15 @@ from support.server.scripted import ScriptedLLM
 from headrace.text.tokenizer import Tokenizer
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
-agents.set_tracing_disabled(True)
+
+
+@pytest.fixture(scope="module")
+def agents() -> ModuleType:
+    """OpenAI's library. Its import takes seconds, which no process should spend that only collects these tests."""
+    import agents
+
+    agents.set_tracing_disabled(True)
+    return agents
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +30,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return scripted.tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-async def run(server: Running, api: str, stream: bool, **settings: Any) -> tuple[list[tuple[int, int]], agents.RunResultBase]:
+async def run(
+    agents: ModuleType, server: Running, api: str, stream: bool, **settings: Any
+) -> tuple[list[tuple[int, int]], Any]:
     """The calls of the tool, and the result."""
     asked: list[tuple[int, int]] = []
 
@@ -46,17 +56,17 @@ async def run(server: Running, api: str, stream: bool, **settings: Any) -> tuple
 
 @pytest.mark.parametrize("api", ["chat", "responses"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_loop_of_openai_agents(made: Tokenizer, api: str, stream: bool) -> None:
+def test_the_loop_of_openai_agents(agents: ModuleType, made: Tokenizer, api: str, stream: bool) -> None:
     with running(ScriptedLLM(made, [CALL, "It is 3."])) as server:
-        asked, result = asyncio.run(run(server, api, stream))
+        asked, result = asyncio.run(run(agents, server, api, stream))
     assert asked == [(1, 2)] and result.final_output == "It is 3."
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_openai_agents_says_what_cut_an_answer_off(made: Tokenizer, stream: bool) -> None:
+def test_openai_agents_says_what_cut_an_answer_off(agents: ModuleType, made: Tokenizer, stream: bool) -> None:
     """The library takes no part of an answer in Responses, and its error has the reason that the server gives."""
     with running(ScriptedLLM(made, ["It is 3."])) as server:
         with pytest.raises(agents.ModelBehaviorError, match="max_output_tokens"):
-            asyncio.run(run(server, "responses", stream, max_tokens=3))
-        _, result = asyncio.run(run(server, "chat", stream, max_tokens=3))
+            asyncio.run(run(agents, server, "responses", stream, max_tokens=3))
+        _, result = asyncio.run(run(agents, server, "chat", stream, max_tokens=3))
     assert result.final_output == "It "

@@ -12,7 +12,7 @@ import torch
 from support.attention_cases import layer_spec, make_case
 
 from headrace.attention import cudnn, paged_rows
-from headrace.attention.flashinfer.kernels import Compiling, compiling
+from headrace.attention.compiled import Compiling, compiling
 from headrace.attention.reference import ReferenceAttention
 from headrace.kernels import support
 

@@ -10,7 +10,7 @@ from support.attention_cases import layer_spec, make_case
 
 from attention.test_triton import to
 from headrace.attention import cudnn
-from headrace.attention.flashinfer.kernels import compiling
+from headrace.attention.compiled import compiling
 from headrace.attention.reference import ReferenceAttention
 from headrace.kernels import support
 

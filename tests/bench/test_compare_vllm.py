@@ -212,10 +212,19 @@ def test_every_implementation_in_one_table(tmp_path: Path) -> None:
         (["--tensor-parallel-size", "2", "--peer", "PEER"], "does not take --tensor-parallel-size"),
     ],
 )
-def test_nonsense_is_refused(words: list[str], told: str, tmp_path: Path) -> None:
+def test_nonsense_is_refused(
+    words: list[str],
+    told: str,
+    compare: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     folder = write_config(tmp_path / "tiny")
     (tmp_path / "bench.py").write_text(PEER)
     words = [str(tmp_path / "bench.py") if word == "PEER" else word for word in words]
-    command = [sys.executable, str(SCRIPT), "--models", str(folder), "--output", str(tmp_path / "raw.json"), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and told in done.stderr and not (tmp_path / "raw.json").exists()
+    output = tmp_path / "raw.json"
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--models", str(folder), "--output", str(output), *words])
+    with pytest.raises(SystemExit) as ended:
+        compare.main()
+    assert ended.value.code == 2 and told in capsys.readouterr().err and not output.exists()

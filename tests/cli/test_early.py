@@ -28,7 +28,7 @@ COMMANDS = {
 }
 PROGRAM = """
 import json, sys
-for heavy in ("torch", "transformers", "headrace.processes.supervisor"):
+for heavy in ("torch", "transformers", "fastapi", "uvicorn", "headrace.processes.supervisor"):
     sys.modules[heavy] = None  # An import of it fails.
 from typer.testing import CliRunner
 from headrace.cli.main import app
@@ -59,6 +59,23 @@ def test_a_mistyped_model(folder: Path) -> None:
     for name, (code, said) in zip(COMMANDS, found, strict=True):
         assert code == 2, (name, said)
         assert said == f"error: there is no file or directory {folder / 'qwen33'}; did you mean {folder / 'qwen3'}?\n", name
+
+
+MODELS = [
+    ("./missing.gguf", "there is no file or directory ./missing.gguf"),
+    ("no/such/folder", "there is no file or directory no/such/folder"),
+    ("model.bin", "model.bin: pickled weights can run code when they are read, so they are not"),
+    ("notes.txt", "notes.txt is a file, but not a GGUF file"),
+]
+
+
+def test_a_wrong_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for file in ("model.bin", "notes.txt"):
+        (tmp_path / file).write_text("x")
+    monkeypatch.chdir(tmp_path)
+    found = outcomes([[command, name] for command in ("serve", "doctor") for name, _ in MODELS])
+    for (code, said), (_, why) in zip(found, MODELS * 2, strict=True):
+        assert code == 2 and why in " ".join(said.split()) and "listening" not in said
 
 
 NAMES = [

@@ -112,3 +112,8 @@ print(*sys.modules)
 def test_the_process_is_spawned_before_anything_is_imported() -> None:
     loaded = set(run("from headrace.cli import main, serve\nprint(*sys.modules)").split())
     assert not {"torch", "transformers", "fastapi", "zmq", "numpy", "tokenizers", "openai", "rich"} & loaded
+
+
+def test_the_core_is_imported_without_pytorch() -> None:
+    """Tests start many processes around a runner without a model, and PyTorch takes most of the time."""
+    assert "torch" not in run("import headrace.engine.core, headrace.processes.process\nprint(*sys.modules)").split()

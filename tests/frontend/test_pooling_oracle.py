@@ -13,7 +13,6 @@ from headrace import LLM
 from headrace.frontend.pairs import INSTRUCTION
 
 pytestmark = pytest.mark.slow
-library = pytest.importorskip("sentence_transformers", reason="pip install 'headrace[dev]'")
 
 TEXTS = ["The mill", "Water boils at a hundred degrees, and mills turn " * 2, "a"]
 SIZES: dict[str, Any] = {"dtype": "float32", "num_kv_blocks": 200, "max_num_batched_tokens": 48}
@@ -23,6 +22,12 @@ RERANKER = (
     "<Instruct>: {{ instruction }}\n<Query>: {{ messages[0]['content'] }}\n<Document>: {{ messages[1]['content'] }}<|im_end|>\n"
     "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 ).replace("{{ instruction }}", INSTRUCTION)
+
+
+@pytest.fixture(scope="module")
+def library() -> Any:
+    """The oracle. Its import takes seconds, which no process should spend that only collects these tests."""
+    return pytest.importorskip("sentence_transformers", reason="pip install 'headrace[dev]'")
 
 
 def close(ours: Any, theirs: Any) -> None:
@@ -38,7 +43,7 @@ def close(ours: Any, theirs: Any) -> None:
     ],
     ids=["qwen3", "mean", "plain"],
 )
-def test_embedders(tmp_path: Path, mode: str, settings: dict[str, Any]) -> None:
+def test_embedders(library: Any, tmp_path: Path, mode: str, settings: dict[str, Any]) -> None:
     write_pooling_model(tmp_path, "Qwen3Model", tie_word_embeddings=False)
     write_modules(tmp_path, mode, **settings)
     theirs = library.SentenceTransformer(str(tmp_path), device="cpu")
@@ -53,7 +58,7 @@ def test_embedders(tmp_path: Path, mode: str, settings: dict[str, Any]) -> None:
         close([output.outputs.score for output in llm.score(TEXTS[0], TEXTS)], theirs.similarity(query, documents)[0])
 
 
-def test_classifiers(tmp_path: Path) -> None:
+def test_classifiers(library: Any, tmp_path: Path) -> None:
     write_pooling_model(tmp_path, "Qwen3ForSequenceClassification", tie_word_embeddings=False, id2label={"0": "relevant"})
     (tmp_path / "chat_template.jinja").unlink()  # The library would write the pair with it.
     theirs = library.CrossEncoder(str(tmp_path), device="cpu")
@@ -62,7 +67,7 @@ def test_classifiers(tmp_path: Path) -> None:
     close(ours, theirs.predict([("mills", text) for text in TEXTS]))
 
 
-def test_qwen3_reranker(tmp_path: Path) -> None:
+def test_qwen3_reranker(library: Any, tmp_path: Path) -> None:
     changes = {"tie_word_embeddings": True, "max_position_embeddings": 1024}
     write_pooling_model(tmp_path, **changes)
     write_pooling_config(tmp_path, **changes)

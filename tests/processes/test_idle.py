@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from support.engine.fakes import FakeRunner, make_core
 
+from headrace.core.plan import GraphCount
 from headrace.errors import RankLostError
 from headrace.host.channel import Channel as SocketChannel
 from headrace.processes import process
 from headrace.processes.load import _capture_graphs
 from headrace.processes.messages import Shutdown, Stats, decode_from_engine, encode
 from headrace.processes.process import EngineLoop
-from headrace.runner.graphs import GraphCount
 
 
 class Capturing(FakeRunner):

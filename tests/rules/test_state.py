@@ -18,7 +18,7 @@ ALLOWED = {
     "headrace/attention/select.py:_ENTRIES",
     "headrace/attention/selectors/registry.py:_ENTRIES",
     # FlashInfer is imported once a process, and the start of the process's engine holds that back.
-    "headrace/attention/flashinfer/kernels.py:_may_begin",
+    "headrace/attention/compiled.py:_may_begin",
     # Launches are made by whoever computes, models of others among them, and none can be told what to do instead.
     "headrace/kernels/triton_launch.py:_only_compiles",
 }

@@ -30,8 +30,8 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.attention import select
-from headrace.attention.flashinfer import attention, kernels, replay
+from headrace.attention import compiled, select
+from headrace.attention.flashinfer import attention, replay
 from headrace.kernels import pages
 from headrace.kernels.attention.reference import paged_attention
 
@@ -402,14 +402,14 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 
     monkeypatch.setattr(replay, "gather_pages", gather_pages)
     monkeypatch.setattr(replay, "capturing", lambda: device.capturing)
-    kernels.compiling.cache_clear()
+    compiled.compiling.cache_clear()
     yield device
     device.allowed.set()
-    kernels.compiling.cache_clear()
+    compiled.compiling.cache_clear()
 
 
 def wait_for_kernels(name: str, spec: Any, dtype: torch.dtype = torch.float32) -> None:
     for part in select._entry(name, spec).parts:
-        if issubclass(part, attention.FlashInferBackend):
+        if issubclass(part, compiled.CompiledBackend):
             for kernel in part.wants(spec, dtype, torch.device("cpu")):
-                kernels.compiling(kernel).join(600)
+                compiled.compiling(kernel).join(600)

@@ -5,32 +5,27 @@ Each runs rows of one class. ``ByRowClass`` combines them with each other or wit
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from headrace.attention.backend import (
-    AttentionBackend,
-    AttentionInputs,
     LayerCache,
     ReplayLengths,
     Scratch,
     StepMetadata,
     scales_missing,
 )
-from headrace.attention.compose import output_of
+from headrace.attention.compiled import EAGER_WORKSPACE, CompiledBackend, Launch, compiling
 from headrace.attention.flashinfer import kernels
-from headrace.attention.flashinfer.kernels import Buildable, Kernel, MLAKernel, PagedKernel, compiling
+from headrace.attention.flashinfer.kernels import Kernel, MLAKernel, PagedKernel
 from headrace.attention.flashinfer.replay import WORKSPACE, MLAReplay, PagedReplay, Place, Replays, partial_bytes, split_mla
 from headrace.attention.paged_rows import PagedRows
 from headrace.attention.triton import TritonAttention
 from headrace.kernels.transfer import Mark
 from headrace.model_spec import AttentionSpec
 
-_WORKSPACE = 256 << 20
-"""Bytes for partial results outside captures; FlashInfer recommends 128 MiB or more."""
 _RING = 3
 """Wrappers of one geometry used in turn: a plan is written to host memory that the device may still read for the last."""
 
@@ -68,68 +63,23 @@ class Wrappers:
         return self._planned[key]
 
 
-class FlashInferBackend(AttentionBackend):
-    """Base of the FlashInfer backends: the Triton fallback while kernels compile, and the workspaces."""
+class FlashInferBackend(CompiledBackend):
+    """Base of the FlashInfer backends: their wrappers, and the replays of captured steps."""
 
     name = "flashinfer"
     kinds = frozenset({"window", "soft_cap"})
-    eager_bytes = _WORKSPACE
-    """Size of the workspace of other steps than captured ones."""
-    captured_bytes = _WORKSPACE
+    captured_bytes = EAGER_WORKSPACE
     """Size of the workspace of captured steps."""
 
     def __init__(self, scratch: Scratch | None = None) -> None:
         super().__init__(scratch)
-        self._fallback = TritonAttention(self.scratch)
-        self._fallback_planned = False
         self._wrappers = Wrappers()
         self._replays = Replays()
 
-    @classmethod
-    @abc.abstractmethod
-    def wants(cls, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> Sequence[Buildable]:
-        """The kernels to compile for a layer."""
-
     def plan(self, step: StepMetadata) -> None:
         super().plan(step)
-        if not step.bounded:
-            # Even if no kernel is ready: a later one would find the memory taken by the KV cache.
-            self._space(step.seq_lens.device, self.eager_bytes)
-        self._fallback_planned = False
         self._wrappers.next_step()
         self._replays.next_step()
-
-    def run(self, inputs: AttentionInputs) -> torch.Tensor:
-        step, q, cache = self.step, inputs.q, inputs.cache
-        replay = self._replay(step, cache, q) if step.bounded else None
-        launch = None if step.bounded else self._launch(step, cache, q)
-        if replay is None and launch is None:
-            if not self._fallback_planned:
-                self._fallback.plan(step)
-                self._fallback_planned = True
-            return self._fallback.run(inputs)
-        whole = output_of(self.step, inputs)
-        q, out = q[step.tokens], whole[step.tokens]
-        if launch is not None:
-            launch(q, cache, out)
-        elif replay is not None:
-            if not step.num_decode_rows:
-                # There may be fewer tokens than captured.
-                out.zero_()
-            replay.run(q, cache, out)
-        return whole.flatten(1)
-
-    @abc.abstractmethod
-    def _launch(self, step: StepMetadata, cache: LayerCache, q: torch.Tensor) -> Launch | None:
-        """A call that fills the step's tokens; None: use the Triton fallback."""
-
-    def _replay(self, step: StepMetadata, cache: LayerCache, q: torch.Tensor) -> PagedReplay | MLAReplay | None:
-        """The replay of a captured step; None: use the Triton fallback."""
-        return None
-
-    def _space(self, device: torch.device, size: int = _WORKSPACE) -> torch.Tensor:
-        """A workspace shared by all wrappers of the same size."""
-        return self.scratch.take(f"FlashInfer, {size}", size, device)
 
     @property
     def graph_version(self) -> int:
@@ -141,10 +91,6 @@ class FlashInferBackend(AttentionBackend):
     def reserve(self, device: torch.device) -> None:
         if self.plans_replays:
             self._space(device, self.captured_bytes)
-
-
-Launch = Callable[[torch.Tensor, LayerCache, torch.Tensor], None]
-"""Called with q, the cache and the output to fill; q and output are ``[tokens, num_heads, ...]`` of the planned rows."""
 
 
 class FlashInferMLA(FlashInferBackend):

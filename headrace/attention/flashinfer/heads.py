@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from headrace.attention.backend import Scratch
+from headrace.attention.compiled import compiling
 from headrace.attention.flashinfer import kernels
 from headrace.attention.flashinfer.attention import Wrapper, Wrappers
-from headrace.attention.flashinfer.kernels import PagedKernel, compiling
+from headrace.attention.flashinfer.kernels import PagedKernel
 from headrace.attention.paged_rows import PagedRows
 from headrace.kernels.transfer import upload
 from headrace.model_spec import AttentionSpec

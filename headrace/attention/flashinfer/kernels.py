@@ -1,31 +1,20 @@
-"""FlashInfer's kernels: which support a layer, and compiling them in the background.
-
-FlashInfer compiles a kernel for each combination of widths on first use, which takes a minute or more unless it is cached on
-disk. A thread does that; until it is done, headrace's Triton kernel takes its place.
-"""
+"""FlashInfer's kernels, one for each combination of widths: which support a layer, and how they are compiled."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import importlib.util
-import logging
-import threading
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from headrace.attention.compiled import dtype_refusals
 from headrace.kernels import support
 from headrace.model_spec import AttentionSpec
 from headrace.sources.user_cache import cache_directory
 
-logger = logging.getLogger(__name__)
-
-DTYPES = ("bfloat16", "float16")
 WIDTHS = (64, 128, 256)
 MLA_WIDTHS = (512, 64)
 """Latent channels of an MLA key, which are its values too, and rotated channels."""
@@ -103,70 +92,6 @@ Kernel = PagedKernel | MLAKernel
 """FlashInfer compiles one for each combination of its fields. ``variant`` is fa2 or fa3."""
 
 
-class Buildable(Protocol):
-    """A kernel of another library that compiles it for the kernel's fields."""
-
-    @property
-    def variant(self) -> str: ...
-
-    def build(self) -> None: ...
-
-    def __hash__(self) -> int: ...
-
-
-_may_begin = threading.Event()
-"""Clear while the threads of this process shall not import FlashInfer."""
-_may_begin.set()
-
-
-@contextlib.contextmanager
-def held_back(seconds: float) -> Iterator[None]:
-    """Lets no thread begin meanwhile, nor for so many seconds after: importing FlashInfer takes the interpreter for two seconds
-    from whatever else runs, such as the first request."""
-    _may_begin.clear()
-    try:
-        yield
-    finally:
-        later = threading.Timer(seconds, _may_begin.set)
-        later.daemon = True
-        later.start()
-
-
-class Compiling:
-    """A kernel that a background thread compiles."""
-
-    def __init__(self, kernel: Buildable) -> None:
-        self.ready = False
-        self.outcome = ""
-        """Set when ``pending`` becomes false."""
-        self._kernel = kernel
-        self._thread = threading.Thread(target=self._compile, name="flashinfer", daemon=True)
-        self._thread.start()
-
-    @property
-    def pending(self) -> bool:
-        return self._thread.is_alive()
-
-    def join(self, seconds: float | None) -> None:
-        """Waits for the compilation, at most ``seconds``; with None, until it is done, which may be held back no longer."""
-        if seconds is None:
-            _may_begin.set()
-        self._thread.join(seconds)
-
-    def _compile(self) -> None:
-        _may_begin.wait()
-        start = time.perf_counter()
-        try:
-            self._kernel.build()
-        except Exception as error:
-            self.outcome = f"its {self._kernel.variant} kernel cannot be built, headrace's own is used"
-            logger.warning("%s cannot be built, headrace's own kernel is used: %s", self._kernel, error)
-            return
-        self.outcome = f"{self._kernel.variant} kernel ready after {time.perf_counter() - start:.0f} s"
-        self.ready = True
-        logger.info("%s", self.outcome)
-
-
 def imported_modules(architecture: str, version: str) -> Path:
     """The folder of compiled modules that were imported for a device, such as sm90, and a version of FlashInfer."""
     return cache_directory() / "flashinfer" / f"{version}-cuda{torch.version.cuda}-{architecture}"
@@ -182,17 +107,6 @@ def _find_imported() -> None:
     folder = imported_modules(f"sm{support.compute_capability('cuda')}", __version__)
     if folder.is_dir() and not env.has_flashinfer_jit_cache():
         env.FLASHINFER_AOT_DIR = folder
-
-
-@functools.cache
-def compiling(kernel: Buildable) -> Compiling:
-    """Starts compiling a kernel unless that was started before."""
-    return Compiling(kernel)
-
-
-def start_compiling(kernels: Iterable[Buildable]) -> list[Compiling]:
-    """Starts compiling each distinct kernel; does not wait."""
-    return [compiling(kernel) for kernel in dict.fromkeys(kernels)]
 
 
 def for_prompts(spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> PagedKernel:
@@ -234,6 +148,4 @@ def refusals(device: str, dtype: str) -> list[str]:
         reasons.append("FlashInfer is not installed: pip install 'headrace[cuda]'")
     if torch.device(device).type != "cuda":
         reasons.append(f"it runs on CUDA devices, not on {device}")
-    if dtype not in DTYPES:
-        reasons.append(f"it computes in {' and '.join(DTYPES)}, not in {dtype}")
-    return reasons
+    return reasons + dtype_refusals(dtype)

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from headrace.attention.backend import LayerCache, ReplayLengths, StepMetadata
-from headrace.attention.flashinfer.kernels import Kernel, MLAKernel, PagedKernel, compiling
+from headrace.attention.compiled import compiling
+from headrace.attention.flashinfer.kernels import Kernel, MLAKernel, PagedKernel
 from headrace.kernels.pages import gather_pages
 from headrace.kernels.transfer import Mark
 from headrace.model_spec import AttentionSpec

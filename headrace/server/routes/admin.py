@@ -8,7 +8,7 @@ from starlette.responses import Response
 from headrace.errors import RequestError
 from headrace.processes.replicas import ReplicaSet
 from headrace.server.errors import JSON, ApiError, shown
-from headrace.server.state import serving
+from headrace.server.state import ready, serving
 
 router = APIRouter()
 
@@ -16,8 +16,7 @@ router = APIRouter()
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: Request) -> Response:
     """Forget every cached prefix. 409 if prefix caching is disabled."""
-    state = serving(request)
-    state.check_ready()
+    state = ready(request)
     if not await state.llm.reset_prefix_cache():
         message = "prefix caching is disabled (--no-enable-prefix-caching): there is nothing to reset"
         raise ApiError(409, message, code="prefix_caching_disabled")

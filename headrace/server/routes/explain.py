@@ -25,10 +25,10 @@ from headrace.server.body import Caller, caller, release_body
 from headrace.server.errors import JSON, ApiError, shown
 from headrace.server.generation import cancel_on_disconnect
 from headrace.server.pooling.run import outputs_of
-from headrace.server.request import body_schema, checked_body, tenant
+from headrace.server.request import posts, tenant
 from headrace.server.routes.chat import chat_generation
 from headrace.server.schema import ChatBody
-from headrace.server.state import Serving, serving
+from headrace.server.state import Serving, ready
 
 router = APIRouter()
 MAX_ATTENTION_TOKENS = 1024
@@ -39,8 +39,7 @@ _MOST = 100
 @router.get("/v1/explain")
 async def recent(request: Request) -> Response:
     """Explanations of the API key's last answers, the latest first; the query's ``last`` says how many, 20 by default."""
-    state, last = serving(request), _number(request, "last", 20)
-    state.check_ready()
+    state, last = ready(request), _number(request, "last", 20)
     kept = [explanation for _, explanation in state.explanations(tenant(request)).items()]
     kept.sort(key=lambda explanation: -explanation.created)
     return JSON({"object": "list", "data": [explanation.json() for explanation in kept[: min(last, _MOST)]]})
@@ -49,8 +48,7 @@ async def recent(request: Request) -> Response:
 @router.get("/v1/explain/{request_id}")
 async def one(request: Request) -> Response:
     """Times, use of the cache and end of one of the API key's last answers. The id is that of the answer."""
-    state, request_id = serving(request), request.path_params["request_id"]
-    state.check_ready()
+    state, request_id = ready(request), request.path_params["request_id"]
     found = state.explanations(tenant(request)).get(request_id)
     if found is None:
         message = f"no recent answer has the id {shown(request_id, 128)!r}"
@@ -61,8 +59,7 @@ async def one(request: Request) -> Response:
 @router.get("/v1/inspect")
 async def dump(request: Request) -> Response:
     """A line of JSON for each of the API key's last requests whose prompts attended sparsely: what the router decided."""
-    state = serving(request)
-    state.check_ready()
+    state = ready(request)
     lines = [_encoded(name, report) + b"\n" for name, report in state.reports(tenant(request)).items()]
     return Response(b"".join(lines), media_type="application/jsonl")
 
@@ -70,8 +67,7 @@ async def dump(request: Request) -> Response:
 @router.get("/v1/inspect/{request_id}")
 async def inspect(request: Request) -> Response:
     """Density and head types of one of the last requests whose prompts attended sparsely. The id is that of its answer."""
-    state, request_id = serving(request), request.path_params["request_id"]
-    state.check_ready()
+    state, request_id = ready(request), request.path_params["request_id"]
     report = state.reports(tenant(request)).get(request_id)
     if report is None:
         message = f"no recent request {shown(request_id, 128)!r} has a prompt that attended sparsely"
@@ -79,15 +75,13 @@ async def inspect(request: Request) -> Response:
     return Response(_encoded(request_id, report), media_type="application/json")
 
 
-@router.post("/v1/chat/completions/attention", openapi_extra=body_schema(ChatBody, "chat"))
-async def attention(request: Request) -> Response:
+@posts(router, "/v1/chat/completions/attention", kind=ChatBody, endpoint="chat")
+async def attention(request: Request, state: Serving, body: ChatBody) -> Response:
     """Attention weights between the tokens of a conversation, in the query's ``layer`` and ``head``; with ``by=message``,
     between its messages.
 
     Without ``head``, the mean over the layer's heads. One such request is computed at a time.
     """
-    state = serving(request)
-    body = await checked_body(request, state, ChatBody, "chat")
     pooling, by = _pooling(request, state), request.query_params.get("by", "token")
     if by not in ("token", "message"):
         raise RequestError(f"by must be token or message, not {shown(by, 32)!r}", "by")

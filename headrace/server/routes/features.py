@@ -14,7 +14,7 @@ from headrace.server.errors import JSON, ApiError, shown
 from headrace.server.features import Upload
 from headrace.server.generation import cancel_on_disconnect
 from headrace.server.request import tenant
-from headrace.server.state import Serving, serving
+from headrace.server.state import Serving, ready, serving
 
 if TYPE_CHECKING:
     from headrace.multimodal.items import Features
@@ -45,8 +45,7 @@ _SCHEMA: dict[str, Any] = {
 @router.post("/v1/features", openapi_extra=_SCHEMA)
 async def upload(request: Request) -> Response:
     """Keeps the features of one picture, video or audio clip, safetensors, which prompts then name by their id."""
-    state = serving(request)
-    state.check_ready()
+    state = ready(request)
     processor = state.llm.inputs.multimodal
     if processor is None:
         raise unsupported("data", "this model reads text alone")

@@ -18,11 +18,11 @@ from headrace.server.body import Caller, caller
 from headrace.server.errors import JSON, unavailable
 from headrace.server.generation import Generation, cancel_on_disconnect, named
 from headrace.server.prompts import check_prompt_logprobs, need_tokenizer, parse_prompts
-from headrace.server.request import body_schema, checked_body
+from headrace.server.request import posts
 from headrace.server.sampling import inference_params, limit, rollout_names, sglang_params
 from headrace.server.schema import AbortBody, GenerateBody, InferenceBody
 from headrace.server.shape.generate import GenerateAnswer, InferenceAnswer
-from headrace.server.state import Serving, serving
+from headrace.server.state import Serving, ready
 
 router = APIRouter()
 _PROBE_SECONDS = 20.0
@@ -160,8 +160,7 @@ async def inference(state: Serving, body: InferenceBody, request_id: str, caller
 @router.post("/health_generate")
 async def health_generate(request: Request) -> Response:
     """200 if the engine generates, a token of its own or within 20 seconds the steps of others, or is paused; else 503."""
-    state = serving(request)
-    state.check_ready()
+    state = ready(request)
     if paused := state.paused():
         return JSON({"status": "ok"} | paused)
     await cancel_on_disconnect(state, request.receive, _probe(state, caller(request)))
@@ -191,11 +190,9 @@ async def _probe(state: Serving, sender: Caller) -> None:
         await generation.aclose()
 
 
-@router.post("/abort_request", openapi_extra=body_schema(AbortBody))
-async def abort_request(request: Request) -> Response:
+@posts(router, "/abort_request", kind=AbortBody)
+async def abort_request(request: Request, state: Serving, body: AbortBody) -> Response:
     """End requests of the caller's API key: those with a name, or all. They are answered with the tokens that they have."""
-    state = serving(request)
-    body = await checked_body(request, state, AbortBody)
     names = [name for name in body.rid or () if name]  # SGLang's own clients send "" with abort_all.
     if bool(names) == body.abort_all:
         raise RequestError("give either rid or abort_all: true", "rid")

@@ -12,45 +12,37 @@ from starlette.responses import PlainTextResponse, Response
 from headrace.errors import ConfigError, ConflictError, RequestError
 from headrace.frontend.adapters import LoRARequest
 from headrace.server.errors import JSON, ApiError
-from headrace.server.request import body_schema, checked_body
+from headrace.server.request import posts
 from headrace.server.schema import LoadLoraBody, UnloadLoraBody
-from headrace.server.state import Serving, serving
+from headrace.server.state import Serving
 
 router = APIRouter()
 
 
-@router.post("/v1/load_lora_adapter", openapi_extra=body_schema(LoadLoraBody))
-async def load(request: Request) -> Response:
+@posts(router, "/v1/load_lora_adapter", kind=LoadLoraBody)
+async def load(request: Request, state: Serving, body: LoadLoraBody) -> Response:
     """Load a LoRA adapter into every engine. 400 if the name is taken, unless load_inplace is set."""
-    state = serving(request)
-    body = await checked_body(request, state, LoadLoraBody)
     await _load(state, body)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-@router.post("/v1/unload_lora_adapter", openapi_extra=body_schema(UnloadLoraBody))
-async def unload(request: Request) -> Response:
+@posts(router, "/v1/unload_lora_adapter", kind=UnloadLoraBody)
+async def unload(request: Request, state: Serving, body: UnloadLoraBody) -> Response:
     """Forget a LoRA adapter. Requests that run with it go on."""
-    state = serving(request)
-    body = await checked_body(request, state, UnloadLoraBody)
     await state.llm.unload_lora(body.lora_name, body.lora_int_id)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
-@router.post("/load_lora_adapter", openapi_extra=body_schema(LoadLoraBody))
-async def load_in_place(request: Request) -> Response:
+@posts(router, "/load_lora_adapter", kind=LoadLoraBody)
+async def load_in_place(request: Request, state: Serving, body: LoadLoraBody) -> Response:
     """Load a LoRA adapter, or replace the one that has the name."""
-    state = serving(request)
-    body = await checked_body(request, state, LoadLoraBody)
     await _load(state, msgspec.structs.replace(body, load_inplace=True))
     return _loaded(state)
 
 
-@router.post("/unload_lora_adapter", openapi_extra=body_schema(UnloadLoraBody))
-async def unload_in_place(request: Request) -> Response:
+@posts(router, "/unload_lora_adapter", kind=UnloadLoraBody)
+async def unload_in_place(request: Request, state: Serving, body: UnloadLoraBody) -> Response:
     """Forget a LoRA adapter."""
-    state = serving(request)
-    body = await checked_body(request, state, UnloadLoraBody)
     await state.llm.unload_lora(body.lora_name, body.lora_int_id)
     return _loaded(state)
 

@@ -10,12 +10,12 @@ from headrace.server.body import Caller, caller
 from headrace.server.errors import JSON
 from headrace.server.generation import cancel_on_disconnect
 from headrace.server.prompts import RenderedChat, need_tokenizer, render_messages
-from headrace.server.request import body_schema, checked_body, trusted_body
+from headrace.server.request import posts, trusted_body
 from headrace.server.routes.chat import chat_generation
 from headrace.server.schema import ChatBody, CountTokensBody, MessagesBody
 from headrace.server.shape.messages import NAMES, MessagesAnswer, chat_request
 from headrace.server.shape.turns import renamed
-from headrace.server.state import Serving, serving
+from headrace.server.state import Serving
 from headrace.server.tools import offered
 
 router = APIRouter()
@@ -32,11 +32,9 @@ async def messages(state: Serving, body: MessagesBody, message_id: str, caller: 
     return generation, MessagesAnswer(body, state, generation, message_id)
 
 
-@router.post("/v1/messages/count_tokens", openapi_extra=body_schema(CountTokensBody, "count_tokens"))
-async def count_tokens(request: Request) -> Response:
+@posts(router, "/v1/messages/count_tokens", kind=CountTokensBody, endpoint="count_tokens")
+async def count_tokens(request: Request, state: Serving, body: CountTokensBody) -> Response:
     """The number of tokens in the prompt of a conversation."""
-    state = serving(request)
-    body = await checked_body(request, state, CountTokensBody, "count_tokens")
     state.adapter(body.model)
     need_tokenizer(state, "messages")
     count = await cancel_on_disconnect(state, request.receive, _count(state, body, caller(request)))

@@ -17,7 +17,7 @@ from headrace.server.answers import AnswerRoute, Begun
 from headrace.server.body import Caller
 from headrace.server.errors import JSON
 from headrace.server.generation import Generation
-from headrace.server.request import body_schema, checked_body, trusted_body
+from headrace.server.request import posts, trusted_body
 from headrace.server.routes.chat import chat_generation
 from headrace.server.routes.completions import completions
 from headrace.server.schema import ChatBody, CompletionBody, OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaShowBody
@@ -32,7 +32,7 @@ from headrace.server.shape.ollama import (
     thinking_fields,
 )
 from headrace.server.shape.turns import late_system, renamed
-from headrace.server.state import Serving, fingerprint, serving
+from headrace.server.state import Serving, fingerprint, ready
 from headrace.sources.pooling import EmbeddingConfig
 
 router = APIRouter()
@@ -90,21 +90,19 @@ _CHAT = AnswerRoute("/api/chat", "chat-", OllamaChatBody, None, _chat)
 _GENERATE = AnswerRoute("/api/generate", "generate-", OllamaGenerateBody, None, _generate)
 
 
-@router.post(_CHAT.url, openapi_extra=body_schema(OllamaChatBody))
-async def chat(request: Request) -> Response:
+@posts(router, _CHAT.url, kind=OllamaChatBody)
+async def chat(request: Request, state: Serving, body: OllamaChatBody) -> Response:
     """Answers a conversation, in lines of JSON unless stream is false."""
-    return await _answered(request, _CHAT)
+    return await _answered(request, state, body, _CHAT)
 
 
-@router.post(_GENERATE.url, openapi_extra=body_schema(OllamaGenerateBody))
-async def generate(request: Request) -> Response:
+@posts(router, _GENERATE.url, kind=OllamaGenerateBody)
+async def generate(request: Request, state: Serving, body: OllamaGenerateBody) -> Response:
     """Answers a prompt, or goes on from it."""
-    return await _answered(request, _GENERATE)
+    return await _answered(request, state, body, _GENERATE)
 
 
-async def _answered(request: Request, route: AnswerRoute[Any]) -> Response:
-    state = serving(request)
-    body = await checked_body(request, state, route.kind)
+async def _answered(request: Request, state: Serving, body: Any, route: AnswerRoute[Any]) -> Response:
     known_name(state, body.model)
     keep_alive = duration(body.keep_alive)
     if not is_load(body):
@@ -123,24 +121,20 @@ async def version() -> Response:
 @router.get("/api/tags")
 async def tags(request: Request) -> Response:
     """The names under which the model is served."""
-    state = serving(request)
-    state.check_ready()
+    state = ready(request)
     return JSON({"models": [tag(name, state.llm.info, state.created, gguf=is_gguf(state)) for name in state.model.names]})
 
 
 @router.get("/api/ps")
 async def loaded(request: Request) -> Response:
     """The model, which is loaded as long as the server runs."""
-    state = serving(request)
-    state.check_ready()
+    state = ready(request)
     return JSON({"models": [running(name, state.llm.info, NEVER, gguf=is_gguf(state)) for name in state.model.names]})
 
 
-@router.post("/api/show", openapi_extra=body_schema(OllamaShowBody))
-async def show(request: Request) -> Response:
+@posts(router, "/api/show", kind=OllamaShowBody)
+async def show(request: Request, state: Serving, body: OllamaShowBody) -> Response:
     """Describes the model: its template, context and capabilities."""
-    state = serving(request)
-    body = await checked_body(request, state, OllamaShowBody)
     if (name := body.model or body.name) is None:
         raise missing("model")
     known_name(state, name)

@@ -16,22 +16,21 @@ from headrace.server.errors import JSON
 from headrace.server.pooling.bodies import EmbeddingsBody, OllamaEmbedBody, OllamaEmbeddingsBody, OllamaPooledBody
 from headrace.server.pooling.run import pooled, raw, usage
 from headrace.server.prompts import parse_prompts
-from headrace.server.request import body_schema, checked_body
+from headrace.server.request import posts
 from headrace.server.routes.ollama import known_name
 from headrace.server.shape.ollama import check_context, duration
 from headrace.server.shape.turns import Kind
-from headrace.server.state import Serving, serving
+from headrace.server.state import Serving
 
 router = APIRouter()
 
 _TEXTS = Kind(str | list[str])
 
 
-@router.post("/api/embed", openapi_extra=body_schema(OllamaEmbedBody))
-async def embed(request: Request) -> Response:
+@posts(router, "/api/embed", kind=OllamaEmbedBody)
+async def embed(request: Request, state: Serving, body: OllamaEmbedBody) -> Response:
     """Embeddings of one or more texts, in their order."""
-    started, state = time.monotonic(), serving(request)
-    body = await checked_body(request, state, OllamaEmbedBody)
+    started = time.monotonic()
     texts = _TEXTS.checked(body.input, "input")
     if body.truncate:
         raise unsupported("truncate", "truncate may only be false: a text that is longer than the context is refused")
@@ -48,11 +47,9 @@ async def embed(request: Request) -> Response:
     return await _embedded(request, state, body, ("input", texts), options, answer)
 
 
-@router.post("/api/embeddings", openapi_extra=body_schema(OllamaEmbeddingsBody))
-async def embeddings(request: Request) -> Response:
+@posts(router, "/api/embeddings", kind=OllamaEmbeddingsBody)
+async def embeddings(request: Request, state: Serving, body: OllamaEmbeddingsBody) -> Response:
     """The embedding of a text: the older endpoint."""
-    state = serving(request)
-    body = await checked_body(request, state, OllamaEmbeddingsBody)
     return await _embedded(
         request,
         state,

@@ -17,18 +17,16 @@ from headrace.outputs import PoolingRequestOutput, ScoringOutput
 from headrace.server.pooling.bodies import EmbeddingsBody, InputBody, PairsBody, RerankBody, ScoreBody
 from headrace.server.pooling.run import item, pooled, raw, usage
 from headrace.server.prompts import parse_prompts
-from headrace.server.request import body_schema, checked_body
+from headrace.server.request import posts
 from headrace.server.sampling import limit
-from headrace.server.state import Serving, serving
+from headrace.server.state import Serving
 
 router = APIRouter()
 
 
-@router.post("/v1/embeddings", openapi_extra=body_schema(EmbeddingsBody))
-async def embeddings(request: Request) -> Response:
+@posts(router, "/v1/embeddings", kind=EmbeddingsBody)
+async def embeddings(request: Request, state: Serving, body: EmbeddingsBody) -> Response:
     """Embeddings of one or more texts, in their order."""
-    state = serving(request)
-    body = await checked_body(request, state, EmbeddingsBody)
     name = f"embd-{uuid.uuid4().hex}"
     options = EmbedOptions(**_input_options(body), dimensions=body.dimensions, normalize=body.normalize)
     return await pooled(
@@ -41,11 +39,9 @@ async def embeddings(request: Request) -> Response:
     )
 
 
-@router.post("/pooling", openapi_extra=body_schema(InputBody))
-async def pooling(request: Request) -> Response:
+@posts(router, "/pooling", kind=InputBody)
+async def pooling(request: Request, state: Serving, body: InputBody) -> Response:
     """The pooled numbers of one or more texts as the engine computes them: hidden states, or logits of classes."""
-    state = serving(request)
-    body = await checked_body(request, state, InputBody)
     name, options = f"pool-{uuid.uuid4().hex}", EmbedOptions(**_input_options(body))
     return await pooled(
         request,
@@ -57,13 +53,9 @@ async def pooling(request: Request) -> Response:
     )
 
 
-@router.post("/rerank", openapi_extra=body_schema(RerankBody))
-@router.post("/v1/rerank", openapi_extra=body_schema(RerankBody))
-@router.post("/v2/rerank", openapi_extra=body_schema(RerankBody))
-async def rerank(request: Request) -> Response:
+@posts(router, "/rerank", "/v1/rerank", "/v2/rerank", kind=RerankBody)
+async def rerank(request: Request, state: Serving, body: RerankBody) -> Response:
     """Documents by their relevance to a query, the best ones first."""
-    state = serving(request)
-    body = await checked_body(request, state, RerankBody)
     documents, name = _texts(state, "documents", body.documents), f"rerank-{uuid.uuid4().hex}"
 
     def answer(results: list[PoolingRequestOutput[ScoringOutput]]) -> dict[str, Any]:
@@ -92,12 +84,9 @@ async def rerank(request: Request) -> Response:
     )
 
 
-@router.post("/score", openapi_extra=body_schema(ScoreBody))
-@router.post("/v1/score", openapi_extra=body_schema(ScoreBody))
-async def score(request: Request) -> Response:
+@posts(router, "/score", "/v1/score", kind=ScoreBody)
+async def score(request: Request, state: Serving, body: ScoreBody) -> Response:
     """Scores of pairs of texts, in their order."""
-    state = serving(request)
-    body = await checked_body(request, state, ScoreBody)
     first, second = _side(body, "text_1", "queries"), _side(body, "text_2", "documents")
     left, right = _texts(state, first, getattr(body, first)), _texts(state, second, getattr(body, second))
     name = f"score-{uuid.uuid4().hex}"

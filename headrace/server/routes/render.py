@@ -14,31 +14,29 @@ from headrace.server.answers import AnswerRoute
 from headrace.server.body import caller
 from headrace.server.errors import JSON
 from headrace.server.generation import cancel_on_disconnect
-from headrace.server.request import body_schema, checked_body
+from headrace.server.request import posts
 from headrace.server.routes.chat import chat_completions
 from headrace.server.routes.completions import completions
-from headrace.server.schema import ChatBody, CompletionBody
-from headrace.server.state import serving
+from headrace.server.schema import ChatBody, CompletionBody, GenerationBody
+from headrace.server.state import Serving
 
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions/render", openapi_extra=body_schema(ChatBody, "chat"))
-async def render_chat(request: Request) -> Response:
+@posts(router, "/v1/chat/completions/render", kind=ChatBody, endpoint="chat")
+async def render_chat(request: Request, state: Serving, body: ChatBody) -> Response:
     """The tokens and sampling parameters of a chat request, as a body of /inference/v1/generate."""
-    (rendered,) = await _rendered(request, chat_completions)
+    (rendered,) = await _rendered(request, state, body, chat_completions)
     return JSON(rendered)
 
 
-@router.post("/v1/completions/render", openapi_extra=body_schema(CompletionBody, "completions"))
-async def render_completions(request: Request) -> Response:
+@posts(router, "/v1/completions/render", kind=CompletionBody, endpoint="completions")
+async def render_completions(request: Request, state: Serving, body: CompletionBody) -> Response:
     """The tokens and sampling parameters of each prompt, as bodies of /inference/v1/generate."""
-    return JSON(await _rendered(request, completions))
+    return JSON(await _rendered(request, state, body, completions))
 
 
-async def _rendered(request: Request, route: AnswerRoute[Any]) -> list[dict[str, Any]]:
-    state = serving(request)
-    body = await checked_body(request, state, route.kind, route.endpoint)
+async def _rendered(request: Request, state: Serving, body: GenerationBody, route: AnswerRoute[Any]) -> list[dict[str, Any]]:
     built = route.build(state, body, route.new_id(), caller(request))
     generation, _ = await cancel_on_disconnect(state, request.receive, built)
     try:

@@ -12,20 +12,18 @@ from headrace.server.body import Caller, caller
 from headrace.server.errors import JSON
 from headrace.server.generation import cancel_on_disconnect
 from headrace.server.prompts import need_tokenizer, render_messages
-from headrace.server.request import body_schema, checked_body
+from headrace.server.request import posts
 from headrace.server.sampling import limit
 from headrace.server.schema import DetokenizeBody, TokenizeBody
-from headrace.server.state import Serving, serving
+from headrace.server.state import Serving
 
 router = APIRouter()
 _OF_MESSAGES = ("add_generation_prompt", "chat_template_kwargs", "continue_final_message", "mm_processor_kwargs")
 
 
-@router.post("/tokenize", openapi_extra=body_schema(TokenizeBody))
-async def tokenize(request: Request) -> Response:
+@posts(router, "/tokenize", kind=TokenizeBody)
+async def tokenize(request: Request, state: Serving, body: TokenizeBody) -> Response:
     """Tokens of a prompt or of a conversation, as the completions endpoints would make them."""
-    state = serving(request)
-    body = await checked_body(request, state, TokenizeBody)
     state.adapter(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages", "prompt")
@@ -52,11 +50,9 @@ async def _tokenized(state: Serving, body: TokenizeBody, sender: Caller) -> Resp
     return JSON(await inputs.in_thread(sender.turn, answer))
 
 
-@router.post("/detokenize", openapi_extra=body_schema(DetokenizeBody))
-async def detokenize(request: Request) -> Response:
+@posts(router, "/detokenize", kind=DetokenizeBody)
+async def detokenize(request: Request, state: Serving, body: DetokenizeBody) -> Response:
     """The text of tokens."""
-    state = serving(request)
-    body = await checked_body(request, state, DetokenizeBody)
     state.adapter(body.model)
     tokenizer, inputs = need_tokenizer(state, "tokens"), state.llm.inputs
     limit("tokens", len(body.tokens), inputs.max_prompt_chars, "max_prompt_chars")

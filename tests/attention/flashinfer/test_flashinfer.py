@@ -11,7 +11,7 @@ import torch
 from support.attention_cases import Case, in_fp8, layer_spec, make_case, placed
 from support.fake_flashinfer import Device, flashinfer, wait_for_kernels
 
-from headrace.attention import select
+from headrace.attention import compiled, select
 from headrace.attention.backend import AttentionInputs, LayerCache, ReplayLengths, StepMetadata, workspace_bytes
 from headrace.attention.flashinfer import kernels, replay
 from headrace.attention.flashinfer.attention import FlashInferCapturedPrefill
@@ -132,7 +132,7 @@ def test_long_prompts_of_wider_keys_are_gathered_too(there: bool, flashinfer: De
     assert sorted(arguments[0] for arguments in flashinfer.built) == ["fa2", "fa3"]
     contiguous = kernels.for_contiguous(spec, torch.float32, torch.device("cpu"))
     assert contiguous is not None
-    kernels.compiling(contiguous).ready = there
+    compiled.compiling(contiguous).ready = there
     case = mixed(spec, [(1, 9), (7, 7), (5, 23)], 1)
     backend.plan(case.step)
     torch.testing.assert_close(backend.run(case.inputs), oracle(case), atol=2e-5, rtol=2e-5)
@@ -155,12 +155,12 @@ def test_long_prompts_over_fp8_are_copied_out_as_numbers(
     backend.plan(case.step)
     torch.testing.assert_close(backend.run(case.inputs), wanted, atol=4e-3, rtol=4e-3)
     assert {wrapper.paged for wrapper in backend.prefill._wrappers._planned.values()} == {False}
-    kernels.compiling(kernels.for_prompts(spec, torch.float32, torch.device("cpu"))).ready = False
+    compiled.compiling(kernels.for_prompts(spec, torch.float32, torch.device("cpu"))).ready = False
     backend.plan(case.step)
     torch.testing.assert_close(backend.run(case.inputs), wanted, atol=4e-3, rtol=4e-3)
     assert not backend.prefill._wrappers._planned
     monkeypatch.setattr("headrace.attention.paged_rows._COPY_QUERIES", 50)
-    kernels.compiling(kernels.for_prompts(spec, torch.float32, torch.device("cpu"))).ready = True
+    compiled.compiling(kernels.for_prompts(spec, torch.float32, torch.device("cpu"))).ready = True
     backend.plan(case.step)
     torch.testing.assert_close(backend.run(case.inputs), wanted, atol=4e-3, rtol=4e-3)
     assert not backend.prefill._wrappers._planned
@@ -179,20 +179,20 @@ def test_prefill_that_cannot_be_captured_is_left_to_the_backend_of_decode(
 def test_kernels_are_held_back_while_an_engine_starts(flashinfer: Device) -> None:
     spec = layer_spec(mla=None)
     kernel = kernels.for_few_queries(spec, torch.bfloat16)
-    with kernels.held_back(0.0):
-        held = kernels.Compiling(kernel)
+    with compiled.held_back(0.0):
+        held = compiled.Compiling(kernel)
         held.join(0.05)
         assert held.pending and not flashinfer.built
     held.join(10)
     assert held.ready
     flashinfer.built.clear()
-    with kernels.held_back(3600.0):
+    with compiled.held_back(3600.0):
         pass
-    first_request = kernels.Compiling(kernel)
+    first_request = compiled.Compiling(kernel)
     first_request.join(0.05)
     assert first_request.pending and not flashinfer.built
-    with kernels.held_back(3600.0):
-        waited_for = kernels.Compiling(kernel)
+    with compiled.held_back(3600.0):
+        waited_for = compiled.Compiling(kernel)
         waited_for.join(None)
         assert waited_for.ready
 

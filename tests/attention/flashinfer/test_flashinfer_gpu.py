@@ -12,10 +12,9 @@ import torch
 from support.attention_cases import Case, in_fp8, layer_spec, make_case, placed
 
 from attention.test_triton import to
-from headrace.attention import select
+from headrace.attention import compiled, select
 from headrace.attention.backend import AttentionInputs, LayerCache, ReplayLengths, StepMetadata
-from headrace.attention.flashinfer import kernels
-from headrace.attention.flashinfer.attention import FlashInferBackend
+from headrace.attention.compiled import CompiledBackend
 from headrace.attention.reference import ReferenceAttention
 from headrace.kernels import support
 from headrace.model_spec import AttentionSpec, MLASpec
@@ -82,8 +81,8 @@ def check(got: torch.Tensor, case: Case) -> None:
 def ready(name: str, spec: AttentionSpec) -> Any:
     entry = select._entry(name, spec)
     for part in entry.parts:
-        for kernel in part.wants(spec, torch.bfloat16, CUDA) if issubclass(part, FlashInferBackend) else ():
-            compiling = kernels.compiling(kernel)
+        for kernel in part.wants(spec, torch.bfloat16, CUDA) if issubclass(part, CompiledBackend) else ():
+            compiling = compiled.compiling(kernel)
             compiling.join(None)
             assert compiling.ready, compiling.outcome
     return entry.create()

@@ -10,9 +10,8 @@ import pytest
 from support.runner.harness import World, prompt
 from support.runner.plans import new, plan, row
 
-from headrace.core.plan import RunnerEvent, SamplePlan, encode_plan
+from headrace.core.plan import GraphCount, RunnerEvent, SamplePlan, encode_plan
 from headrace.errors import ConfigError
-from headrace.runner.graphs import GraphCount
 from headrace.runner.parts.record import Recorder, fingerprint
 from headrace.runner.replay import read_plans, replay
 

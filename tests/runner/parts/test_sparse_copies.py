@@ -8,7 +8,7 @@ from support.fake_flashinfer import Device, flashinfer
 from support.runner.harness import alone, same
 from support.runner.sparse_world import SparseWorld, elastic
 
-from headrace.attention import sparse
+from headrace.attention import compiled, sparse
 from headrace.attention.flashinfer import heads, kernels
 from headrace.kernels import support
 from runner.parts.test_sparse import MODES, expected, run, traffic
@@ -54,7 +54,7 @@ def test_heads_by_flashinfer(
     monkeypatch.setattr(kernels, "refusals", lambda *args: [])
     monkeypatch.setattr(heads, "_QUERIES", 100)
     for layer in world.spec.layers:
-        kernels.compiling(kernels.for_prompts(layer, torch.float32, torch.device("cpu"))).join(600)
+        compiled.compiling(kernels.for_prompts(layer, torch.float32, torch.device("cpu"))).join(600)
     selecting: list[object] = []
     attend = sparse.sparse_prefill_attention
     monkeypatch.setattr(

@@ -16,11 +16,10 @@ from collections import deque
 from typing import NamedTuple
 
 from headrace.config import CacheConfig, SchedulerConfig
-from headrace.core.plan import NewSequence, Row, SamplePlan, StepPlan, StepResult
+from headrace.core.plan import GraphCount, NewSequence, Row, SamplePlan, StepPlan, StepResult
 from headrace.core.request import Request
 from headrace.kv import StateOp
 from headrace.outputs import Failure, TokenLogprobs
-from headrace.runner.graphs import GraphCount
 
 VOCAB = 11
 BROKEN = "the state of a sequence that has failed"

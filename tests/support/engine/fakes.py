@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config import SchedulerConfig
-from headrace.core.plan import NewSequence, SamplePlan, StepPlan, StepResult
+from headrace.core.plan import GraphCount, NewSequence, SamplePlan, StepPlan, StepResult
 from headrace.core.scheduler import Scheduler
 from headrace.engine.core import EngineCore
 from headrace.engine.outputs import OutputProcessor
 from headrace.model_spec import CacheGroup
 from headrace.outputs import Failure, TokenLogprobs
-from headrace.runner.graphs import GraphCount
 from headrace.text.tokenizer import Tokenizer
 from support.cache_config import cache_holding
 from support.engine.clock import RealTime

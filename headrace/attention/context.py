@@ -29,6 +29,24 @@ class StepStates:
     layers: Sequence[LayerState]
 
 
+class WantedTokens(NamedTuple):
+    """The tokens of a step whose hidden states behind the last layer are read: some at the end of each row."""
+
+    tokens: torch.Tensor
+    """``[N]`` int64: indices into the packed batch, ascending."""
+    rows: torch.Tensor
+    """``[N]`` int64: the row of each."""
+    step: StepMetadata
+    """The step's rows with these tokens alone."""
+
+    def of_stream(self, stream: torch.Tensor, query_start: torch.Tensor) -> torch.Tensor:
+        """``[T, hidden] -> [N, hidden]``: NaN for all tokens of a row that has one which is not finite, whose KV must not be
+        used. ``query_start``: of all tokens."""
+        broken = ~stream.sum(-1, dtype=torch.float32).isfinite()
+        until = torch.nn.functional.pad(broken.cumsum(0), (1, 0))[query_start.long()]
+        return stream[self.tokens].masked_fill_((until.diff() > 0)[self.rows].unsqueeze(1), torch.nan)
+
+
 @dataclasses.dataclass(frozen=True)
 class ForwardContext:
     """One forward pass. ``caches[i]`` and ``backends[i]`` belong to attention layer i."""
@@ -42,6 +60,12 @@ class ForwardContext:
     """None: the model has no state layers."""
     chosen: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     """Layer -> what its indexer chose in this pass, as ``kernels.indexer.choose`` returns it, for layers behind it too."""
+    wanted: WantedTokens | None = None
+    """The tokens whose results a last layer gives; None: all, as in every other layer."""
+
+    def wanted_of(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns what a layer goes on with of ``[T, ...]``."""
+        return x if self.wanted is None else x[self.wanted.tokens]
 
     def state_of(self, index: int) -> tuple[StateMetadata, LayerState]:
         """Returns the step's rows and the states of state layer ``index``.

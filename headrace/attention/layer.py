@@ -181,6 +181,7 @@ class Attention(nn.Module):
         layer = self.spec.layer
         if self.spec.indexer is not None:
             return cast("WithIndexer", ctx.backends[layer]).attend(q, ctx, self.spec)
+        q = ctx.wanted_of(q)
         return ctx.backends[layer].run(AttentionInputs(q, ctx.caches[layer], self.sinks, ctx.step.visible_ends))
 
 

@@ -413,7 +413,7 @@ class InputProcessor:
 
     def _refuse_media_tokens(self, tokens: Sequence[int]) -> None:
         """Raises RequestError for a token of a prompt without media that takes features of a medium."""
-        if self._media_tokens.keys().isdisjoint(tokens):
+        if not self._media_tokens or self._media_tokens.keys().isdisjoint(tokens):
             return
         token = next(token for token in tokens if token in self._media_tokens)
         name = None if self.tokenizer is None else self.tokenizer.id_to_token(token)

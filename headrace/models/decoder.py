@@ -8,12 +8,14 @@ names of Hugging Face's checkpoints, except for fused ones.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import nn
 
-from headrace.attention.context import ForwardContext
+from headrace.attention.context import ForwardContext, WantedTokens
 from headrace.attention.layer import Attention
 from headrace.attention.sparse_rows import SparseRows
 from headrace.errors import ConfigError, EngineError
@@ -80,7 +82,7 @@ class DecoderAttention(nn.Module):
             qkv, gate = qkv.split((qkv.shape[1] - self.spec.out_size, self.spec.out_size), dim=1)
         out = self.attention.forward_qkv(qkv, ctx, cos_sin, self.q_norm, self.k_norm, self.v_norm, self.v_factor)
         if gate is not None:
-            out = sigmoid_gated(out, gate)
+            out = sigmoid_gated(out, ctx.wanted_of(gate))
         return self.o_proj(out)  # type: ignore[no-any-return]
 
     def see_sparse(self, qkv: torch.Tensor, sparse: SparseRows) -> None:
@@ -127,13 +129,17 @@ class DecoderLayer(nn.Module):
             residual: ``[T, hidden]``, the stream before that; None: x is the whole stream, as in the first layer.
 
         Returns:
-            The same two for the next layer.
+            The same two for the next layer; of the wanted tokens, if the context has any.
         """
         if residual is None:
             normed, residual = self.input_layernorm(x), x
         else:
             normed, residual = self.input_layernorm.add(x, residual)
-        x = self.mix(normed, cos_sin, ctx)
+        if ctx.wanted is None:
+            x = self.mix(normed, cos_sin, ctx)
+        else:
+            x = self.mix_wanted(normed, cos_sin, ctx, ctx.wanted)
+            residual = ctx.wanted.of_stream(residual, ctx.step.query_start)
         normed, residual = self.post_attention_layernorm.add(x, residual)
         return self.run_mlp(normed, ctx), residual
 
@@ -141,6 +147,22 @@ class DecoderLayer(nn.Module):
     def mixer(self) -> nn.Module:
         """The attention, or in its place the state mixer, which is called alike."""
         return getattr(self, self._mixer)  # type: ignore[no-any-return]
+
+    @property
+    def selects(self) -> bool:
+        """Whether ``forward`` may get a context with wanted tokens."""
+        return type(self).forward is DecoderLayer.forward
+
+    def mix_wanted(
+        self, x: Activations, cos_sin: torch.Tensor | None, ctx: ForwardContext, wanted: WantedTokens
+    ) -> torch.Tensor:
+        """``mix`` of ``[T, hidden]`` for the wanted tokens, ``[N, hidden]``. Attention without an indexer has no other queries
+        than theirs."""
+        mixer = self.mixer
+        if type(self).mix is not DecoderLayer.mix or not isinstance(mixer, DecoderAttention) or mixer.spec.indexer is not None:
+            return self.mix(x, cos_sin, dataclasses.replace(ctx, wanted=None))[wanted.tokens]
+        ctx.backends[mixer.spec.layer].plan(wanted.step)
+        return self.mix(x, cos_sin, ctx)
 
     def norm_readers(self) -> Iterator[tuple[RMSNorm, nn.Module]]:
         """Gives norms with the only module that reads each of them."""
@@ -211,6 +233,21 @@ class Decoder(nn.Module):
             return self.last_norm(*self.fused(inputs.embedded(self.embed), self.rotary(inputs, ctx), ctx))
         states = HiddenStates(inputs.embedded(self.embed))
         self.run_layers(states, inputs, ctx, range(self.spec.num_layers))
+        return self.last_norm(states.x, states.residual)
+
+    def selects(self, inputs: ModelInputs, ctx: ForwardContext) -> bool:
+        """Returns whether ``forward_wanted`` can compute the step."""
+        step = ctx.step
+        usual = step.sparse is None and step.visible_ends is None and ctx.kinds is None and self.fused is None
+        return usual and not inputs.extras and not inputs.adapters and cast(DecoderLayer, self.layers[-1]).selects
+
+    @torch.inference_mode()
+    def forward_wanted(self, inputs: ModelInputs, ctx: ForwardContext, wanted: WantedTokens) -> torch.Tensor:
+        """``forward`` of the wanted tokens alone, ``[N, hidden]``: behind its keys and values, the last layer computes no
+        others."""
+        states, last = HiddenStates(inputs.embedded(self.embed)), self.spec.num_layers - 1
+        self.run_layers(states, inputs, ctx, range(last))
+        self.run_layers(states, inputs, dataclasses.replace(ctx, wanted=wanted), range(last, last + 1))
         return self.last_norm(states.x, states.residual)
 
     def run_layers(self, states: HiddenStates, inputs: ModelInputs, ctx: ForwardContext, layers: range) -> None:

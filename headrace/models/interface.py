@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from headrace.attention.context import ForwardContext
+from headrace.attention.context import ForwardContext, WantedTokens
 from headrace.model_spec import ModelFacts
 from headrace.parallel.group import Group
 
@@ -111,6 +111,19 @@ class ScoringModel(Model, Protocol):
 
     def classes(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[N, hidden] -> [N, classes]`` float32: logits of the classification head. Raises EngineError if there is none."""
+        ...
+
+
+@runtime_checkable
+class SelectiveModel(Model, Protocol):
+    """A model that can leave out what its last layer computes of tokens whose results nothing reads."""
+
+    def selects(self, inputs: ModelInputs, ctx: ForwardContext) -> bool:
+        """Returns whether ``forward_wanted`` can compute the step."""
+        ...
+
+    def forward_wanted(self, inputs: ModelInputs, ctx: ForwardContext, wanted: WantedTokens) -> torch.Tensor:
+        """``[N, hidden]``: the call's result for the wanted tokens, to rounding."""
         ...
 
 

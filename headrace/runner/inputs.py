@@ -10,11 +10,12 @@ import numpy.typing as npt
 import torch
 
 from headrace.attention.backend import AttentionBackend, LayerCache, StepMetadata, distinct
-from headrace.attention.context import ForwardContext
+from headrace.attention.context import ForwardContext, WantedTokens
 from headrace.config import EngineConfig
 from headrace.errors import EngineError
 from headrace.kernels.inputs import LogitsInputs, RowTensors, StepInputs, logits_inputs, step_inputs
-from headrace.models.interface import Model, ModelInputs
+from headrace.kernels.transfer import upload
+from headrace.models.interface import Model, ModelInputs, SelectiveModel
 from headrace.runner.part import NO_EXTRAS, RunnerPart, StepExtras
 from headrace.runner.slots import Bounds, RowArrays, SlotTables
 
@@ -139,8 +140,15 @@ class ForwardPass:
         self._tables, self._buffers, self._parts = tables, buffers, parts
         self.to_plan = distinct(backends)
 
-    def __call__(self, bounds: Bounds, extras: StepExtras = NO_EXTRAS) -> torch.Tensor:
-        """Runs the rows that have been sent; returns ``[T, hidden]``."""
+    def __call__(self, bounds: Bounds, extras: StepExtras = NO_EXTRAS, ends: RowArrays | None = None) -> torch.Tensor:
+        """Runs the rows that have been sent.
+
+        Args:
+            ends: these rows; only states with logits are read of them. None: all states are.
+
+        Returns:
+            ``[T, hidden]``, or with ``ends`` of fewer tokens.
+        """
         rows = self._buffers.rows(bounds.num_rows)
         given, ctx = self.begin(rows, bounds, extras)
         inputs = ModelInputs(given.ids, given.positions)
@@ -148,7 +156,15 @@ class ForwardPass:
             inputs = part.adapt(inputs, rows, bounds, extras)
         if extras.inputs:
             inputs = dataclasses.replace(inputs, **extras.inputs)
-        hidden = self._model(inputs, ctx)
+        model, wanted = self._model, None
+        if isinstance(model, SelectiveModel) and ends is not None and not extras.context and model.selects(inputs, ctx):
+            wanted = last_tokens(ctx.step, np.maximum(ends.num_logits, 1))
+        if wanted is not None and isinstance(model, SelectiveModel):
+            hidden = model.forward_wanted(inputs, ctx, wanted)
+            rows = rows._replace(query_start=wanted.step.query_start)
+            bounds = Bounds(bounds.num_rows, wanted.step.query_start_host, bounds.seq_lens)
+        else:
+            hidden = model(inputs, ctx)
         self.end(hidden, rows, bounds, given, self._buffers.logits(hidden))
         return hidden
 
@@ -188,6 +204,25 @@ class ForwardPass:
     def end(self, hidden: torch.Tensor, rows: RowTensors, bounds: Bounds, given: StepInputs, out: LogitsInputs) -> None:
         """Writes the logits inputs of the rows, and advances their slots."""
         logits_inputs(hidden, rows, given.seq_lens, self._tables.num_computed, out, single=bounds.single)
+
+
+def last_tokens(step: StepMetadata, counts: npt.NDArray[np.int64]) -> WantedTokens | None:
+    """The last ``counts [R]`` tokens of each row, which are so few that they attend as decode rows do; None: there are no
+    others."""
+    if counts.sum() == step.num_tokens:
+        return None
+    device, starts = step.query_start.device, np.concatenate(([0], np.cumsum(counts)))
+    rows = np.repeat(np.arange(len(counts)), counts)
+    tokens = (step.query_start_host[1:] - starts[1:])[rows] + np.arange(starts[-1])
+    places, rows_device = upload(np.stack((tokens, rows)), device)
+    part = dataclasses.replace(
+        step,
+        num_decode_rows=len(counts),
+        query_start=upload(starts.astype(np.int32), device),
+        query_start_host=starts,
+        slot_mapping=tuple(slots[places] for slots in step.slot_mapping),
+    )
+    return WantedTokens(places, rows_device, part)
 
 
 def _aligned(count: int) -> int:

@@ -194,7 +194,8 @@ class ModelRunner:
         for part in self.parts:
             part.take(rows, extras)
         self._refused |= extras.refused
-        shape = None if extras.eager or self._prompts.wanted(rows) else self._graphs.shape_of(rows, bool(extras.segments))
+        whole = self._prompts.wanted(rows)
+        shape = None if extras.eager or whole else self._graphs.shape_of(rows, bool(extras.segments))
         step.stopwatch.mark()
         if shape is not None:
             step.num_places = shape.rows
@@ -205,8 +206,11 @@ class ModelRunner:
         else:
             step.replayed, step.num_places = False, len(rows)
             step.places = self._buffers.send(rows, rows.num_decode_rows, len(rows))
-            hidden = self._forward(Bounds.of(rows), extras)
-            self._prompts.add_to(step, plan.rows, hidden)
+            # Experts are recorded of all tokens.
+            ends = None if whole or self.config.experts is not None else rows
+            hidden = self._forward(Bounds.of(rows), extras, ends)
+            if whole:
+                self._prompts.add_to(step, plan.rows, hidden)
 
     def _run_piece(self, plan: StepPlan, layers: LayerRange, step: StepHandle, logits_row: int) -> None:
         """Runs layers of the last row, behind the others. ``logits_row``: of its last token, if it has one."""

@@ -327,6 +327,15 @@ def chosen_keys() -> None:
         chosen = choice.choose(
             torch.zeros(4, 64, 128, dtype=dtype), torch.zeros(4, 64), index_keys, table, places, ChoiceRule(256)
         )
+        wide = table[:, :1].expand(-1, 512).contiguous()
+        choice.choose(
+            torch.zeros(4, 64, 128, dtype=dtype),
+            torch.zeros(4, 64),
+            index_keys,
+            wide,
+            TokenPlaces(place, place, 8192),
+            ChoiceRule(256),
+        )
         q = torch.zeros(4, 128, 576, dtype=dtype)
         chosen_attention.attend_chosen(q, latent, latent[..., 64:], table, places, chosen, ChoiceRule(256), scale=0.1)
         rule = ChoiceRule(4, 128, 1)

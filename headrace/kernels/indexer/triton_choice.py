@@ -2,12 +2,15 @@
 
 The choice is a radix selection: four histograms over the bytes of the scores find the least score that is chosen, and a last
 pass writes the places of the scores above it and of the first ones that equal it, in order. Nothing depends on other tokens.
+Many scores are dealt to several programs, and a launch counts one byte: the next one adds up what the programs counted.
 """
 
 # A kernel's arguments have no types of Python's.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -27,6 +30,10 @@ _MANY = 1024
 """Programs from which on there are many."""
 _AT_ONCE = 2048
 """Scores that a program of the choice reads at a time."""
+_PIECES = 32
+"""Programs that scores of one list are dealt to, at most: each reads what all of them counted."""
+_ENOUGH = 4096
+"""Programs of a launch for which lists are divided."""
 _SPACE = 32 << 20
 """Scores that are held at a time."""
 
@@ -89,6 +96,28 @@ def _ordered(value):
     return bits.to(tl.uint32, bitcast=True) ^ tl.where(bits < 0, 0xFFFFFFFF, 0x80000000).to(tl.uint32)
 
 
+@triton.jit
+def _digit(counts, left):
+    """The highest byte that fewer than ``left`` scores are above and that, with these, at least as many have; and how many of
+    ``left`` are to be chosen among those that have it."""
+    bins = tl.arange(0, 256)
+    above = tl.sum(counts, 0) - tl.cumsum(counts, 0)
+    digit = tl.sum(tl.where((above < left) & (above + counts >= left), bins, 0), 0)
+    return digit, left - tl.sum(tl.where(bins == digit, above, 0), 0)
+
+
+@triton.jit
+def _write(target, value, number, inside, least, left, kept, equals):
+    """Writes the numbers of chosen scores. ``kept``, ``equals``: of the scores before, those that are chosen, and those that
+    equal the least one; both are returned with these added."""
+    equal = (inside & (value == least)).to(tl.int32)
+    among = equals + tl.cumsum(equal, 0)
+    taken = inside & ((value > least) | ((equal > 0) & (among <= left)))
+    ones = taken.to(tl.int32)
+    tl.store(target + kept + tl.cumsum(ones, 0) - 1, number, mask=taken)
+    return kept + tl.sum(ones, 0), equals + tl.sum(equal, 0)
+
+
 @launched(do_not_specialize=["first", "longest", "top_k"])
 def _choose_keys(
     scores, positions, chosen, first, longest, top_k, LISTS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
@@ -109,7 +138,6 @@ def _choose_keys(
             tl.store(target + start + n, start + n, mask=start + n < count)
         kept = count
     else:
-        bins = tl.arange(0, 256)
         # The bytes of the least chosen score that are known, and the scores that are still to be chosen among their like.
         least = (count * 0).to(tl.uint32)
         left = top_k + count * 0
@@ -121,23 +149,94 @@ def _choose_keys(
                 if level > 0:
                     inside = inside & ((value >> (32 - 8 * level)) == least)
                 counts += tl.histogram(((value >> (24 - 8 * level)) & 255).to(tl.int32), 256, mask=inside)
-            above = tl.sum(counts, 0) - tl.cumsum(counts, 0)
-            digit = tl.sum(tl.where((above < left) & (above + counts >= left), bins, 0), 0)
-            left -= tl.sum(tl.where(bins == digit, above, 0), 0)
+            digit, left = _digit(counts, left)
             least = (least << 8) | digit.to(tl.uint32)
         equals = count * 0
         for start in range(0, count, AT_ONCE):
             inside = start + n < count
             value = _ordered(tl.load(base + start + n, mask=inside, other=0.0))
-            equal = (inside & (value == least)).to(tl.int32)
-            among = equals + tl.cumsum(equal, 0)
-            taken = inside & ((value > least) | ((equal > 0) & (among <= left)))
-            number = taken.to(tl.int32)
-            tl.store(target + kept + tl.cumsum(number, 0) - 1, start + n, mask=taken)
-            kept += tl.sum(number, 0)
-            equals += tl.sum(equal, 0)
+            kept, equals = _write(target, value, start + n, inside, least, left, kept, equals)
     for start in range(0, top_k, AT_ONCE):
         tl.store(target + start + n, -1, mask=(start + n >= kept) & (start + n < top_k))
+
+
+@triton.jit
+def _counted(counts, found, place, top_k, pieces, LEVEL: tl.constexpr, PIECES: tl.constexpr):
+    """Returns the ``LEVEL`` known bytes of a list's least chosen score, how many scores are to be chosen among their like, the
+    last of these bytes, and the counts of it ``[PIECES, 256]``."""
+    part, bins = tl.arange(0, PIECES)[:, None], tl.arange(0, 256)[None, :]
+    each = tl.load(counts + (place * PIECES + part) * 256 + bins, mask=part < pieces, other=0)
+    least, left = tl.full([], 0, tl.uint32), top_k
+    if LEVEL > 1:
+        least = tl.load(found + place * 4).to(tl.uint32, bitcast=True)
+        left = tl.load(found + place * 4 + 1)
+    digit, left = _digit(tl.sum(each, 0), left)
+    return (least << 8) | digit.to(tl.uint32), left, digit, each
+
+
+@launched(do_not_specialize=["first", "longest", "top_k", "pieces", "span"])
+def _count_byte(
+    scores, positions, before, counts, found, now_found, higher, first, longest, top_k, pieces, span, LEVEL: tl.constexpr,
+    LISTS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Counts byte ``LEVEL`` of a part of one list's scores, of those that have the bytes that the launches before found."""
+    begin(PDL)
+    place, own = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    position = tl.load(positions + first + place // LISTS)
+    count = (position + BLOCK) // BLOCK
+    if count > top_k:
+        bins = tl.arange(0, 256)
+        least = tl.full([], 0, tl.uint32)
+        if LEVEL > 0:
+            least, left, digit, each = _counted(before, found, place, top_k, pieces, LEVEL, PIECES)
+            mine = (tl.arange(0, PIECES)[:, None] == own) & (bins[None, :] > digit)
+            more = tl.sum(tl.sum(tl.where(mine, each, 0), 1), 0)
+            if LEVEL > 1:
+                more += tl.load(higher + place * PIECES + own)
+            tl.store(higher + place * PIECES + own, more)
+            if own == 0:
+                tl.store(now_found + place * 4, least.to(tl.int32, bitcast=True))
+                tl.store(now_found + place * 4 + 1, left)
+        n = tl.arange(0, AT_ONCE)
+        total = tl.zeros([256], tl.int32)
+        end = tl.minimum(own * span + span, count)
+        for start in range(own * span, end, AT_ONCE):
+            inside = start + n < end
+            value = _ordered(tl.load(scores + place * longest + start + n, mask=inside, other=0.0))
+            if LEVEL > 0:
+                inside = inside & ((value >> (32 - 8 * LEVEL)) == least)
+            total += tl.histogram(((value >> (24 - 8 * LEVEL)) & 255).to(tl.int32), 256, mask=inside)
+        tl.store(counts + (place * PIECES + own) * 256 + bins, total)
+
+
+@launched(do_not_specialize=["first", "longest", "top_k", "pieces", "span"])
+def _write_chosen(
+    scores, positions, counts, found, higher, chosen, first, longest, top_k, pieces, span, LISTS: tl.constexpr,
+    BLOCK: tl.constexpr, PIECES: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Writes what is chosen of a part of one list's scores."""
+    begin(PDL)
+    place, own = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    position = tl.load(positions + first + place // LISTS)
+    count = (position + BLOCK) // BLOCK
+    target = chosen + (first * LISTS + place) * top_k
+    n = tl.arange(0, AT_ONCE)
+    if count > top_k:
+        least, left, digit, each = _counted(counts, found, place, top_k, pieces, 4, PIECES)
+        part, bins = tl.arange(0, PIECES), tl.arange(0, 256)[None, :]
+        above = tl.load(higher + place * PIECES + part, mask=part < pieces, other=0)
+        above += tl.sum(tl.where(bins > digit, each, 0), 1)
+        equals = tl.sum(tl.where(part < own, tl.sum(tl.where(bins == digit, each, 0), 1), 0), 0)
+        kept = tl.sum(tl.where(part < own, above, 0), 0) + tl.minimum(equals, left)
+        end = tl.minimum(own * span + span, count)
+        for start in range(own * span, end, AT_ONCE):
+            inside = start + n < end
+            value = _ordered(tl.load(scores + place * longest + start + n, mask=inside, other=0.0))
+            kept, equals = _write(target, value, start + n, inside, least, left, kept, equals)
+    else:
+        for start in range(own * span, tl.minimum(own * span + span, top_k), AT_ONCE):
+            number = start + n
+            tl.store(target + number, tl.where(number < count, number, -1), mask=number < tl.minimum(own * span + span, top_k))
 
 
 def choose(
@@ -168,8 +267,30 @@ def choose(
             WEIGHTED=weights is not None, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
             num_warps=4, **options(q.device),
         )  # fmt: skip
-        _choose_keys[(count * lists,)](
-            scores, places.positions, chosen, first, longest, rule.top_k,
-            LISTS=lists, BLOCK=rule.block, AT_ONCE=_AT_ONCE, num_warps=8, **options(q.device),
-        )  # fmt: skip
+        _choose_highest(scores, places.positions, chosen, first, count, longest, rule)
     return chosen
+
+
+def _choose_highest(
+    scores: torch.Tensor, positions: torch.Tensor, chosen: torch.Tensor, first: int, tokens: int, longest: int, rule: ChoiceRule
+) -> None:
+    """Writes the choices of ``tokens`` tokens from ``first`` on, whose scores are ``[tokens * lists, longest]``."""
+    lists, device = chosen.shape[1], chosen.device
+    count, top_k = tokens * lists, rule.top_k
+    constants: dict[str, Any] = {"LISTS": lists, "BLOCK": rule.block, "AT_ONCE": _AT_ONCE, "num_warps": 8, **options(device)}
+    pieces = min(_PIECES, cdiv(longest, _AT_ONCE), cdiv(_ENOUGH, count))
+    if pieces == 1:
+        _choose_keys[(count,)](scores, positions, chosen, first, longest, top_k, **constants)
+        return
+    span = cdiv(max(longest, top_k), pieces * _AT_ONCE) * _AT_ONCE
+    most = power_of_two(pieces)
+    before, counts = torch.empty(2, count, most, 256, dtype=torch.int32, device=device)
+    found, now_found = torch.empty(2, count, 4, dtype=torch.int32, device=device)
+    higher = torch.empty(count, most, dtype=torch.int32, device=device)
+    sizes = first, longest, top_k, pieces, span
+    for level in range(4):
+        _count_byte[(count, pieces)](
+            scores, positions, before, counts, found, now_found, higher, *sizes, LEVEL=level, PIECES=most, **constants
+        )
+        before, counts, found, now_found = counts, before, now_found, found
+    _write_chosen[(count, pieces)](scores, positions, before, found, higher, chosen, *sizes, PIECES=most, **constants)

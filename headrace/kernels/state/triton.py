@@ -333,7 +333,7 @@ def _gated_norm(
     channel = tl.arange(0, WIDTH_P)[None, :]
     mask = (place < count)[:, None] & (channel < WIDTH)
     own = place.to(tl.int64)[:, None] * WIDTH + channel
-    value = tl.load(x + own, mask=mask, other=0.0)
+    value = tl.load(x + own, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(z + token * z_row + group * WIDTH + channel, mask=mask, other=0.0).to(tl.float32)
     if SHARED:
         factor = tl.load(weight + channel, mask=channel < WIDTH, other=0.0).to(tl.float32)
@@ -469,7 +469,7 @@ def delta_rule(
     heads, value_dim, key_dim = state.shape[1:]
     by_token = step.by_token or decay.shape[1] > heads
     qkv, decay, beta = token_rows(qkv), token_rows(decay), token_rows(beta)
-    out = outputs(step, len(qkv), heads * value_dim, torch.float32, qkv.device)
+    out = outputs(step, len(qkv), heads * value_dim, qkv.dtype, qkv.device)
     if not len(qkv):
         return out
     if step.prompt_rows and not by_token:

@@ -14,8 +14,10 @@ from kernels.closeness import close
 from .cases import GEOMETRIES, Geometry, world
 
 
+@pytest.mark.parametrize("at_once", [2048, 16], ids=["whole lists", "lists in parts"])
 @pytest.mark.parametrize("name", GEOMETRIES)
-def test_the_choice_is_the_reference_s(name: str, device: torch.device) -> None:
+def test_the_choice_is_the_reference_s(name: str, at_once: int, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    monkeypatch.setattr("headrace.kernels.indexer.triton_choice._AT_ONCE", at_once)
     one = GEOMETRIES[name]
     here = world(one)
     wanted = reference.choose(here.q, here.weights, here.index_keys, here.table, here.places, one.rule)
@@ -45,8 +47,10 @@ def test_attention_is_the_reference_s(name: str, batch_invariant: bool, device: 
     assert not got[-1].any()
 
 
-def test_of_equal_scores_the_first_ones_win(device: torch.device) -> None:
+@pytest.mark.parametrize("at_once", [2048, 16], ids=["whole lists", "lists in parts"])
+def test_of_equal_scores_the_first_ones_win(at_once: int, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Both zeros are one score."""
+    monkeypatch.setattr("headrace.kernels.indexer.triton_choice._AT_ONCE", at_once)
     one = Geometry(ChoiceRule(6), 1, 16, True, 2, 1, 16, 16)
     here = world(one, ((1, 40),))
     # Products are 1 or -1: where they are positive, all scores are the weight, and all others 0.

@@ -163,8 +163,14 @@ def test_bitwise_however_it_is_cut(name: str, device: torch.device) -> None:
         assert torch.equal(cut[block], whole[1])
 
 
-def test_states_are_written_in_some_steps_alone(device: torch.device) -> None:
-    """A prompt, decode rows beside a padding row, a row of several tokens, and decode rows again."""
+@pytest.mark.parametrize(("values", "turns"), [(8, 1), (4, 3), pytest.param(8, 2, marks=pytest.mark.slow)])
+def test_states_are_written_in_some_steps_alone(
+    values: int, turns: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """A prompt, decode rows beside a padding row, a row of several tokens, and decode rows again. ``values`` and ``turns``:
+    which of a head's rows are processed together, and one after the other."""
+    monkeypatch.setattr("headrace.kernels.state.triton_kept._VALUES", values)
+    monkeypatch.setattr("headrace.kernels.state.triton_kept._turns", lambda *given, **rest: turns)
     case = Case("delta", torch.float32, torch.float32, device)
     heads, dv, dk = case.shape
     width = dk + heads * dv + heads

@@ -67,7 +67,7 @@ class OutputGatedAttention(DecoderAttention):
         spec = self.spec
         gate, qkv = self.qkv_proj(x).split((spec.out_size, spec.q_size + spec.k_size + spec.v_size), dim=1)
         out = self.attention.forward_qkv(qkv, ctx, cos_sin, self.q_norm, self.k_norm)
-        return self.o_proj(sigmoid_gated(out, gate))  # type: ignore[no-any-return]
+        return self.o_proj(sigmoid_gated(out, ctx.wanted_of(gate)))  # type: ignore[no-any-return]
 
 
 def _gates_first(heads: int, width: int) -> list[int]:

@@ -72,6 +72,9 @@ def open_page(browser: Any, site: Running, scheme: str, axe: Any) -> Iterator[Ca
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("request", lambda request: requests.append(request.url))
         page.goto(server.url + path)
+        if path == "/" and not settings and not allow:
+            # The page draws its settings once more when it knows the models.
+            page.get_by_role("combobox", name="Model").locator("option").first.wait_for(state="attached")
         page.llm = llm
         opened.append((page, errors, requests, server.url))
         page.allowed = allow

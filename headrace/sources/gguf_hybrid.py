@@ -114,7 +114,6 @@ def _qwen35(metadata: MetadataFields, tensors: Collection[str], arch: str, facts
 
 
 def _granite(metadata: MetadataFields, tensors: Collection[str], arch: str, facts: dict[str, Any]) -> dict[str, Any]:
-    heads, inner = metadata.integer(f"{arch}.ssm.time_step_rank", Size), metadata.integer(f"{arch}.ssm.inner_size", Size)
     return {
         "num_local_experts": metadata.integer(f"{arch}.expert_count", Experts, 0),
         "num_experts_per_tok": metadata.integer(f"{arch}.expert_used_count", Experts, 0),
@@ -127,14 +126,22 @@ def _granite(metadata: MetadataFields, tensors: Collection[str], arch: str, fact
         "attention_multiplier": metadata.number(f"{arch}.attention.scale", Factor),
         "logits_scaling": metadata.number(f"{arch}.logit_scale", Divisor),
         "attention_bias": _has(tensors, ".attn_q.bias"),
-        "mamba_expand": inner // facts["hidden_size"],
+        "mamba_expand": metadata.integer(f"{arch}.ssm.inner_size", Size) // facts["hidden_size"],
+        "mamba_proj_bias": _has(tensors, ".ssm_in.bias"),
+        **_mamba2(metadata, tensors, arch),
+    }
+
+
+def _mamba2(metadata: MetadataFields, tensors: Collection[str], arch: str) -> dict[str, Any]:
+    """The sizes of Mamba-2's layers, as Granite and Falcon name them."""
+    heads = metadata.integer(f"{arch}.ssm.time_step_rank", Size)
+    return {
         "mamba_n_heads": heads,
-        "mamba_d_head": inner // heads,
+        "mamba_d_head": metadata.integer(f"{arch}.ssm.inner_size", Size) // heads,
         "mamba_n_groups": metadata.integer(f"{arch}.ssm.group_count", Size),
         "mamba_d_state": metadata.integer(f"{arch}.ssm.state_size", Size),
         "mamba_d_conv": metadata.integer(f"{arch}.ssm.conv_kernel", Size),
         "mamba_conv_bias": _has(tensors, ".ssm_conv1d.bias"),
-        "mamba_proj_bias": _has(tensors, ".ssm_in.bias"),
     }
 
 
@@ -177,15 +184,9 @@ def _falcon(metadata: MetadataFields, tensors: Collection[str], arch: str, facts
     """The matrices of files include the factors of configurations; the gate comes before the norm, if there is one."""
     if facts["tie_word_embeddings"]:
         raise ConfigError(f"{metadata.path} has no tensor output.weight, and the embedding's factor is another one", "model")
-    heads, inner = metadata.integer(f"{arch}.ssm.time_step_rank", Size), metadata.integer(f"{arch}.ssm.inner_size", Size)
     return {
-        "mamba_d_ssm": inner,
-        "mamba_n_heads": heads,
-        "mamba_d_head": inner // heads,
-        "mamba_n_groups": metadata.integer(f"{arch}.ssm.group_count", Size),
-        "mamba_d_state": metadata.integer(f"{arch}.ssm.state_size", Size),
-        "mamba_d_conv": metadata.integer(f"{arch}.ssm.conv_kernel", Size),
-        "mamba_conv_bias": _has(tensors, ".ssm_conv1d.bias"),
+        "mamba_d_ssm": metadata.integer(f"{arch}.ssm.inner_size", Size),
+        **_mamba2(metadata, tensors, arch),
         "mamba_rms_norm": _has(tensors, ".ssm_norm.weight"),
         "mamba_norm_before_gate": False,
     }

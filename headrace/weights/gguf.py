@@ -98,20 +98,20 @@ class GGUFCheckpoint(Checkpoint):
     def codes(self, name: str) -> Codes | None:
         if self.spec(name) is None:
             return None
-        codes, state = gguf_blocks.decode(self._blocks(name), self._stored[name][0].tensor_type), self._dealt(name)
-        if not isinstance(codes, GroupCodes) or state is None or state[1] != "out_proj":
+        codes = gguf_blocks.decode(self._blocks(name), self._stored[name][0].tensor_type)
+        if self._dealt_inputs(name) is None or not isinstance(codes, GroupCodes):
             return codes
         values, scales, offsets = (self._ordered_inputs(name, one) for one in (codes.codes, codes.scales, codes.offsets))
         return dataclasses.replace(codes, codes=values, scales=scales, offsets=offsets)
 
     def spec(self, name: str) -> QuantSpec | None:
-        stored, state = self.tensors[name], self._dealt(name)
+        stored, state = self.tensors[name], self._dealt_inputs(name)
         spec = SPECS.get(stored.kind) if len(stored.shape) == 2 else None
-        if spec is None or state is None or state[1] != "out_proj":
+        if spec is None or state is None:
             return spec
         # Inputs change places by whole groups.
         group = spec.group[1]
-        return spec if spec.codes != "mxfp4" and isinstance(group, int) and state[0].value_dim % group == 0 else None
+        return spec if spec.codes != "mxfp4" and isinstance(group, int) and state.value_dim % group == 0 else None
 
     def close(self) -> None:
         forget()
@@ -151,8 +151,13 @@ class GGUFCheckpoint(Checkpoint):
 
     def _ordered_inputs(self, name: str, matrix: torch.Tensor) -> torch.Tensor:
         """The inputs of what reads value heads, or numbers for groups of them, by key head; other tensors as they are."""
+        spec = self._dealt_inputs(name)
+        return matrix if spec is None else _by_key_head(matrix.t(), spec).t().contiguous()
+
+    def _dealt_inputs(self, name: str) -> StateSpec | None:
+        """The state layer whose value heads are a tensor's inputs, in another order; None: they are not."""
         state = self._dealt(name)
-        return matrix if state is None or state[1] != "out_proj" else _by_key_head(matrix.t(), state[0]).t().contiguous()
+        return None if state is None or state[1] != "out_proj" else state[0]
 
     def _dealt(self, name: str) -> tuple[StateSpec, str] | None:
         """The state layer whose value heads lie in another order in a tensor, and the tensor's name there; None: none do."""

@@ -137,6 +137,7 @@ class ForwardPass:
         parts: Sequence[RunnerPart] = (),
     ) -> None:
         self._model, self._caches, self._backends = model, caches, backends
+        self._selective = model if isinstance(model, SelectiveModel) else None
         self._tables, self._buffers, self._parts = tables, buffers, parts
         self.to_plan = distinct(backends)
 
@@ -156,15 +157,15 @@ class ForwardPass:
             inputs = part.adapt(inputs, rows, bounds, extras)
         if extras.inputs:
             inputs = dataclasses.replace(inputs, **extras.inputs)
-        model, wanted = self._model, None
-        if isinstance(model, SelectiveModel) and ends is not None and not extras.context and model.selects(inputs, ctx):
+        selective, wanted = self._selective, None
+        if selective is not None and ends is not None and not extras.context and selective.selects(inputs, ctx):
             wanted = last_tokens(ctx.step, np.maximum(ends.num_logits, 1))
-        if wanted is not None and isinstance(model, SelectiveModel):
-            hidden = model.forward_wanted(inputs, ctx, wanted)
+        if selective is not None and wanted is not None:
+            hidden = selective.forward_wanted(inputs, ctx, wanted)
             rows = rows._replace(query_start=wanted.step.query_start)
             bounds = Bounds(bounds.num_rows, wanted.step.query_start_host, bounds.seq_lens)
         else:
-            hidden = model(inputs, ctx)
+            hidden = self._model(inputs, ctx)
         self.end(hidden, rows, bounds, given, self._buffers.logits(hidden))
         return hidden
 

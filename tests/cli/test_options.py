@@ -112,7 +112,7 @@ def made(group: Group[Any]) -> tuple[Callable[..., Any], list[Any]]:
 
 
 COMMANDS: dict[int, tuple[Callable[..., Any], list[Any]]] = {}
-"""What ``made`` gave, by the id of a group: making a command takes longer than the test of one of its options."""
+"""Commands that ``made`` has made, by the id of their group. Making one takes longer than testing one of its options."""
 
 
 def parsed(group: Group[Any], words: list[str]) -> Any:

@@ -245,7 +245,7 @@ ON_GPU = pytest.param("cuda", 10, marks=[pytest.mark.gpu, needs_cuda])
 
 @pytest.mark.parametrize(("device", "times"), [("cpu", 1), pytest.param("cpu", 10, marks=pytest.mark.slow), ON_GPU])
 def test_memory_falls(tmp_path: Path, device: str, times: int) -> None:
-    """By KV and weights, but for level 1 on a CPU, which keeps weights where they are; and each time alike."""
+    """Memory falls by KV and weights, alike in each cycle. Level 1 on a CPU keeps the weights where they are."""
     measured = Measured(tmp_path, device)
     before, resident, slept = outputs_of(measured.llm), [], []
     for _ in range(times):

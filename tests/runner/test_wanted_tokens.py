@@ -19,7 +19,7 @@ ASKING = request("asks", prompt(3, 20), max_tokens=2, logprobs=4, prompt_logprob
 
 
 def computed(family: str, change: Callable[[Engine], Any] = lambda engine: None) -> tuple[dict, list[int]]:
-    """What comes of the requests in steps of at most 40 tokens, and how many tokens the last MLP computes in each step."""
+    """Returns the results of the requests in steps of at most 40 tokens, and how many tokens the last MLP computes in each."""
     counts: list[int] = []
     last = model(family).layers[-1]
     handle = last.mlp.register_forward_pre_hook(lambda module, given: counts.append(len(given[0])))

@@ -53,7 +53,7 @@ def test_every_size_has_a_tiling() -> None:
 
 
 def test_which_products_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of large weights and some rows on Hopper; and none whose rows begin between pieces of 16 bytes."""
+    """The kernel has products of large weights with 2 to 32 rows on Hopper, if their rows begin at multiples of 16 bytes."""
     monkeypatch.setattr(support, "is_hopper", lambda device: True)
     x, weight = torch.empty(2 * MAX_ROWS, 4096).bfloat16(), torch.empty(MIN_NUMBERS // 4096, 4096).bfloat16()
     chosen = [product.wide(x[:rows], weight) for rows in (1, 2, MAX_ROWS, MAX_ROWS + 1)]

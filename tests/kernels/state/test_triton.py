@@ -222,7 +222,7 @@ def test_gated_norm(dtype: torch.dtype, gate: kernels.Gate, gate_first: bool, de
 
 
 def test_readouts_beyond_half_precision_are_finite(device: torch.device) -> None:
-    """In a float16 model they stay float32 until they are normed."""
+    """Readouts of a float16 model stay float32 until they are normed."""
     case = Case("space", torch.float16, torch.float32, device)
     step, states = state_step([(3, 1, 9), (0, case.long, 0)], str(device)), case.states()
     found = case.run(case.kernel, states.normal_().mul_(1e6), step)

@@ -52,7 +52,7 @@ def tokens_of(outputs: Iterable[RequestOutput]) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
 def test_answers_are_the_same_however_they_come_about(name: str, tmp_path: Path) -> None:
-    """Greedy samples equal transformers'; others equal those of whole prompts without company, cold and from cached prefixes."""
+    """Greedy samples equal transformers'; others equal those of a whole prompt alone. Both hold cold and from cached blocks."""
     kind, values = CASES[name]
     torch.manual_seed(1)
     theirs = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**values | {"vocab_size": VOCAB})).float().eval()

@@ -113,7 +113,7 @@ def delta_rule(
             steps that absorb prompts token by token, or decays of channels.
 
     Returns:
-        ``[T, heads * value_dim]`` float32; on a GPU, where prompts read and write it at the pace of memory, in qkv's dtype.
+        ``[T, heads * value_dim]`` float32; on a GPU, where prompts read and write it at the pace of memory, bfloat16 if qkv is.
     """
     if gpu.takes(qkv):
         return kernels.delta_rule(qkv, decay, beta, a_log, dt_bias, state, step, beta_factor, pending)

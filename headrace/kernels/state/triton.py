@@ -469,7 +469,9 @@ def delta_rule(
     heads, value_dim, key_dim = state.shape[1:]
     by_token = step.by_token or decay.shape[1] > heads
     qkv, decay, beta = token_rows(qkv), token_rows(decay), token_rows(beta)
-    out = outputs(step, len(qkv), heads * value_dim, qkv.dtype, qkv.device)
+    # Readouts may be beyond float16; bfloat16 has float32's range.
+    dtype = torch.float32 if qkv.dtype == torch.float16 else qkv.dtype
+    out = outputs(step, len(qkv), heads * value_dim, dtype, qkv.device)
     if not len(qkv):
         return out
     if step.prompt_rows and not by_token:

@@ -229,3 +229,11 @@ def test_readouts_beyond_half_precision_are_finite(device: torch.device) -> None
     assert found.abs().max() > torch.finfo(torch.float16).max
     weight, gates = torch.ones(found.shape[1:]).half().to(device), torch.ones(found.shape).half().to(device)
     assert kernels.gated_norm(found, gates, weight, 1e-6, found.shape[1], "silu", gate_first=False).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_readouts_of_delta_rules_keep_their_range(dtype: torch.dtype, device: torch.device) -> None:
+    case = Case("delta", dtype, torch.float32, device)
+    step, states = state_step([(3, 1, 9), (0, 1, 4)], str(device)), case.states()
+    found = case.run(case.kernel, states.normal_().mul_(1e8), step)[:2]
+    assert found.abs().max() > torch.finfo(torch.float16).max and found.isfinite().all()

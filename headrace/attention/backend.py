@@ -13,6 +13,7 @@ import torch
 
 from headrace.attention.sparse_rows import SparseRows
 from headrace.cache.layer import LayerCache as LayerCache
+from headrace.kernels.attention.unfinished import Unfinished
 from headrace.model_spec import AttentionSpec
 from headrace.model_spec.kv import FP8_KV
 
@@ -107,6 +108,8 @@ class AttentionInputs(NamedTuple):
     """
     out: torch.Tensor | None = None
     """``[T, num_heads, v_head_dim]`` contiguous, filled only at the planned rows' tokens; None: allocate."""
+    unfinished: Unfinished | None = None
+    """The projection of which q is a part, for a backend that ``finishes`` it; None: q and the cache are complete."""
 
 
 class ReplayLengths(NamedTuple):
@@ -215,6 +218,10 @@ class AttentionBackend(abc.ABC):
         Returns:
             ``[T, num_heads * v_head_dim]`` in q's dtype; a view of ``inputs.out`` if that is set.
         """
+
+    def finishes(self, cache: LayerCache) -> bool:
+        """Returns whether ``run`` takes ``AttentionInputs.unfinished`` of the planned step."""
+        return False
 
     @property
     def graph_version(self) -> int:

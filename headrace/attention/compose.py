@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from headrace.attention.backend import AttentionBackend, AttentionInputs, ReplayLengths, Scratch, StepMetadata
+from headrace.attention.backend import AttentionBackend, AttentionInputs, LayerCache, ReplayLengths, Scratch, StepMetadata
 from headrace.kernels.transfer import upload
 
 
@@ -56,6 +56,9 @@ class Composition(AttentionBackend):
     @property
     def workspaces(self) -> list[torch.Tensor]:
         return [space for backend in self._parts for space in backend.workspaces]
+
+    def finishes(self, cache: LayerCache) -> bool:
+        return len(self._active) == 1 and self._active[0].finishes(cache)
 
     def run(self, inputs: AttentionInputs) -> torch.Tensor:
         if len(self._active) == 1:

@@ -12,6 +12,7 @@ from headrace.attention.context import ForwardContext
 from headrace.attention.indexed import WithIndexer
 from headrace.cache.planes import write
 from headrace.kernels import gpu
+from headrace.kernels.attention.unfinished import Unfinished
 from headrace.kernels.qkv import norm_rotate_and_cache
 from headrace.kernels.rotary import rotate, rotate_and_write
 from headrace.model_spec import AttentionSpec
@@ -81,7 +82,10 @@ class Attention(nn.Module):
         """
         norms = [norm for norm in (q_norm, k_norm) if norm is not None]
         if gpu.takes(qkv) and (all(norm.plain for norm in norms) or all(norm.offset for norm in norms)):
-            # One kernel from the split to the write to the cache; the lines below are its reference.
+            # One kernel from the split to the write to the cache, or none where attention does that; the lines below are
+            # their reference.
+            if v_norm is None and v_factor == 1 and self._finishes(ctx):
+                return self._attend_unfinished(qkv, ctx, cos_sin, q_norm, k_norm)
             q = self._norm_rotate_and_cache(qkv, ctx, cos_sin, q_norm, k_norm, v_norm, v_factor)
             return self._attend(q, ctx)
         q, k, v = self._split(qkv)
@@ -176,6 +180,38 @@ class Attention(nn.Module):
             v_scale=cache.v_scale if writes else None,
             q_out=torch.empty(qkv.shape[0], spec.num_heads, spec.head_dim, dtype=qkv.dtype, device=qkv.device),
         )
+
+    def _finishes(self, ctx: ForwardContext) -> bool:
+        """Whether the layer's backend finishes q and k of this step, and writes k and v."""
+        spec = self.spec
+        # Where a step's wanted tokens attend alone, k and v of all its tokens are written.
+        if spec.kv_source is not None or spec.v_from_k or spec.indexer is not None or ctx.wanted is not None:
+            return False
+        return ctx.backends[spec.layer].finishes(ctx.caches[spec.layer])
+
+    def _attend_unfinished(
+        self,
+        qkv: torch.Tensor,
+        ctx: ForwardContext,
+        cos_sin: torch.Tensor | None,
+        q_norm: HeadNorm | None,
+        k_norm: HeadNorm | None,
+    ) -> torch.Tensor:
+        spec, cache = self.spec, ctx.caches[self.spec.layer]
+        norms = [norm for norm in (q_norm, k_norm) if norm is not None]
+        unfinished = Unfinished(
+            qkv,
+            ctx.step.slot_mapping[cache.group],
+            required_angles(spec, cos_sin),
+            spec.rotary_dim,
+            None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight,
+            norms[0].eps if norms else 0.0,
+            any(norm.offset for norm in norms),
+        )
+        q = qkv[:, : spec.q_size].view(len(qkv), spec.num_heads, spec.head_dim)
+        inputs = AttentionInputs(q, cache, self.sinks, ctx.step.visible_ends, unfinished=unfinished)
+        return ctx.backends[spec.layer].run(inputs)
 
     def _attend(self, q: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         layer = self.spec.layer

@@ -42,7 +42,7 @@ class NativeAttention(AttentionBackend):
         self._addresses = step.query_start.data_ptr(), step.seq_lens.data_ptr()
 
     def run(self, inputs: AttentionInputs) -> torch.Tensor:
-        q, cache, sinks, _, out = inputs
+        q, cache, sinks, _, out, _ = inputs
         step, spec = self.step, cache.spec
         if q.stride(2) != 1 or q.stride(1) != spec.head_dim:
             q = q.contiguous()

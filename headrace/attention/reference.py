@@ -17,7 +17,7 @@ class ReferenceAttention(AttentionBackend):
     modes = frozenset({VISIBLE_ENDS})
 
     def run(self, inputs: AttentionInputs) -> torch.Tensor:
-        q, cache, sinks, visible_ends, _ = inputs
+        q, cache, sinks, visible_ends, *_ = inputs
         step, spec, out = self.step, cache.spec, output_of(self.step, inputs)
         result = paged_attention(
             q,

@@ -97,7 +97,7 @@ class SparsePrefillAttention(AttentionBackend):
         return self.step.sparse
 
     def run(self, inputs: AttentionInputs) -> torch.Tensor:
-        q, cache, _, _, _ = inputs
+        q, cache, *_ = inputs
         step, spec, rows, out = self.step, cache.spec, self.rows, output_of(self.step, inputs)
         own, out_own = q[step.tokens], out[step.tokens]
         types = self._types_of(rows, spec, q.device)

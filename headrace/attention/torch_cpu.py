@@ -127,7 +127,7 @@ class TorchAttention(AttentionBackend):
         self._layouts.clear()
 
     def run(self, inputs: AttentionInputs) -> torch.Tensor:
-        q, cache, sinks, visible_ends, _ = inputs
+        q, cache, sinks, visible_ends, *_ = inputs
         spec = cache.spec
         parts, rows = self._layout(cache, q.dtype, visible_ends)
         whole = output_of(self.step, inputs)

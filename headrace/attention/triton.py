@@ -41,9 +41,9 @@ class TritonAttention(AttentionBackend):
     def __init__(self, scratch: Scratch | None = None) -> None:
         super().__init__(scratch)
         # Triton is an optional dependency, which ``supports`` looks for.
-        from headrace.kernels.attention.triton import paged_attention
+        from headrace.kernels.attention.triton import finishes, paged_attention
 
-        self._attend = paged_attention
+        self._attend, self._finishes = paged_attention, finishes
         self._parts: list[StepMetadata] = []
         """The rows launched together: decode rows, then prefill rows."""
         self._tilings: dict[object, Tiling] = {}
@@ -66,8 +66,12 @@ class TritonAttention(AttentionBackend):
         parts = (step.rows(0, border), step.rows(border, step.num_rows))
         self._parts = [part for part in parts if part.num_tokens]
 
+    def finishes(self, cache: LayerCache) -> bool:
+        single = not self._invariant and all(part.single_query for part in self._parts)
+        return single and cache.k_scale is None and self._finishes(cache.keys, cache.values)
+
     def run(self, inputs: AttentionInputs) -> torch.Tensor:
-        q, cache, sinks, visible_ends, _ = inputs
+        q, cache, sinks, visible_ends, _, unfinished = inputs
         spec, out = cache.spec, output_of(self.step, inputs)
         for number, part in enumerate(self._parts):
             tiling = self._tiling_of(number, part, q, cache)
@@ -90,6 +94,7 @@ class TritonAttention(AttentionBackend):
                 v_scale=cache.v_scale,
                 dirty=cache.dirty,
                 visible_ends=visible_ends,
+                unfinished=unfinished,
                 out=out,
                 workspace=self._workspace,
             )

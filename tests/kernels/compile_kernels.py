@@ -28,6 +28,7 @@ from headrace.kernels import support
 from headrace.kernels.activation import triton as activation
 from headrace.kernels.attention import tiling
 from headrace.kernels.attention import triton as paged_attention
+from headrace.kernels.attention.unfinished import Unfinished
 from headrace.kernels.head_routing import RouterWeights
 from headrace.kernels.head_routing import triton as head_routing
 from headrace.kernels.indexer import ChoiceRule, TokenPlaces
@@ -223,6 +224,9 @@ def attention(resources: Resources) -> None:
         attend((8, 4), (128, 128), 64, resources, stored=stored, visible_ends=ends)
     for queries in (1, 64):
         attend((8, 4), (128, 128), queries, resources, stored=BF16, window=256, chunked=True)
+    weight, slots = torch.zeros(128, dtype=BF16), torch.zeros(2, dtype=torch.int64)
+    unfinished = Unfinished(torch.zeros(2, 6144, dtype=BF16), slots, torch.zeros(2, 64), 64, weight, weight, 1e-6, False)
+    attend((8, 4), (128, 128), 1, resources, stored=BF16, unfinished=unfinished)
     attend((8, 4), (128, 128), 64, resources, stored=torch.float32)
     attend((1, 16), (576, 512), 64, resources, stored=torch.float32, batch_invariant=True)
     for batch_invariant in (False, True):

@@ -18,7 +18,7 @@ CAPABILITY, SHARED = 90, 227 << 10
 READ_AHEAD = {
     *("_single", "_several", "_fp8_single", "_fp8_few", "_fp8_wide", "_scale", "_packed_few", "_packed_floats"),
     *("_router_logits", "_peer_sum", "_shrink", "_expand", "_conv_rows", "_delta_rule", "_kept_rule", "_invariant_product"),
-    *("_wide", "_rms_norm"),
+    *("_wide", "_rms_norm", "_attend"),
 }
 FETCH_AHEAD = {"_invariant_product", "_wide"}
 """Kernels that begin with what no kernel of the step writes, a weight or a state: read it, or fetch it into the L2 cache."""

@@ -49,7 +49,7 @@ class DeviceAttention(AttentionBackend):
         self._step = step
 
     def run(self, inputs: AttentionInputs) -> torch.Tensor:
-        q, cache, sinks, _, _ = inputs
+        q, cache, sinks, *_ = inputs
         step, spec = self._step, cache.spec
         limits = {"scale": spec.scale, "window": spec.window, "soft_cap": spec.soft_cap, "sinks": sinks}
         tables = step.block_tables[cache.group]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.kernels import gpu, support
+from headrace.kernels.linear import native
 from headrace.kernels.linear.reference import linear_by_head_ref, linear_float32_ref, linear_ref
 from headrace.kernels.lora import LowRank, expand
 
@@ -62,6 +63,8 @@ def linear(
             return wide_kernels.linear(x, weight, bias, out_dtype)
         if few_rows(x, weight):
             return kernels.linear(x, weight, bias, out_dtype=out_dtype)
+    if x.ndim == 2 and not batch_invariant and (y := native.few_rows(x, weight, bias, out_dtype)) is not None:
+        return y
     if exact and out_dtype == torch.float32 and not x.is_cuda and x.itemsize < 4:
         return linear_float32_ref(x, weight, bias)
     return linear_ref(x, weight, bias, out_dtype)

@@ -22,6 +22,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "tile": [],
     "wide_rows": [],
     "matmul": [c_void_p, c_int, c_int64, c_void_p, c_void_p, c_void_p, c_int, c_int64, c_int64, c_int64, c_int],
+    "few_rows": [c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int, c_int64, c_int64, c_int64],
     "attention": [
         *(c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
         *(c_int64, c_int64, c_int64, c_int64, c_int64, c_int64, c_int64, c_int64, c_int64, c_int64),
@@ -61,6 +62,7 @@ class NativeKernels:
             function.argtypes = arguments
             function.restype = _RESULTS.get(name)
         self.matmul = library.headrace_matmul
+        self.few_rows = library.headrace_few_rows
         self.attention = library.headrace_attention
         self.rms_norm = library.headrace_rms_norm
         self.add_rms_norm = library.headrace_add_rms_norm

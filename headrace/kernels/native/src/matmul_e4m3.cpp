@@ -77,6 +77,7 @@ void add_rows(const float* w, const float* scales, const float* x, int64_t strid
 void block_rows(const uint8_t* w, int64_t groups, const float* x, int64_t stride, int64_t rows, float* totals) {
     std::fill(totals, totals + rows * BLOCK, 0.0f);
     for (int64_t g = 0; g < groups; ++g, w += GROUP_BYTES, x += GROUP) {
+        fetch_ahead(w, GROUP_BYTES);
         float decoded[GROUP * BLOCK], scales[BLOCK];
         decode(w, decoded);
         std::memcpy(scales, w + GROUP * BLOCK, sizeof scales);

@@ -122,6 +122,7 @@ void few_rows(Weights weights, const Activations& a, int64_t row, float* out) {
     for (int m = 0; m < ROWS; ++m) total[m][0] = total[m][1] = _mm256_setzero_ps();
     const uint8_t* w = weights.at;
     for (int64_t g = 0; g < a.groups; ++g, w += group_bytes<BITS>(weights.tail)) {
+        fetch_ahead(w, group_bytes<BITS>(weights.tail));
         for (int half = 0; half < HALVES; ++half) {
             constexpr bool PARTS = BITS == 4 || BYTES_ARE_EXACT_WITH_8_BITS;
             Scales scales = scales_of(w + CODES<BITS>, weights.tail, half);
@@ -189,6 +190,7 @@ void many_rows(Weights weights, const Activations& a, int64_t first, int64_t las
     std::fill(totals, totals + (last - first) * BLOCK, 0.0f);
     const uint8_t* w = weights.at;
     for (int64_t g = 0; g < a.groups; ++g, w += group_bytes<BITS>(weights.tail)) {
+        fetch_ahead(w, group_bytes<BITS>(weights.tail));
         __m256i c[PAIRS * HALVES];
         Scales scales[HALVES];
         for (int half = 0; half < HALVES; ++half) {

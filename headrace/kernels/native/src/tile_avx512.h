@@ -31,6 +31,7 @@ void tile(Weights weights, const Activations& a, int64_t row, float* out) {
     const float* sums = a.sums + row * a.groups;
     const uint8_t* w = weights.at;
     for (int64_t g = 0; g < a.groups; ++g, w += group_bytes<BITS>(weights.tail)) {
+        fetch_ahead(w, group_bytes<BITS>(weights.tail));
         __m512i c[RUNS];
         if (BITS == 4) {
             for (int p = 0; p < RUNS / 2; ++p) {

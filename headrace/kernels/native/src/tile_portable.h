@@ -41,6 +41,7 @@ void tile(Weights weights, const Activations& a, int64_t row, float* out) {
     const float* sums = a.sums + row * a.groups;
     const uint8_t* w = weights.at;
     for (int64_t g = 0; g < a.groups; ++g, w += group_bytes<BITS>(weights.tail)) {
+        fetch_ahead(w, group_bytes<BITS>(weights.tail));
         float scale[BLOCK], minimum[BLOCK];
         read_tail(w + CODES<BITS>, weights.tail, scale, minimum);
         uint8_t c[RUNS][BLOCK * 4];

@@ -29,6 +29,7 @@ void widen(Weights weights, int64_t groups, __m512i* out) {
     const __m512i low = _mm512_set1_epi8(15);
     const uint8_t* w = weights.at;
     for (int64_t g = 0; g < groups; ++g, w += group_bytes<BITS>(weights.tail)) {
+        fetch_ahead(w, group_bytes<BITS>(weights.tail));
         __m512 scale, minimum;
         read_tail(w + CODES<BITS>, weights.tail, scale, minimum);
         for (int p = 0; p < RUNS; ++p) {

@@ -27,7 +27,7 @@ logger = logging.getLogger("headrace.server")
 _OTHER_FILES = 128
 """Files that the server opens beside its connections: listeners, the engine's sockets, logs, modules."""
 _CLEANUP_SECONDS = 5
-"""Time that ended requests get to send their last words."""
+"""Time in which requests that were ended send the rest of their answers."""
 
 
 class DrainingServer(uvicorn.Server):

@@ -169,7 +169,7 @@ def _watched(request: EngineRequest, pooling: PoolingParams) -> EngineRequest:
 
 
 def _pooling(request: Request, state: Serving) -> PoolingParams:
-    """The layer and head of a request. Raises: RequestError: there is none, or its weights are not to be had."""
+    """The layer and head of a request. Raises: RequestError: they do not exist, or their weights cannot be shown."""
     layers, layer = state.llm.info.layers, _number(request, "layer", 0)
     if state.llm.args.tensor_parallel_size > 1:
         raise RequestError("attention is not shown under tensor parallelism: each rank has some of the heads", "layer")

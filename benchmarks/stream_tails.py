@@ -31,8 +31,9 @@ from headrace.core.request import Request
 from headrace.frontend.streams import Inbox, OutputStream
 from headrace.outputs import OutputDelta
 from headrace.processes.messages import StepDeltas, decode_from_engine, encode
+from headrace.server.app import build_app
 from headrace.server.listen import listen
-from headrace.server.run import run
+from headrace.server.run import run_app
 from headrace.server.settings import ServerSettings
 
 
@@ -85,7 +86,7 @@ class SteadyLLM(StepLLM):
 def serve(port: int, step: float) -> None:
     llm: Any = SteadyLLM(step)
     settings = ServerSettings(port=port, log_requests=False)
-    run(llm, settings, listen(settings))
+    run_app(build_app(llm, settings), listen(settings))
 
 
 async def stream(port: int, tokens: int, gaps: list[float], start: asyncio.Event) -> None:

@@ -454,7 +454,7 @@ class CacheConfig:
     state_snapshot_bytes: int = 0
     """Bytes that state blocks which no sequence owns may take."""
     state_grid: int = 0
-    """Chunks of prompts and snapshots of states end at multiples of so many tokens."""
+    """Chunks of prompts and snapshots of states end at multiples of this number of tokens."""
 
     @cached_property
     def arena(self) -> Arena:

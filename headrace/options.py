@@ -397,17 +397,27 @@ def options(cls: Any) -> Mapping[str, Option]:
 
 @functools.cache
 def _helps(cls: Any) -> dict[str, str]:
-    """Field -> the string below it, read from the source: Python keeps none of these strings."""
-    module = ast.parse(Path(inspect.getfile(cls)).read_text(encoding="utf-8"))
-    (declaration,) = (node for node in module.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
+    """Field -> the string below it."""
     found: dict[str, str] = {}
-    for base in reversed(cls.__mro__[1:]):
+    for base in reversed(cls.__mro__):
         if vars(base).get("__annotations__"):
-            found |= _helps(base)
-    for field, below in itertools.pairwise(declaration.body):
-        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-            found[ast.unparse(field.target)] = " ".join(str(below.value.value).split())
+            found |= _strings(inspect.getfile(base))[base.__name__]
     return found
+
+
+@functools.cache
+def _strings(file: str) -> dict[str, dict[str, str]]:
+    """Class -> field -> the string below it, read from a source file: Python keeps none of these strings."""
+    module = ast.parse(Path(file).read_text(encoding="utf-8"))
+    return {
+        declared.name: {
+            ast.unparse(field.target): " ".join(str(below.value.value).split())
+            for field, below in itertools.pairwise(declared.body)
+            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+        }
+        for declared in module.body
+        if isinstance(declared, ast.ClassDef)
+    }
 
 
 def _defaults(cls: Any) -> dict[str, tuple[Any, Any]]:

@@ -136,7 +136,7 @@ class _EventParser:
         """A choice has finished, or the stream has said that it is done."""
 
     def feed(self, data: bytes) -> Iterator[list[StreamedEvent]]:
-        """The events that end in the data, as one list; none if there are none. Raises EngineError after those before it."""
+        """Yields the events that end in the data, as one list, if there are any. Raises EngineError after the earlier ones."""
         lines = (self._rest + data).splitlines(keepends=True)
         self._rest = lines.pop() if lines and not lines[-1].endswith((b"\n", b"\r")) else b""
         events: list[StreamedEvent] = []

@@ -245,7 +245,7 @@ def _sent_pictures(load: LoadOptions, size: str) -> SentPictures:
     from headrace.bench.pictures import MAX_BYTES, Pictures, SentPictures
     from headrace.cli.units import picture_size
 
-    width, height = picture_size(size, "--image-size")
+    width, height = picture_size(size)
     if 3 * width * height > MAX_BYTES:
         raise ConfigError(f"a picture of {size} takes more than {MAX_BYTES} bytes", "--image-size")
     pictures = Pictures(width, height)

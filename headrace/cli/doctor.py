@@ -37,7 +37,7 @@ def doctor(args: EngineArgs, options: DoctorOptions) -> None:
     from headrace.cli.startup import as_json as encoded
     from headrace.cli.startup import print_report
 
-    sizes = [picture_size(size, "--image-size") for size in options.image_size or ["1024x1024"]]
+    sizes = [picture_size(size) for size in options.image_size or ["1024x1024"]]
     if options.devices and (options.load or options.parity):
         raise ConfigError("--devices needs no such GPUs here: leave --load and --parity out, or --devices", "--devices")
     if options.parity:

@@ -41,7 +41,7 @@ def encode(args: EngineArgs, options: EncodeOptions) -> None:
     from headrace.frontend.features import FeatureEncoder
 
     encoder = FeatureEncoder(args)
-    read = ((str(path), _read(path, args.max_media_bytes)) for path in pictures)
+    read = ((str(path), read_input(path, "FILE", args.max_media_bytes, " (--max-media-bytes)")) for path in pictures)
     for path, target, tensors in zip(pictures, targets, encoder.encode(read), strict=True):
         _write(tensors, target)
         rows, hidden = tensors["features"].shape
@@ -61,8 +61,3 @@ def _write(tensors: dict[str, torch.Tensor], target: Path) -> None:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise EngineError(f"cannot write {target}: {getattr(error, 'strerror', None) or error}") from None
-
-
-def _read(path: Path, most: int) -> bytes:
-    """Raises: ConfigError: the file cannot be read, or is too large."""
-    return read_input(path, "FILE", most, " (--max-media-bytes)")

@@ -20,8 +20,8 @@ class LogOptions(Checked):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Log level. debug adds lines about each request from the engine process."""
     report: Annotated[bool, OptionSpec(flags=("--report",))] = False
-    """Print all about the start: seconds of each phase, memory, attention of each layer, every decision with its reason, as
-    `headrace doctor` does."""
+    """Print the whole start-up report, as `headrace doctor` does: seconds of each phase, memory, attention of each layer, every
+    decision with its reason."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class DoctorOptions(Checked):
     panels = MappingProxyType({"load": REPORT})
 
     load: Annotated[bool, OptionSpec(flags=("--load",))] = False
-    """Also load the weights and run a first step, for the timeline and the memory as they are."""
+    """Also load the weights and run a first step, to measure the timeline and the memory."""
     devices: Annotated[str | None, OptionSpec(metavar="GPU[:COUNT]", default="those of this machine")] = None
     """Report on GPUs that need not be here, such as h200:4. The model is split over all of them, or over as many as
     --tensor-parallel-size says."""
@@ -65,7 +65,7 @@ class DoctorOptions(Checked):
     forward (transformers', or Megatron's for its checkpoints), in float32 and in the dtype that would be served, and compare
     logprobs, layers and tokens. Exit code 0: they agree; 1: they do not. Loads the model several times."""
     image_size: Annotated[tuple[str, ...], OptionSpec(metavar="WIDTHxHEIGHT", default="1024x1024, for a model that sees")] = ()
-    """Size of a picture, such as 1024x768, whose number of tokens the report says."""
+    """Report the number of tokens of a picture of this size, such as 1024x768."""
     as_json: Annotated[bool, OptionSpec(flags=("--json",))] = False
     """Print the report as JSON."""
 

@@ -77,10 +77,10 @@ class RunOptions(Checked):
     error_file: Annotated[Path | None, OptionSpec(metavar="FILE")] = None
     """Write the results of prompts that cannot be run here, and not among the others."""
     unordered: Annotated[bool, OptionSpec(flags=("--unordered",))] = False
-    """Write each result as soon as it is there, not in the order of the input."""
+    """Write each result as soon as it is ready, not in the order of the input."""
     format: Literal["auto", "text", "json"] = "auto"
-    """Form of the results. text: for a person to read, as it comes where there is one. json: a line a prompt. auto: text for
-    prompts from arguments on a terminal, else json."""
+    """Form of the results. text: for people, streamed if there is one prompt. json: one line per prompt. auto: text for prompts
+    from arguments on a terminal, else json."""
     chat: Annotated[bool, OptionSpec(flags=("--chat",))] = False
     """Take each argument as a user's message, not as raw text."""
     image: Annotated[tuple[str, ...], OptionSpec(metavar="FILE")] = ()
@@ -130,7 +130,7 @@ class RunOptions(Checked):
     options=Group.of(RunOptions),
 )
 def run(args: EngineArgs, sampling: dict[str, Any], options: RunOptions) -> None:
-    """Generate for prompts from arguments or a JSONL file; results are text on a terminal, else JSONL, a line a prompt.
+    """Generate for prompts from arguments or a JSONL file; results are text on a terminal, else JSONL, one line per prompt.
 
     A prompt that cannot be run is reported with its line number and does not stop the others; the exit code is then 1. When
     the engine dies, the prompts in flight are run again.

@@ -70,12 +70,13 @@ def serve(args: EngineArgs, settings: ServerSettings, models: ModelsOptions, log
     from rich.console import Console
 
     from headrace.cli.startup import AnnouncedLLM, print_report, print_summary
-    from headrace.server.run import run
+    from headrace.server.app import build_app
+    from headrace.server.run import run_app
 
     console = Console(stderr=True)
     report = print_report if logging.report else partial(print_summary, address=address(settings, sockets))
     llm = AnnouncedLLM(args, console, report, chat_template=settings.chat_template, spawned=spawned)
-    run(llm, settings, sockets, server.ready)
+    run_app(build_app(llm, settings), sockets, server.ready)
 
 
 def _serve_several(args: EngineArgs, settings: ServerSettings, options: ModelsOptions, path: Path) -> None:

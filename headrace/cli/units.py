@@ -28,9 +28,9 @@ def parse_size(text: str) -> int:
     return int(size)
 
 
-def picture_size(text: str, option: str) -> tuple[int, int]:
-    """The width and height that an option writes, such as 1024x768. Raises ConfigError that names the option."""
+def picture_size(text: str) -> tuple[int, int]:
+    """The width and height of --image-size, such as 1024x768. Raises ConfigError."""
     match = _PICTURE.fullmatch(text)
     if match is None or not int(match[1]) or not int(match[2]):
-        raise ConfigError(f"must be a width and a height such as 1024x768, not {text!r}", option)
+        raise ConfigError(f"must be a width and a height such as 1024x768, not {text!r}", "--image-size")
     return int(match[1]), int(match[2])

@@ -38,7 +38,7 @@ class _Compiling(NamedTuple):
     compiled: Future[GrammarMatcher | str]
     """The constraint's matcher at its start, which other requests may wait for."""
     copies: Future[list[GrammarMatcher] | str]
-    """The matchers of the samples, or why there are none."""
+    """The matchers of the samples, or the reason why they could not be made."""
 
 
 class Constraints:

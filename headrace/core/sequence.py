@@ -75,7 +75,7 @@ class Sequence:
     """Encoders have run for the items that start before this token."""
     num_placeholders: int = 0
     drafts: tuple[int, ...] = ()
-    """Proposed for the tokens behind the known ones. The next row verifies them; once it is collected, there are none."""
+    """Proposed tokens behind the known ones. The next row verifies them; they are dropped when it is collected."""
     num_in_flight: int = 0
     """Rows in steps that are launched and not yet collected."""
     passed_over: int | None = None

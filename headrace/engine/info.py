@@ -76,7 +76,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     media: MediaFacts | None = None
     """None: the model reads text alone."""
     state_grid: int = 0
-    """Snapshots of states are taken at multiples of so many tokens; 0: the model has no state layers."""
+    """Tokens between snapshots of states; 0: the model has no state layers."""
     environment: dict[str, str] = {}
     """Versions, CPU or GPU name, threads, instruction sets."""
 

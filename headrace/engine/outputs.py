@@ -304,7 +304,7 @@ class SequenceText:
         return RoutedExperts(ids.tobytes(), self._experts, weights.tobytes())
 
     def _weight_versions(self) -> list[WeightSpan]:
-        """Versions that the tokens come from, or where there are none, the present one."""
+        """Versions that the tokens come from; the present one if there are no tokens."""
         starts = [(min(start, self._num_tokens), version) for start, version in self._sequence.versions]
         ends = [*(start for start, _ in starts[1:]), self._num_tokens]
         spans = [WeightSpan(version, start, end) for (start, version), end in zip(starts, ends, strict=True)]

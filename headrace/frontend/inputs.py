@@ -17,7 +17,6 @@ from headrace.core.request import AdapterRef, BadWordsTable, Constraint, ParseOp
 from headrace.errors import ConfigError, RequestError, unsupported
 from headrace.frontend.limits import check_limits, check_sizes
 from headrace.host.turns import TenantThreads
-from headrace.kv import Item
 from headrace.multimodal.items import MultiModalData
 from headrace.multimodal.threads import media_workers, use_one_core
 from headrace.options import Option, OptionSpec, check_value, options, shown
@@ -291,7 +290,6 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
         adapter: AdapterRef | None = None,
-        items: Sequence[Item] = (),
         parse: ParseOptions | None = None,
         plan: AnswerPlan | None = None,
         constraint: Constraint | None = None,
@@ -322,11 +320,7 @@ class InputProcessor:
             text, tokens = self._tokens(prompt, add_special_tokens)
             self._refuse_media_tokens(tokens)
         else:
-            text, tokens, items = (
-                cast("MultiModalPrompt", prompt).get("prompt"),
-                self._checked_tokens(media.token_ids),
-                media.items,
-            )
+            text, tokens = cast("MultiModalPrompt", prompt).get("prompt"), self._checked_tokens(media.token_ids)
         if params.logprobs is not None and params.logprobs_mode is None and self._args.logprobs_mode == "processed_logprobs":
             params = params.replace({"logprobs_mode": "processed"})
         rope = None if media is None else media.rope
@@ -349,7 +343,7 @@ class InputProcessor:
             cache_salt=cache_salt,
             adapter=adapter,
             tenant=tenant,
-            items=tuple(items),
+            items=() if media is None else media.items,
             boundaries=() if self.tokenizer is None else self.tokenizer.token_bytes.turn_boundaries(tokens),
             media=() if media is None else media.media,
             rope=rope,

@@ -100,7 +100,7 @@ def _what_fits(args: EngineArgs, files: ModelFiles, device: DeviceFacts) -> list
 
 
 def _on_gpus(args: EngineArgs, count: int) -> EngineArgs:
-    """The arguments of an engine on so many GPUs: tensor parallel over all of them, unless the arguments use them otherwise.
+    """The arguments of an engine on ``count`` GPUs: tensor parallel over all of them, unless the arguments use them otherwise.
 
     Raises:
         ConfigError: the arguments want more GPUs, or none.

@@ -42,7 +42,7 @@ class VLLMNames(Collector):
     """
 
     def __init__(self, source: Collector, model_name: Callable[[], str | None], max_loras: int) -> None:
-        """``max_loras``: adapters that run at once; 0: there are none."""
+        """``max_loras``: adapters that run at once; 0: the server takes no adapters."""
         self._source = source
         self._model_name = model_name
         self._max_loras = max_loras

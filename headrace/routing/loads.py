@@ -21,7 +21,7 @@ class Capacity(NamedTuple):
     kv_tokens: int
     """Tokens whose KV the cache holds."""
     state_grid: int = 0
-    """Snapshots of states are at multiples of so many tokens; 0: the model has no state layers."""
+    """Tokens between snapshots of states; 0: the model has no state layers."""
 
     @classmethod
     def of(cls, rows: int, step_tokens: int, block_size: int, num_blocks: Sequence[int], state_grid: int = 0) -> Capacity:

@@ -315,8 +315,8 @@ class Router:
         return RoutedRequest(len(request.prompt_token_ids), entry.rows, hits, request.session)
 
     def _reach(self, entry: _Entry, replica: int, num_keys: int, *, sent: bool = False) -> int:
-        """Prompt tokens that the replica need not compute, if it has the KV of so many of the request's keys: of a model with
-        state layers, those up to the last snapshot, as the replica itself will find."""
+        """Prompt tokens that the replica need not compute if it has the KV of ``num_keys`` of the request's keys. For a model
+        with state layers, they end at the last snapshot, as the replica itself will find."""
         if not self._grid:
             return num_keys * self._tokens_per_key
         most = min(num_keys, (len(entry.request.prompt_token_ids) - 1) // self._grid)

@@ -41,7 +41,7 @@ class AnswerRoute(Generic[B]):
         # A client that leaves takes its work out of the queues of threads and processes.
         built = self.build(state, body, request_id, caller(request))
         generation, answer = await cancel_on_disconnect(state, request.receive, built)
-        # Of Anthropic's bodies none names a user.
+        # Anthropic's bodies have no user.
         named = (request.headers.get(name) for name in _SESSION_HEADERS)
         if session := next(filter(None, named), None) or getattr(body, "user", None):
             generation.of_session(session)

@@ -161,7 +161,7 @@ class Generation:
 
     @functools.cached_property
     def _media_tokens(self) -> dict[str, int]:
-        """Tokens of pictures and videos in the prompts; empty: there are none."""
+        """Tokens of pictures and videos in the prompts; empty without media."""
         counts: dict[str, int] = {}
         for media in (media for request in self.requests for media in request.media):
             name = f"{media.modality}_tokens"

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from headrace.errors import RequestError, did_you_mean, missing, unknown
 from headrace.options import Endpoint, check_value, options
 from headrace.server.agents import without_extras
-from headrace.server.body import TENANT, json_object
+from headrace.server.body import json_object
 from headrace.server.errors import shown
 from headrace.server.fields import applied_fields
 from headrace.server.generation import cancel_on_disconnect
@@ -77,11 +77,6 @@ def trusted_body(fields: Mapping[str, Any], kind: type[B]) -> B:
     own = {name: value for name, value in fields.items() if name in options(kind)}
     sampling = {name: value for name, value in fields.items() if name not in own}
     return kind(**own, **({"sampling": sampling} if sampling else {}))
-
-
-def tenant(request: Request) -> str:
-    """Returns the tenant of a request: that of its API key; empty where there are no keys."""
-    return str(request.scope.get(TENANT, ""))
 
 
 def body_schema(kind: type[RequestBody], endpoint: Endpoint | None = None) -> dict[str, Any]:

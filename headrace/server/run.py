@@ -12,26 +12,22 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
 from headrace.host.worker_threads import switch_threads_often, use_no_tokenizer_threads
-from headrace.server.app import build_app
 from headrace.server.protocol import LimitedProtocol
 from headrace.server.settings import ServerSettings
 from headrace.server.state import ServerState
-
-if TYPE_CHECKING:
-    from headrace.frontend.async_llm import AsyncLLM
 
 logger = logging.getLogger("headrace.server")
 
 _OTHER_FILES = 128
 """Files that the server opens beside its connections: listeners, the engine's sockets, logs, modules."""
 _CLEANUP_SECONDS = 5
-"""Time that ended requests get to send their last words."""
+"""Time in which requests that were ended send the rest of their answers."""
 
 
 class DrainingServer(uvicorn.Server):
@@ -62,13 +58,6 @@ class DrainingServer(uvicorn.Server):
             logger.warning("shutting down with %d requests in flight", self._server.num_in_flight)
         self._server.stop()
         return True
-
-
-def run(
-    llm: AsyncLLM, settings: ServerSettings, sockets: Sequence[socket.socket], on_ready: Callable[[], None] = lambda: None
-) -> None:
-    """Serves an engine client that has not been started, as ``run_app`` does."""
-    run_app(build_app(llm, settings), sockets, on_ready)
 
 
 def run_app(app: FastAPI, sockets: Sequence[socket.socket], on_ready: Callable[[], None] = lambda: None) -> None:

@@ -417,7 +417,7 @@ class OllamaShowBody(RequestBody, frozen=True, kw_only=True):
     name: str | None = None
     """Older name of model."""
     verbose: bool = False
-    """Taken: the answer has everything that there is to say in either case."""
+    """Has no effect: the answer is always complete."""
 
 
 class OllamaPullBody(RequestBody, frozen=True, kw_only=True):

@@ -90,9 +90,9 @@ class ServerSettings(Checked):
     """Download models of the hub into its cache for clients of Ollama's /api/pull. Where there are API keys, this needs one of
     --admin-key."""
     weight_root: Annotated[Path | None, OptionSpec(default="no directory", metavar="DIRECTORY")] = None
-    """Directory below which lie the checkpoints that trainers may name, such as /dev/shm for ones in memory."""
+    """Directory of the checkpoints that trainers may name, such as /dev/shm for checkpoints in memory."""
     pause_timeout: Annotated[float | None, OptionSpec(above=0.0, default="none", metavar="SECONDS")] = None
-    """Length of a pause from which on the log has a warning each minute. The pause itself is not ended."""
+    """Seconds after which the log warns of a pause, once a minute. The pause goes on."""
     cors_origins: Annotated[tuple[str, ...], OptionSpec(flags=("--cors-origin",), metavar="ORIGIN")] = ()
     """Web origin whose pages may call the API from a browser, such as https://chat.example.com. Repeatable; * for all."""
     cors_credentials: bool = False
@@ -157,11 +157,11 @@ class ServerSettings(Checked):
     """Keep responses of /v1/responses in memory, unless a request says store: false, so that clients may get them again and
     continue them by previous_response_id."""
     responses_store_entries: Annotated[int, OptionSpec(min=1)] = 4096
-    """Maximum number of stored responses, of which each API key has an equal share. The one of its own that was not used for
-    longest is forgotten for another."""
+    """Maximum number of stored responses. Each API key has an equal share, within which the least recently used response makes
+    room for a new one."""
     responses_store_bytes: Annotated[int, OptionSpec(min=1, size=True, default="256MiB")] = 256 * 2**20
-    """Maximum size of all stored responses, of which each API key has an equal share. Each holds the conversation that led to
-    it, and its tokens."""
+    """Maximum size of all stored responses; each API key has an equal share. A response holds the conversation that led to it,
+    and its tokens."""
     responses_store_ttl: Annotated[float, OptionSpec(above=0.0, metavar="SECONDS")] = 86400.0
     """Seconds for which a response is stored."""
     max_feature_bytes: Annotated[int, OptionSpec(min=1, size=True, default="64MiB")] = 2**26

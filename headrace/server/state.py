@@ -116,7 +116,7 @@ class Serving(ServerState):
     """The engine's client, the settings, the metrics, and whether the server takes requests."""
 
     def __init__(self, llm: AsyncLLM, settings: ServerSettings, bodies: BodyBudget | None = None) -> None:
-        """``bodies``: shared with other models; None: there are none."""
+        """``bodies``: shared with other models; None: this is the only one."""
         super().__init__(settings, bodies)
         self.llm = llm
         """Another one after each ``renew``."""

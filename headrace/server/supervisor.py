@@ -27,7 +27,7 @@ _QUICK_SECONDS = 60.0
 """A process that lived for less makes the pause before the next one twice as long."""
 _LONGEST_PAUSE = 8.0
 _CHILDREN_SECONDS = 10.0
-"""Time in which the processes that a dead server has left end by themselves."""
+"""Time in which child processes of a dead server end by themselves."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -55,7 +55,7 @@ def supervised() -> Supervised:
     stops: set[signal.Signals] = {signal.SIGTERM, signal.SIGINT}
     stops |= {number for number in (signal.SIGHUP, signal.SIGQUIT) if signal.getsignal(number) != signal.SIG_IGN}
     usual = signal.pthread_sigmask(signal.SIG_BLOCK, {*stops, signal.SIGCHLD})
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whoever started us may ignore it, and then no end is reported
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the caller may ignore it, and then no end is reported
     deaths = quick = restarts = 0
     served = False
     while True:
@@ -81,7 +81,7 @@ def supervised() -> Supervised:
         quick = quick + 1 if time.monotonic() - began < _QUICK_SECONDS else 1
         pause = min(_LONGEST_PAUSE, 2.0 ** (quick - 1))
         logger.error("the server's process (%d) %s: it is started again in %g s", pid, how, pause)
-        _bury_children()
+        _reap_children()
         if (stop := signal.sigtimedwait(stops, pause)) is not None:
             _end(-stop.si_signo)
         restarts += 1
@@ -136,10 +136,9 @@ def _reaped(pid: int | None = None) -> int | None:
             code = os.waitstatus_to_exitcode(status)
 
 
-def _bury_children() -> None:
-    """Waits until the processes are gone that a dead server has left to us; ends those that do not end.
-
-    The next engine finds the memory of the one before it free.
+def _reap_children() -> None:
+    """Waits until the child processes of a dead server have ended, and kills those that do not end: the next engine needs
+    their memory.
     """
     deadline = time.monotonic() + _CHILDREN_SECONDS
     while True:

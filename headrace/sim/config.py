@@ -50,7 +50,7 @@ class StateShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bytes of one sequence's state."""
     snapshot_bytes: Annotated[int, Meta(ge=0, le=2**50)]
     grid: Tokens
-    """Snapshots are taken at multiples of so many tokens, themselves a multiple of the block size."""
+    """Tokens between snapshots, a multiple of the block size."""
 
 
 class EngineShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

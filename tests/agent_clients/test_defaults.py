@@ -7,7 +7,6 @@ from typing import Any
 
 import httpx
 import pytest
-from support.server import scripted
 from support.server.fakes import FakeLLM
 from support.server.grammars import folded_messages, folded_responses, named_events
 from support.server.harness import Api, error, running
@@ -72,11 +71,6 @@ CLAUDE_BODY: dict[str, Any] = {
     "stream": True,
     "of_a_later_version": {},
 }
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return scripted.tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def test_the_first_requests_of_codex(made: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:

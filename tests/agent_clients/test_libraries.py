@@ -7,7 +7,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from support.server import scripted
 from support.server.harness import Running, running
 from support.server.scripted import ScriptedLLM
 
@@ -23,11 +22,6 @@ def agents() -> ModuleType:
 
     agents.set_tracing_disabled(True)
     return agents
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return scripted.tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 async def run(

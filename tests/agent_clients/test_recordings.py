@@ -5,19 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-from support.server import scripted
 from support.server.grammars import folded_messages, folded_responses, named_events
 from support.server.harness import Api
 from support.server.scripted import ScriptedLLM
 
 from agent_clients.recordings import RECORDINGS, recorded, second
 from headrace.text.tokenizer import Tokenizer
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return scripted.tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def call(name: str, arguments: str) -> str:

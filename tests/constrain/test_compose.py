@@ -62,14 +62,18 @@ class World:
         self.config = StructuredOutputsConfig(disable_any_whitespace=True)
         self.grammars = GrammarVocabulary(self, self.vocab_size, self.machine.markers)  # type: ignore[arg-type]
         self.factory = ConstraintChecker(self.config, self.grammars)
+        self.compiled: dict[str, GrammarMatcher] = {}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
     def matcher(self, answer: dict[str, Any] | None, rules: CallRules | None, opening: Opening = "content") -> GrammarMatcher:
-        params = None if answer is None else StructuredOutputsParams(**answer)
-        made = self.factory.constraint(params, AnswerPlan(self.choice, self.vocabulary, opening, rules))
-        return compiled(made.grammar, self.grammars, self.config).with_ends((EOS,))
+        key = repr((answer, rules, opening))
+        if key not in self.compiled:
+            params = None if answer is None else StructuredOutputsParams(**answer)
+            made = self.factory.constraint(params, AnswerPlan(self.choice, self.vocabulary, opening, rules))
+            self.compiled[key] = compiled(made.grammar, self.grammars, self.config)
+        return self.compiled[key].with_ends((EOS,))
 
     def draw(self, matcher: GrammarMatcher, seed: int, most: int = 4000) -> list[int]:
         """Random logits, which favour what is rare: marker tokens, ends of strings, and markers spelled out."""

@@ -126,8 +126,8 @@ def test_refused_constraints_leave_no_memory(factory: GrammarFactory) -> None:
         own = psutil.Process()
         return sum(process.memory_info().rss for process in (own, *own.children(recursive=True)))
 
-    before = refuse(1, 300)
-    assert refuse(1000, 1000) - before <= 20 * 2**20
+    before = refuse(1, 150)
+    assert refuse(1000, 500) - before <= 10 * 2**20
 
 
 def test_a_longest_path_goes_round_no_cycle() -> None:

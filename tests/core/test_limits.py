@@ -182,17 +182,8 @@ def test_a_window_takes_long_prompts_in_few_blocks() -> None:
 @pytest.mark.parametrize(
     ("items", "why"),
     [
-        ([item(3, 3)], r"items\[0\] \(3, 3\) must be a range of the prompt's 20 tokens"),
-        ([item(4, 2)], "must be a range"),
-        ([item(-1, 2)], "must be a range"),
-        ([item(0, 21)], "must be a range"),
-        ([item(5, 9), item(2, 4)], r"items\[1\] .* after the item before it"),
-        ([item(2, 6), item(5, 9)], "after the item before it"),
-        ([item(0, 17)], "is atomic and has 17 tokens; a step takes at most 16"),
-        ([Item(0, 4, False, True, "cat")], "is bidirectional, so it must be atomic"),
-        ([item(0, 4, encoder_tokens=9)], "has 9 encoder tokens; a step takes 0 to 8"),
-        ([item(0, 4, encoder_tokens=-1)], "has -1 encoder tokens"),
-        ([item(0, 4, "")], "must have a content_hash"),
+        ([item(0, 17)], r"items\[0\] \(0, 17\) is atomic and has 17 tokens; a step takes at most 16"),
+        ([item(0, 4, encoder_tokens=9)], "has 9 encoder tokens; a step takes at most 8"),
     ],
 )
 def test_items_that_cannot_be_served(items: list[Item], why: str) -> None:

@@ -13,7 +13,7 @@ from headrace.config import EngineArgs
 from headrace.errors import ConfigError, RequestError
 from headrace.frontend.inputs import InputProcessor
 from headrace.frontend.prepare import input_processor
-from headrace.kv import CacheIdentity, Item
+from headrace.kv import CacheIdentity
 from headrace.multimodal.media_tokens import configured_media_tokens
 from headrace.sampling_params import SamplingParams
 from headrace.startup.text import ModelText
@@ -198,10 +198,9 @@ def test_request_ids_are_checked(inputs: InputProcessor, request_id: Any) -> Non
 
 
 def test_everything_that_is_asked_for_is_in_the_request(inputs: InputProcessor) -> None:
-    items = (Item(0, 2, True, True, "cat"), Item(2, 5, False, False, "dog"))
-    request = make(inputs, options={"priority": -3, "cache_salt": "s", "items": items}, seed=7, bad_words=["no"])
-    assert (request.priority, request.cache_salt, request.items, request.seed) == (-3, "s", items, 7)
-    assert request.cache_identity == CacheIdentity(cache_salt="s", items=items)
+    request = make(inputs, options={"priority": -3, "cache_salt": "s"}, seed=7, bad_words=["no"])
+    assert (request.priority, request.cache_salt, request.seed) == (-3, "s", 7)
+    assert request.cache_identity == CacheIdentity(cache_salt="s")
     assert request.bad_words is not None and not request.bad_words.special_text
     shown = make(inputs, bad_words=["no"], skip_special_tokens=False).bad_words
     assert shown is not None and shown.special_text

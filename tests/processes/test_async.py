@@ -55,7 +55,7 @@ def test_refusals_come_before_the_first_delta(make: Callable[..., AsyncLLM]) -> 
                 await llm.add(request)
             assert caught.value.param == "request_id"
             with pytest.raises(RequestError) as caught:
-                beyond = (Item(0, 9, False, False, "x"),)
+                beyond = (Item(0, 10**6, True, False, "x"),)
                 await llm.add(
                     Request(request_id="y", prompt_token_ids=[1], sampling=params(), max_tokens=1, seed=0, items=beyond)
                 )

@@ -54,12 +54,11 @@ def problems(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
-        own = local_names(function)
         yield from accessor(function)
         for node in ast.walk(function):
             if isinstance(node, ast.Global):
                 yield node.lineno, ", ".join(node.names), "is rebound by a function"
-            elif (changed := changes(node)) and changed in names - own:
+            elif (changed := changes(node)) in names and changed not in local_names(function):
                 yield node.lineno, changed, "is changed by a function"
 
 

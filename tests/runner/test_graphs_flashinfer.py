@@ -74,7 +74,14 @@ def ready(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "depth"), [("llama", 1), ("qwen3", 2), ("windows between", 2), ("uneven", 2), ("three sizes", 1)]
+    ("family", "depth"),
+    [
+        pytest.param("llama", 1, marks=pytest.mark.slow),
+        ("qwen3", 2),
+        ("windows between", 2),
+        ("uneven", 2),
+        ("three sizes", 1),
+    ],
 )
 def test_features_arriving(family: str, depth: int, flashinfer: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts beside decode rows, in chunks; K and V of other widths, windows, several cache groups."""

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 import pytest
 from support.server.fakes import FakeLLM
 from support.server.harness import Api, Running, running
+from support.server.scripted import made, scripts
 from support.tokenizers import byte_level, deepseek, deepseek_files, embedded, qwen3, qwen3_files, sentencepiece, tokenizer
 
-__all__ = ["byte_level", "deepseek", "deepseek_files", "embedded", "qwen3", "qwen3_files", "sentencepiece", "tokenizer"]
+__all__ = ["byte_level", "deepseek", "deepseek_files", "embedded", "made"]
+__all__ += ["qwen3", "qwen3_files", "scripts", "sentencepiece", "tokenizer"]
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.server import scripted
 from support.server.harness import Api, client, error
 from support.server.scripted import ScriptedLLM
 
@@ -30,11 +29,6 @@ from server.loop_turns import Turn, turns
 
 USER = {"role": "user", "content": "Hi"}
 TOOL = {"name": "add", "input_schema": {"type": "object"}}
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return scripted.tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,6 @@ THINKING = {"enable_thinking": True}
 Held = Callable[..., Callable[[str], bool]]
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return scripted.tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
 @pytest.fixture
 def held(made: Tokenizer) -> Held:
     """Sends a request; returns whether its grammar accepts a text."""

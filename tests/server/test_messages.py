@@ -11,7 +11,7 @@ from support.server import scripted
 from support.server.fakes import FakeLLM
 from support.server.grammars import folded_messages, named_events
 from support.server.harness import Api, running
-from support.server.scripted import ScriptedLLM
+from support.server.scripted import ScriptedLLM, Scripts
 
 from headrace.config import EngineArgs
 from headrace.server import sse
@@ -28,20 +28,9 @@ UNHELD = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems":
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 BOTH = f'<think>\nsums, ü\n</think>\n\nLet me see.\n{CALL}\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>'
 HI = [{"role": "user", "content": "Hi"}]
-Make = Callable[..., Api]
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return scripted.tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture
-def api(made: Tokenizer) -> Make:
-    return lambda *texts, settings=None: Api(ScriptedLLM(made, texts), settings)
-
-
-def answered(make: Make, *texts: str, settings: ServerSettings | None = None, **fields: Any) -> dict[str, Any]:
+def answered(make: Scripts, *texts: str, settings: ServerSettings | None = None, **fields: Any) -> dict[str, Any]:
     """The message, which is the same streamed and not; ids apart, which are another request's."""
     body = {"messages": HI, "max_tokens": 1000, **fields}
     whole = make(*texts, settings=settings).post("/v1/messages", body)
@@ -68,8 +57,8 @@ def refused(response: Any, status: int = 400) -> str:
     return message
 
 
-def test_reasoning_text_and_calls(api: Make) -> None:
-    message = answered(api, BOTH, tools=[TOOL, OTHER])
+def test_reasoning_text_and_calls(scripts: Scripts) -> None:
+    message = answered(scripts, BOTH, tools=[TOOL, OTHER])
     assert message["content"] == [
         {"type": "thinking", "thinking": "sums, ü"},
         {"type": "text", "text": "Let me see."},
@@ -77,18 +66,18 @@ def test_reasoning_text_and_calls(api: Make) -> None:
         {"type": "tool_use", "name": "now", "input": {}},
     ]
     assert (message["stop_reason"], message["stop_sequence"], message["role"]) == ("tool_use", None, "assistant")
-    one = answered(api, BOTH, tools=[TOOL, OTHER], tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+    one = answered(scripts, BOTH, tools=[TOOL, OTHER], tool_choice={"type": "auto", "disable_parallel_tool_use": True})
     assert [block["type"] for block in one["content"]] == ["thinking", "text", "tool_use"]
 
 
-def test_stop_reasons(api: Make) -> None:
-    assert answered(api, "one two")["stop_reason"] == "end_turn"
-    stopped = answered(api, "one two", stop_sequences=["two"])
+def test_stop_reasons(scripts: Scripts) -> None:
+    assert answered(scripts, "one two")["stop_reason"] == "end_turn"
+    stopped = answered(scripts, "one two", stop_sequences=["two"])
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "two")
-    assert answered(api, "one two", max_tokens=3)["stop_reason"] == "max_tokens"
-    cut = answered(api, CALL, tools=[TOOL], max_tokens=40)
+    assert answered(scripts, "one two", max_tokens=3)["stop_reason"] == "max_tokens"
+    cut = answered(scripts, CALL, tools=[TOOL], max_tokens=40)
     assert cut["stop_reason"] == "max_tokens" and cut["content"][0]["type"] == "tool_use"
-    assert answered(api, "x" * 5000, max_tokens=10**6)["stop_reason"] == "model_context_window_exceeded"
+    assert answered(scripts, "x" * 5000, max_tokens=10**6)["stop_reason"] == "model_context_window_exceeded"
 
 
 def test_usage_is_cumulative_and_leaves_out_what_was_cached() -> None:
@@ -120,8 +109,8 @@ def test_what_the_cache_keeps_of_a_prompt(caching: bool, length: int, stored: in
     assert details["input_tokens_details"]["cache_write_tokens"] == stored and details["input_tokens"] == length
 
 
-def test_the_history_reaches_the_template(api: Make) -> None:
-    server = api("x")
+def test_the_history_reaches_the_template(scripts: Scripts) -> None:
+    server = scripts("x")
     history: list[dict[str, Any]] = [
         {"role": "user", "content": [{"type": "text", "text": "1 +"}]},
         {"role": "user", "content": [{"type": "text", "text": "2?", "cache_control": {"type": "ephemeral"}}]},
@@ -192,30 +181,30 @@ def test_system_turns_between_calls_and_results_follow_the_results(made: Tokeniz
     assert llm.seen[-1].prompt == f"[user]Hi[assistant][tool]1[tool]2{told}"
 
 
-def test_a_last_turn_of_the_assistant_is_continued(api: Make) -> None:
-    server = api("x")
+def test_a_last_turn_of_the_assistant_is_continued(scripts: Scripts) -> None:
+    server = scripts("x")
     history = [*HI, {"role": "assistant", "content": "It is"}]
     assert server.post("/v1/messages", {"messages": history, "max_tokens": 1}).status_code == 200
     assert (server.llm.seen[-1].prompt or "").endswith("assistant\nIt is")
 
 
-def test_the_billing_line_is_left_out(api: Make) -> None:
+def test_the_billing_line_is_left_out(scripts: Scripts) -> None:
     line = "x-anthropic-billing-header: cc_version=2; cch=8f2a1;"
     for system in (f"{line}\nBe brief.", [{"type": "text", "text": line}, {"type": "text", "text": "Be brief."}]):
         for settings, kept in ((ServerSettings(), False), (ServerSettings(keep_client_headers=True), True)):
-            server = api("x", settings=settings)
+            server = scripts("x", settings=settings)
             assert server.post("/v1/messages", {"messages": HI, "max_tokens": 1, "system": system}).status_code == 200
             prompt = server.llm.seen[-1].prompt or ""
             assert ("cch=" in prompt, "Be brief." in prompt) == (kept, True)
 
 
-def test_thinking_reaches_the_template(api: Make) -> None:
+def test_thinking_reaches_the_template(scripts: Scripts) -> None:
     for thinking, opened in (({"type": "adaptive"}, True), ({"type": "disabled"}, False)):
-        server = api("x")
+        server = scripts("x")
         fields = {"messages": HI, "max_tokens": 1, "thinking": thinking}
         assert server.post("/v1/messages", fields).status_code == 200
         assert (server.llm.seen[-1].prompt or "").endswith("<think>\n") == opened
-    assert api("x").post("/v1/messages", fields | {"thinking": {"type": "enabled", "budget_tokens": 5}}).status_code == 200
+    assert scripts("x").post("/v1/messages", fields | {"thinking": {"type": "enabled", "budget_tokens": 5}}).status_code == 200
 
 
 def test_a_thinking_budget_is_taken_with_a_model_that_does_not_reason(made: Tokenizer) -> None:
@@ -280,25 +269,25 @@ def test_a_thinking_budget_is_taken_with_a_model_that_does_not_reason(made: Toke
         ({"top_k": "x"}, "top_k"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(api: Make, fields: dict[str, Any], named: str) -> None:
-    server = api("x")
+def test_what_cannot_be_served_is_refused_by_name(scripts: Scripts, fields: dict[str, Any], named: str) -> None:
+    server = scripts("x")
     assert named in refused(server.post("/v1/messages", {"messages": HI, "max_tokens": 5, **fields}))
     assert not server.llm.seen
 
 
-def test_tools_of_the_server_are_skipped_unless_it_refuses_them(api: Make) -> None:
+def test_tools_of_the_server_are_skipped_unless_it_refuses_them(scripts: Scripts) -> None:
     offered: list[dict[str, Any]] = [{"type": "web_search_20250305", "name": "web_search"}, TOOL]
     fields = {"messages": HI, "max_tokens": 500, "tools": offered}
     for settings in (ServerSettings(), ServerSettings(unsupported_tools="skip")):
-        server = api(CALL, settings=settings)
+        server = scripts(CALL, settings=settings)
         assert server.post("/v1/messages", fields).json()["stop_reason"] == "tool_use"
         assert "web_search" not in (server.llm.seen[-1].prompt or "")
-    message = refused(api(CALL, settings=ServerSettings(unsupported_tools="refuse")).post("/v1/messages", fields))
+    message = refused(scripts(CALL, settings=ServerSettings(unsupported_tools="refuse")).post("/v1/messages", fields))
     assert "tools[0].type 'web_search_20250305'" in message and "--unsupported-tools auto" in message
 
 
-def test_tools_that_wait_for_a_search_are_shown_and_referred_to(api: Make) -> None:
-    server = api("x")
+def test_tools_that_wait_for_a_search_are_shown_and_referred_to(scripts: Scripts) -> None:
+    server = scripts("x")
     tools = [OTHER, TOOL | {"defer_loading": True, "input_examples": [{"a": 1, "b": 41}], "allowed_callers": ["direct"]}]
     content: list[Any] = [{"type": "tool_reference", "tool_name": "add"}]
     history: list[Any] = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,10 @@ import httpx
 import pytest
 from support import hub
 from support.media import picture
-from support.server import scripted
 from support.server.fakes import FakeLLM
 from support.server.harness import Api, running
 from support.server.media import SeeingLLM, loader
-from support.server.scripted import ScriptedLLM
+from support.server.scripted import ScriptedLLM, Scripts
 
 from headrace.frontend.pooling import PoolingInputs
 from headrace.server.settings import ServerSettings
@@ -34,17 +32,6 @@ ADD: dict[str, Any] = {
 }
 # The template opens the reasoning that ``think`` asks for.
 ANSWER = 'sums\n</think>\n\nLet me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-Make = Callable[..., Api]
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return scripted.tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture
-def scripts(made: Tokenizer) -> Make:
-    return lambda *texts: Api(ScriptedLLM(made, texts))
 
 
 def lines(response: httpx.Response) -> list[dict[str, Any]]:
@@ -60,7 +47,7 @@ def refused(response: httpx.Response, status: int = 400) -> str:
     return message
 
 
-def test_a_conversation_whole_and_in_lines(scripts: Make) -> None:
+def test_a_conversation_whole_and_in_lines(scripts: Scripts) -> None:
     body = {"model": "fake-model:latest", "messages": HI, "tools": [ADD], "think": True}
     streamed = lines(scripts(ANSWER).post("/api/chat", body))
     whole = scripts(ANSWER).post("/api/chat", body | {"stream": False}).json()
@@ -77,7 +64,7 @@ def test_a_conversation_whole_and_in_lines(scripts: Make) -> None:
     assert whole["prompt_eval_count"] > 0
 
 
-def test_a_history_with_calls_and_results(scripts: Make) -> None:
+def test_a_history_with_calls_and_results(scripts: Scripts) -> None:
     api = scripts("3")
     call = {"function": {"name": "add", "arguments": {"a": 1}}}
     history = [
@@ -101,7 +88,7 @@ def test_a_history_with_calls_and_results(scripts: Make) -> None:
     assert "messages[0].role" in message
 
 
-def test_generate(scripts: Make) -> None:
+def test_generate(scripts: Scripts) -> None:
     api = scripts("The mill turns.")
     fields = {"model": "fake-model", "prompt": "Hi", "stream": False}
     whole = api.post("/api/generate", fields | {"system": "Be brief."}).json()
@@ -166,7 +153,7 @@ def test_refusals_name_the_field(api: Api, fields: dict[str, Any], words: str) -
     assert words in refused(response, 404 if "model" in fields else 400)
 
 
-def test_format_holds_the_answer(scripts: Make) -> None:
+def test_format_holds_the_answer(scripts: Scripts) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     api = scripts('{"n": 1}')
     for given in (schema, "json"):
@@ -199,7 +186,7 @@ def test_pictures() -> None:
     media.close()
 
 
-def test_what_is_served(scripts: Make) -> None:
+def test_what_is_served(scripts: Scripts) -> None:
     api = scripts("x")
     (model,) = api.get("/api/tags").json()["models"]
     assert model["name"] == model["model"] == "fake-model" and len(model["digest"]) == 64

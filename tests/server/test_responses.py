@@ -13,7 +13,7 @@ from support.server import scripted
 from support.server.fakes import FakeLLM
 from support.server.grammars import folded_responses, named_events
 from support.server.harness import Api, error, running
-from support.server.scripted import ScriptedLLM
+from support.server.scripted import ScriptedLLM, Scripts
 
 from headrace.errors import EngineError
 from headrace.server.settings import ServerSettings
@@ -31,20 +31,9 @@ OTHER = {"type": "function", "name": "now", "parameters": {"type": "object", "pr
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 BOTH = f'<think>\nsums, ü\n</think>\n\nLet me see.\n{CALL}\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>'
 URL = "/v1/responses"
-Make = Callable[..., Api]
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return scripted.tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture
-def api(made: Tokenizer) -> Make:
-    return lambda *texts, settings=None: Api(ScriptedLLM(made, texts), settings)
-
-
-def answered(make: Make, *texts: str, **fields: Any) -> dict[str, Any]:
+def answered(make: Scripts, *texts: str, **fields: Any) -> dict[str, Any]:
     """The response, which is the same streamed and not; ids apart, which are another request's."""
     body = {"input": "Hi", "include": ["reasoning.encrypted_content"], **fields}
     whole = make(*texts).post(URL, body)
@@ -64,8 +53,8 @@ def answered(make: Make, *texts: str, **fields: Any) -> dict[str, Any]:
     return response
 
 
-def test_reasoning_text_and_calls(api: Make) -> None:
-    response = answered(api, BOTH, tools=[TOOL, OTHER])
+def test_reasoning_text_and_calls(scripts: Scripts) -> None:
+    response = answered(scripts, BOTH, tools=[TOOL, OTHER])
     reasoning, message, add, now = response["output"]
     assert (reasoning["content"], reasoning["summary"]) == ([{"type": "reasoning_text", "text": "sums, ü"}], [])
     assert message["content"] == [{"type": "output_text", "text": "Let me see.", "annotations": [], "logprobs": []}]
@@ -74,12 +63,12 @@ def test_reasoning_text_and_calls(api: Make) -> None:
     assert now["name"] == "now" and response["status"] == "completed"
     assert response["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
     assert set(response["usage"]["input_tokens_details"]) == {"cached_tokens", "cache_write_tokens"}
-    assert len(answered(api, BOTH, tools=[TOOL, OTHER], parallel_tool_calls=False)["output"]) == 3
+    assert len(answered(scripts, BOTH, tools=[TOOL, OTHER], parallel_tool_calls=False)["output"]) == 3
 
 
-def test_what_max_output_tokens_cuts_is_incomplete(api: Make) -> None:
+def test_what_max_output_tokens_cuts_is_incomplete(scripts: Scripts) -> None:
     for text, limit in ((CALL, 40), ("one two", 3), ("<think>one two", 5)):
-        response = answered(api, text, tools=[TOOL], max_output_tokens=limit)
+        response = answered(scripts, text, tools=[TOOL], max_output_tokens=limit)
         assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
         assert [item["status"] for item in response["output"]] == ["incomplete"]
 
@@ -89,21 +78,21 @@ def patch_tool(syntax: str, definition: str) -> dict[str, Any]:
     return {"tools": [{"type": "custom", "name": "patch", "format": grammar}]}
 
 
-def test_the_text_of_a_custom_tool_streams_as_it_comes(api: Make) -> None:
+def test_the_text_of_a_custom_tool_streams_as_it_comes(scripts: Scripts) -> None:
     text = 'a "b"\n\\ü 😀\x01'
     call = "<tool_call>\n" + json.dumps({"name": "patch", "arguments": {"input": text}}) + "\n</tool_call>"
     body = {"input": "Hi", "stream": True, "tools": [{"type": "custom", "name": "patch"}]}
-    found = named_events(api(call).post(URL, body))
+    found = named_events(scripts(call).post(URL, body))
     deltas = [event["delta"] for event in found if event["type"] == "response.custom_tool_call_input.delta"]
     assert "".join(deltas) == text and len(deltas) > 5
     assert found[-1]["response"]["output"][0]["input"] == text
 
 
-def test_custom_tools_get_one_string(api: Make) -> None:
+def test_custom_tools_get_one_string(scripts: Scripts) -> None:
     call = '<tool_call>\n{"name": "patch", "arguments": {"input": "a \\"b\\"\\n"}}\n</tool_call>'
-    response = answered(api, call, tools=[{"type": "custom", "name": "patch", "description": "Edits."}])
+    response = answered(scripts, call, tools=[{"type": "custom", "name": "patch", "description": "Edits."}])
     assert response["output"] == [{"type": "custom_tool_call", "name": "patch", "input": 'a "b"\n'}]
-    server = api("x")
+    server = scripts("x")
     items = [
         {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": "x"},
         {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"},
@@ -113,14 +102,14 @@ def test_custom_tools_get_one_string(api: Make) -> None:
     assert '{"name": "patch", "arguments": {"input": "x"}}' in prompt and "tool\ndone" in prompt
 
 
-def test_logprobs_belong_to_the_text(api: Make) -> None:
+def test_logprobs_belong_to_the_text(scripts: Scripts) -> None:
     fields: dict[str, Any] = {"include": ["message.output_text.logprobs", "reasoning.encrypted_content"], "top_logprobs": 0}
-    message = answered(api, "<think>x</think>ü é", **fields)["output"][1]
+    message = answered(scripts, "<think>x</think>ü é", **fields)["output"][1]
     entries = message["content"][0]["logprobs"]
     assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == message["content"][0]["text"]
 
 
-def test_the_response_repeats_the_request(api: Make) -> None:
+def test_the_response_repeats_the_request(scripts: Scripts) -> None:
     given = {
         "instructions": "Be brief.",
         "metadata": {"run": "7"},
@@ -135,11 +124,11 @@ def test_the_response_repeats_the_request(api: Make) -> None:
         "store": False,
         "prompt_cache_key": "k",
     }
-    assert answered(api, "x", **given).items() >= given.items()
+    assert answered(scripts, "x", **given).items() >= given.items()
 
 
-def test_a_conversation_goes_on_from_the_store(api: Make) -> None:
-    server = api(BOTH, "It is 3.", "end")
+def test_a_conversation_goes_on_from_the_store(scripts: Scripts) -> None:
+    server = scripts(BOTH, "It is 3.", "end")
 
     async def many(http: Any) -> list[Any]:
         first = (await http.post(URL, json={"input": "1 + 2?", "tools": [TOOL, OTHER], "instructions": "Be brief."})).json()
@@ -186,8 +175,8 @@ def with_client(server: Api, work: Callable[[Any], Any]) -> Any:
     return asyncio.run(run())
 
 
-def test_sealed_reasoning_comes_back_to_its_server_only(api: Make) -> None:
-    server = api("<think>secret</think>Yes.", "x")
+def test_sealed_reasoning_comes_back_to_its_server_only(scripts: Scripts) -> None:
+    server = scripts("<think>secret</think>Yes.", "x")
 
     async def loop(http: Any) -> Any:
         body = {"input": "Hi", "store": False, "include": ["reasoning.encrypted_content"]}
@@ -200,7 +189,7 @@ def test_sealed_reasoning_comes_back_to_its_server_only(api: Make) -> None:
     reasoning = with_client(server, loop)
     assert "<think>secret</think>Yes." in (server.llm.seen[-1].prompt or "")
     for seal in (reasoning["encrypted_content"], "x", "AAAA", "é"):
-        assert error(api("x").post(URL, {"input": [reasoning | {"encrypted_content": seal}]}))["param"] == "input"
+        assert error(scripts("x").post(URL, {"input": [reasoning | {"encrypted_content": seal}]}))["param"] == "input"
 
 
 def test_the_store_can_be_off() -> None:
@@ -372,17 +361,17 @@ def test_references_cost_what_the_items_would_in_the_body(made: Tokenizer) -> No
         ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(api: Make, fields: dict[str, Any], param: str) -> None:
-    server = api("x")
+def test_what_cannot_be_served_is_refused_by_name(scripts: Scripts, fields: dict[str, Any], param: str) -> None:
+    server = scripts("x")
     found = error(server.post(URL, {"input": "Hi", **fields}))
     assert found["param"] == param
     assert f"{param}: {param}" not in found["message"]
     assert not server.llm.seen
 
 
-def test_tools_of_the_server_are_skipped_unless_it_refuses_them(api: Make) -> None:
+def test_tools_of_the_server_are_skipped_unless_it_refuses_them(scripts: Scripts) -> None:
     for which, others, skipped in (("auto", [{"type": "mcp"}], "web_search, mcp"), ("skip", [{"type": "x"}], "web_search, x")):
-        server = api(CALL, settings=ServerSettings(unsupported_tools=which))  # type: ignore[arg-type]
+        server = scripts(CALL, settings=ServerSettings(unsupported_tools=which))  # type: ignore[arg-type]
         allowed = {
             "type": "allowed_tools",
             "mode": "auto",
@@ -392,7 +381,7 @@ def test_tools_of_the_server_are_skipped_unless_it_refuses_them(api: Make) -> No
         response = server.post(URL, fields).json()
         assert response["metadata"] == {"skipped_tools": skipped} and response["tools"] == [TOOL]
         assert response["output"][0]["type"] == "function_call"
-    refused = api(CALL, settings=ServerSettings(unsupported_tools="refuse")).post(URL, fields)
+    refused = scripts(CALL, settings=ServerSettings(unsupported_tools="refuse")).post(URL, fields)
     assert "--unsupported-tools auto" in error(refused)["message"]
 
 
@@ -400,17 +389,17 @@ def namespace(*tools: dict[str, Any], name: str = "mcp__github") -> dict[str, An
     return {"type": "namespace", "name": name, "description": "Repositories.", "tools": list(tools)}
 
 
-def test_tools_of_namespaces_keep_their_names(api: Make) -> None:
+def test_tools_of_namespaces_keep_their_names(scripts: Scripts) -> None:
     """The model is shown one name; the client gets two, and sends them back."""
     tools = [namespace(TOOL, {"type": "custom", "name": "patch"}), TOOL | {"description": "Another."}]
     call = '<tool_call>\n{"name": "mcp__github__%s", "arguments": %s}\n</tool_call>'
     text = call % ("add", '{"a": 1, "b": 2}') + "\n" + call % ("patch", '{"input": "x"}') + f"\n{CALL}"
-    response = answered(api, text, tools=tools)
+    response = answered(scripts, text, tools=tools)
     member, custom, plain = response["output"]
     assert (member["name"], member["namespace"], plain["name"]) == ("add", "mcp__github", "add") and "namespace" not in plain
     assert custom.items() >= {"type": "custom_tool_call", "name": "patch", "namespace": "mcp__github", "input": "x"}.items()
     assert response["tools"] == tools
-    server = api("x")
+    server = scripts("x")
     results = [{"type": "function_call_output", "call_id": "c1", "output": "3"}]
     history = [{**member, "call_id": "c1"}, *results, {**custom, "call_id": "c2"}]
     results = [{"type": "custom_tool_call_output", "call_id": "c2", "output": "done"}]
@@ -421,26 +410,26 @@ def test_tools_of_namespaces_keep_their_names(api: Make) -> None:
     assert prompt.count("Repositories.") == 1
 
 
-def test_long_names_of_namespaces_end_in_a_digest(api: Make) -> None:
-    server = api("x")
+def test_long_names_of_namespaces_end_in_a_digest(scripts: Scripts) -> None:
+    server = scripts("x")
     long = namespace(TOOL | {"name": "y" * 30}, TOOL | {"name": "y" * 30 + "z"}, name="n" * 40)
     assert server.post(URL, {"input": "Hi", "tools": [long]}).status_code == 200
     first, second = re.findall('"name": "([^"]*)"', server.llm.seen[-1].prompt or "")
     assert first[:55] == second[:55] and first != second and len(first) == len(second) == 64
-    (call,) = answered(api, CALL.replace("add", first), tools=[long])["output"]
+    (call,) = answered(scripts, CALL.replace("add", first), tools=[long])["output"]
     assert (call["name"], call["namespace"]) == ("y" * 30, "n" * 40)
 
 
-def test_additional_tools_join_the_others(api: Make) -> None:
+def test_additional_tools_join_the_others(scripts: Scripts) -> None:
     items = [{"type": "additional_tools", "role": "developer", "tools": [OTHER]}, {"role": "user", "content": "Hi"}]
-    response = answered(api, BOTH, tools=[TOOL], input=items)
+    response = answered(scripts, BOTH, tools=[TOOL], input=items)
     assert [item.get("name") for item in response["output"][2:]] == ["add", "now"]
 
 
-def test_an_empty_input_is_answered(api: Make) -> None:
+def test_an_empty_input_is_answered(scripts: Scripts) -> None:
     """Agents probe models so."""
     for given in ([], ""):
-        assert answered(api, "x", input=given, instructions="Be brief.", max_output_tokens=1)["status"] == "incomplete"
+        assert answered(scripts, "x", input=given, instructions="Be brief.", max_output_tokens=1)["status"] == "incomplete"
 
 
 def test_compaction_is_refused_with_a_way_around() -> None:

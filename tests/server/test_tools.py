@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.server import scripted
 from support.server.harness import Api, error, events, running
-from support.server.scripted import ScriptedLLM
+from support.server.scripted import ScriptedLLM, Scripts
 
 from headrace.errors import ConfigError
 from headrace.server.settings import ServerSettings
@@ -28,22 +28,6 @@ TOOL: dict[str, Any] = {
 OTHER = {"type": "function", "function": {"name": "now"}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 BOTH = f'<think>\nsums, ü\n</think>\n\nLet me see.\n{CALL}\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return scripted.tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-Make = Callable[..., Api]
-
-
-@pytest.fixture
-def api(made: Tokenizer) -> Make:
-    def make(*texts: str, settings: ServerSettings | None = None, **formats: str) -> Api:
-        return Api(ScriptedLLM(made, texts, **formats), settings)
-
-    return make
 
 
 def folded(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -68,7 +52,7 @@ def folded(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"message": message, "finish_reason": finish}
 
 
-def answers(make: Make, *texts: str, settings: ServerSettings | None = None, **fields: Any) -> dict[str, Any]:
+def answers(make: Scripts, *texts: str, settings: ServerSettings | None = None, **fields: Any) -> dict[str, Any]:
     """The answer, which is the same streamed and not; ids apart, which are another request's."""
     whole = make(*texts, settings=settings).chat(**fields)
     assert whole.status_code == 200, whole.text
@@ -85,8 +69,8 @@ def answers(make: Make, *texts: str, settings: ServerSettings | None = None, **f
     return choice | {"usage": whole.json()["usage"]}
 
 
-def test_calls_and_reasoning(api: Make) -> None:
-    choice = answers(api, BOTH, tools=[TOOL, OTHER])
+def test_calls_and_reasoning(scripts: Scripts) -> None:
+    choice = answers(scripts, BOTH, tools=[TOOL, OTHER])
     message = choice["message"]
     assert message["content"] == "Let me see."
     assert message["reasoning_content"] == message["reasoning"] == "sums, ü"
@@ -100,96 +84,98 @@ def test_calls_and_reasoning(api: Make) -> None:
 
 
 @pytest.mark.parametrize("field", ["both", "reasoning_content", "reasoning"])
-def test_the_field_of_reasoning(api: Make, field: Any) -> None:
-    message = answers(api, BOTH, settings=ServerSettings(reasoning_field=field))["message"]
+def test_the_field_of_reasoning(scripts: Scripts, field: Any) -> None:
+    message = answers(scripts, BOTH, settings=ServerSettings(reasoning_field=field))["message"]
     wanted = {"reasoning_content", "reasoning"} if field == "both" else {field}
     assert message.keys() & {"reasoning_content", "reasoning"} == wanted
     assert "<tool_call>" in message["content"], "no tools were offered"
 
 
-def test_reasoning_is_left_out_or_left_in_the_content(api: Make) -> None:
-    out = answers(api, BOTH, include_reasoning=False, tools=[TOOL])
+def test_reasoning_is_left_out_or_left_in_the_content(scripts: Scripts) -> None:
+    out = answers(scripts, BOTH, include_reasoning=False, tools=[TOOL])
     assert not out["message"].keys() & {"reasoning_content", "reasoning"} and out["message"]["content"] == "Let me see."
     assert out["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
-    left = answers(api, "<think>a</think>b", separate_reasoning=False)
+    left = answers(scripts, "<think>a</think>b", separate_reasoning=False)
     assert left["message"]["content"] == "<think>a</think>b"
     assert left["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
-def test_reasoning_that_the_prompt_opens(api: Make) -> None:
-    choice = answers(api, "why\n</think>\n\nso", chat_template_kwargs={"enable_thinking": True})
+def test_reasoning_that_the_prompt_opens(scripts: Scripts) -> None:
+    choice = answers(scripts, "why\n</think>\n\nso", chat_template_kwargs={"enable_thinking": True})
     assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("why", "so")
 
 
-def test_length_stays_length_at_every_token(api: Make) -> None:
+def test_length_stays_length_at_every_token(scripts: Scripts) -> None:
     """A call that max_tokens cuts off, or that was complete before the cut, is not to be executed as if all were told."""
-    tokens = len(api(CALL).llm.tokenizer.encode(CALL, add_special_tokens=False))
+    tokens = len(scripts(CALL).llm.tokenizer.encode(CALL, add_special_tokens=False))
     for limit in range(1, tokens + 1):
-        choice = api(CALL).chat(tools=[TOOL], max_tokens=limit).json()["choices"][0]
+        choice = scripts(CALL).chat(tools=[TOOL], max_tokens=limit).json()["choices"][0]
         assert choice["finish_reason"] == "length"
-    assert api(CALL).chat(tools=[TOOL], max_tokens=tokens + 1).json()["choices"][0]["finish_reason"] == "tool_calls"
+    assert scripts(CALL).chat(tools=[TOOL], max_tokens=tokens + 1).json()["choices"][0]["finish_reason"] == "tool_calls"
 
 
-def test_choice_none_leaves_calls_in_the_content(api: Make) -> None:
-    choice = answers(api, CALL, tools=[TOOL], tool_choice="none")
+def test_choice_none_leaves_calls_in_the_content(scripts: Scripts) -> None:
+    choice = answers(scripts, CALL, tools=[TOOL], tool_choice="none")
     assert choice["message"]["content"] == CALL and choice["finish_reason"] == "stop"
 
 
-def test_an_unfinished_call_is_no_tool_call(api: Make) -> None:
-    choice = answers(api, '<tool_call>{"name": "add", "arguments": {"a": ', tools=[TOOL])
+def test_an_unfinished_call_is_no_tool_call(scripts: Scripts) -> None:
+    choice = answers(scripts, '<tool_call>{"name": "add", "arguments": {"a": ', tools=[TOOL])
     assert choice["finish_reason"] == "stop"
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": '
 
 
-def test_one_call_only(api: Make) -> None:
-    choice = answers(api, BOTH, tools=[TOOL, OTHER], parallel_tool_calls=False)
+def test_one_call_only(scripts: Scripts) -> None:
+    choice = answers(scripts, BOTH, tools=[TOOL, OTHER], parallel_tool_calls=False)
     assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["add"]
     assert choice["finish_reason"] == "tool_calls"
-    whole = answers(api, BOTH, tools=[TOOL, OTHER])
+    whole = answers(scripts, BOTH, tools=[TOOL, OTHER])
     assert choice["usage"]["completion_tokens"] < whole["usage"]["completion_tokens"]
 
 
-def test_stop_strings_look_at_content_only(api: Make) -> None:
+def test_stop_strings_look_at_content_only(scripts: Scripts) -> None:
     text = f"<think>one two</think>\n\none {CALL.replace('add', 'one')}three two four"
-    choice = answers(api, text, tools=[TOOL], stop=["two"])
+    choice = answers(scripts, text, tools=[TOOL], stop=["two"])
     message = choice["message"]
     assert (message["reasoning"], message["content"], choice["finish_reason"]) == ("one two", "one three ", "tool_calls")
     assert choice["stop_reason"] == "two"
-    early = answers(api, text, tools=[TOOL], stop=["two"], stop_in_reasoning=True)
+    early = answers(scripts, text, tools=[TOOL], stop=["two"], stop_in_reasoning=True)
     assert (early["message"]["reasoning"], early["message"]["content"]) == ("one ", "")
-    within = answers(api, f"tw{CALL}o", tools=[TOOL], stop=["two"])
+    within = answers(scripts, f"tw{CALL}o", tools=[TOOL], stop=["two"])
     assert within["message"]["content"] == "two" and within["finish_reason"] == "tool_calls"
 
 
-def test_logprobs_and_token_ids_are_of_all_tokens(api: Make) -> None:
+def test_logprobs_and_token_ids_are_of_all_tokens(scripts: Scripts) -> None:
     fields: dict[str, Any] = {"tools": [TOOL], "logprobs": True, "return_token_ids": True}
-    choice = api(BOTH).chat(**fields).json()["choices"][0]
-    stream = [chunk["choices"][0] for chunk in events(api(BOTH).chat(stream=True, **fields))]
+    choice = scripts(BOTH).chat(**fields).json()["choices"][0]
+    stream = [chunk["choices"][0] for chunk in events(scripts(BOTH).chat(stream=True, **fields))]
     tokens = [token for part in stream for token in part.get("token_ids", [])]
     entries = [entry for part in stream if part["logprobs"] for entry in part["logprobs"]["content"]]
     assert tokens == choice["token_ids"] and entries == choice["logprobs"]["content"]
-    assert len(tokens) == len(entries) == len(api("").llm.tokenizer.encode(BOTH, add_special_tokens=False)) + 1
+    assert len(tokens) == len(entries) == len(scripts("").llm.tokenizer.encode(BOTH, add_special_tokens=False)) + 1
 
 
-def test_samples_have_calls_of_their_own(api: Make) -> None:
-    choices = api(CALL).chat(tools=[TOOL], n=2).json()["choices"]
+def test_samples_have_calls_of_their_own(scripts: Scripts) -> None:
+    choices = scripts(CALL).chat(tools=[TOOL], n=2).json()["choices"]
     assert [len(choice["message"]["tool_calls"]) for choice in choices] == [1, 1]
     assert len({choice["message"]["tool_calls"][0]["id"] for choice in choices}) == 2
 
 
-def test_old_functions_are_tools(api: Make) -> None:
+def test_old_functions_are_tools(scripts: Scripts) -> None:
     """One call answers, in the form that belongs to functions."""
     functions = [TOOL["function"], OTHER["function"]]
     for ask, reason in ((None, "function_call"), ("auto", "function_call"), ({"name": "add"}, "stop")):
-        whole = api(BOTH).chat(functions=functions, function_call=ask).json()["choices"][0]
-        deltas = [chunk["choices"][0] for chunk in events(api(BOTH).chat(functions=functions, function_call=ask, stream=True))]
+        whole = scripts(BOTH).chat(functions=functions, function_call=ask).json()["choices"][0]
+        deltas = [
+            chunk["choices"][0] for chunk in events(scripts(BOTH).chat(functions=functions, function_call=ask, stream=True))
+        ]
         calls = [choice["delta"]["function_call"] for choice in deltas if "function_call" in choice["delta"]]
         streamed = {"name": calls[0]["name"], "arguments": "".join(call["arguments"] for call in calls)}
         assert whole["message"]["function_call"] == streamed == {"name": "add", "arguments": '{"a": 1, "b": 2}'}
         assert "tool_calls" not in whole["message"] and sum("name" in call for call in calls) == 1
         assert not any("tool_calls" in choice["delta"] for choice in deltas)
         assert whole["finish_reason"] == deltas[-1]["finish_reason"] == reason
-    assert answers(api, "no call", functions=functions)["finish_reason"] == "stop"
+    assert answers(scripts, "no call", functions=functions)["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize(
@@ -242,26 +228,26 @@ def test_old_functions_are_tools(api: Make) -> None:
         ({"parallel_tool_calls": "yes"}, "parallel_tool_calls"),
     ],
 )
-def test_what_cannot_be_offered_is_named(api: Make, fields: dict[str, Any], param: str) -> None:
-    refused = error(api(CALL).chat(**fields))
+def test_what_cannot_be_offered_is_named(scripts: Scripts, fields: dict[str, Any], param: str) -> None:
+    refused = error(scripts(CALL).chat(**fields))
     assert refused["param"] == param and param.rpartition(".")[2].partition("[")[0] in refused["message"]
     assert ("did you mean" in refused["message"]) == (refused["code"] == "unknown_parameter")
 
 
-def test_tools_need_a_format_and_a_template(made: Tokenizer, api: Make) -> None:
-    unknown = api(CALL, tools="none")
+def test_tools_need_a_format_and_a_template(made: Tokenizer, scripts: Scripts) -> None:
+    unknown = scripts(CALL, tools="none")
     assert "--tool-call-parser" in error(unknown.chat(tools=[TOOL]))["message"]
     assert unknown.chat(tools=[TOOL], tool_choice="none").status_code == 200
     silent = ScriptedLLM(scripted.with_template(made, "{{ messages[0].content }}<tool_call>"), [CALL])
     assert "--chat-template" in error(Api(silent).chat(tools=[TOOL]))["message"]
-    off = api(CALL, settings=ServerSettings(enable_auto_tool_choice=False))
+    off = scripts(CALL, settings=ServerSettings(enable_auto_tool_choice=False))
     assert "--no-enable-auto-tool-choice" in error(off.chat(tools=[TOOL]))["message"]
     with pytest.raises(ConfigError):
         AnswerFormats(made, "hermez")
 
 
-def test_the_prompt_has_the_tools_and_the_history(api: Make) -> None:
-    server = api(CALL)
+def test_the_prompt_has_the_tools_and_the_history(scripts: Scripts) -> None:
+    server = scripts(CALL)
     history = [
         {"role": "user", "content": "1 + 2?"},
         {"role": "assistant", "content": None, "reasoning": "sum", "tool_calls": [_answer_call("call_7")]},
@@ -323,7 +309,7 @@ def test_a_loop_of_two_tools_with_the_openai_client(made: Tokenizer, stream: boo
     assert "<|im_start|>tool\n3" in (llm.seen[-1].prompt or "")
 
 
-def test_an_effort_reaches_the_prompt_in_every_protocol(api: Make) -> None:
+def test_an_effort_reaches_the_prompt_in_every_protocol(scripts: Scripts) -> None:
     """The template of these tests opens <think> only where enable_thinking is true."""
     say = [{"role": "user", "content": "hi"}]
     on = {"chat_template_kwargs": {"enable_thinking": True}}
@@ -331,12 +317,12 @@ def test_an_effort_reaches_the_prompt_in_every_protocol(api: Make) -> None:
         ("none", {"messages": say, **on, "reasoning_effort": "none"}, "reasoning_effort"),
         ("high", {"messages": say, "reasoning_effort": "high"}, "reasoning_effort"),
     ):
-        found = error(api("x").post("/v1/chat/completions", body))
+        found = error(scripts("x").post("/v1/chat/completions", body))
         assert found["param"] == param and effort in found["message"]
-    assert api("x").chat(reasoning_effort="none").status_code == 200
-    found = error(api("x").post("/v1/responses", {"input": "hi", "reasoning": {"effort": "high"}}))
+    assert scripts("x").chat(reasoning_effort="none").status_code == 200
+    found = error(scripts("x").post("/v1/responses", {"input": "hi", "reasoning": {"effort": "high"}}))
     assert found["param"] == "reasoning.effort"
-    answer = api("x").post("/v1/messages", {"messages": say, "max_tokens": 5, "output_config": {"effort": "high"}})
+    answer = scripts("x").post("/v1/messages", {"messages": say, "max_tokens": 5, "output_config": {"effort": "high"}})
     assert answer.status_code == 400 and "output_config.effort" in answer.json()["error"]["message"]
 
 

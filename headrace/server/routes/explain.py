@@ -25,7 +25,7 @@ from headrace.server.body import Caller, caller, release_body
 from headrace.server.errors import JSON, ApiError, shown
 from headrace.server.generation import cancel_on_disconnect
 from headrace.server.pooling.run import outputs_of
-from headrace.server.request import posts, tenant
+from headrace.server.request import posts
 from headrace.server.routes.chat import chat_generation
 from headrace.server.schema import ChatBody
 from headrace.server.state import Serving, ready
@@ -40,7 +40,7 @@ _MOST = 100
 async def recent(request: Request) -> Response:
     """Explanations of the API key's last answers, the latest first; the query's ``last`` says how many, 20 by default."""
     state, last = ready(request), _number(request, "last", 20)
-    kept = [explanation for _, explanation in state.explanations(tenant(request)).items()]
+    kept = [explanation for _, explanation in state.explanations(caller(request).tenant).items()]
     kept.sort(key=lambda explanation: -explanation.created)
     return JSON({"object": "list", "data": [explanation.json() for explanation in kept[: min(last, _MOST)]]})
 
@@ -49,7 +49,7 @@ async def recent(request: Request) -> Response:
 async def one(request: Request) -> Response:
     """Times, use of the cache and end of one of the API key's last answers. The id is that of the answer."""
     state, request_id = ready(request), request.path_params["request_id"]
-    found = state.explanations(tenant(request)).get(request_id)
+    found = state.explanations(caller(request).tenant).get(request_id)
     if found is None:
         message = f"no recent answer has the id {shown(request_id, 128)!r}"
         raise ApiError(404, message, param="request_id", code="not_found")
@@ -60,7 +60,7 @@ async def one(request: Request) -> Response:
 async def dump(request: Request) -> Response:
     """A line of JSON for each of the API key's last requests whose prompts attended sparsely: what the router decided."""
     state = ready(request)
-    lines = [_encoded(name, report) + b"\n" for name, report in state.reports(tenant(request)).items()]
+    lines = [_encoded(name, report) + b"\n" for name, report in state.reports(caller(request).tenant).items()]
     return Response(b"".join(lines), media_type="application/jsonl")
 
 
@@ -68,7 +68,7 @@ async def dump(request: Request) -> Response:
 async def inspect(request: Request) -> Response:
     """Density and head types of one of the last requests whose prompts attended sparsely. The id is that of its answer."""
     state, request_id = ready(request), request.path_params["request_id"]
-    report = state.reports(tenant(request)).get(request_id)
+    report = state.reports(caller(request).tenant).get(request_id)
     if report is None:
         message = f"no recent request {shown(request_id, 128)!r} has a prompt that attended sparsely"
         raise ApiError(404, message, param="request_id", code="not_found")
@@ -169,7 +169,7 @@ def _watched(request: EngineRequest, pooling: PoolingParams) -> EngineRequest:
 
 
 def _pooling(request: Request, state: Serving) -> PoolingParams:
-    """The layer and head of a request. Raises: RequestError: there is none, or its weights are not to be had."""
+    """The layer and head of a request. Raises: RequestError: they do not exist, or their weights cannot be shown."""
     layers, layer = state.llm.info.layers, _number(request, "layer", 0)
     if state.llm.args.tensor_parallel_size > 1:
         raise RequestError("attention is not shown under tensor parallelism: each rank has some of the heads", "layer")

@@ -13,7 +13,6 @@ from headrace.server.body import caller, check_content_encoding, json_object
 from headrace.server.errors import JSON, ApiError, shown
 from headrace.server.features import Upload
 from headrace.server.generation import cancel_on_disconnect
-from headrace.server.request import tenant
 from headrace.server.state import Serving, ready, serving
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ async def upload(request: Request) -> Response:
         return features
 
     features = await cancel_on_disconnect(state, request.receive, state.llm.inputs.in_thread(caller(request).turn, read))
-    identity = state.features.put(tenant(request), modality, features)
+    identity = state.features.put(caller(request).tenant, modality, features)
     return JSON(state.features.described(identity, _kept(request, identity)))
 
 
@@ -76,7 +75,7 @@ async def delete(request: Request) -> Response:
     """Forgets an upload. Requests that have begun keep it until they end."""
     identity = request.path_params["feature_id"]
     _kept(request, identity)
-    serving(request).features.delete(tenant(request), identity)
+    serving(request).features.delete(caller(request).tenant, identity)
     return JSON({"id": identity, "object": "features", "deleted": True})
 
 
@@ -117,7 +116,7 @@ def _decoded(text: str, most: int) -> bytes:
 
 
 def _kept(request: Request, identity: str) -> Upload:
-    found = serving(request).features.get(tenant(request), identity)
+    found = serving(request).features.get(caller(request).tenant, identity)
     if found is None:
         message = f"there are no features {shown(identity)}: they were not uploaded, or are forgotten"
         raise ApiError(404, message, param="feature_id", code="features_not_found")

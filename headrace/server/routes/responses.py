@@ -10,10 +10,10 @@ from starlette.responses import Response
 
 from headrace.errors import RequestError, unsupported
 from headrace.server.answers import Begun, answers
-from headrace.server.body import Caller
+from headrace.server.body import Caller, caller
 from headrace.server.errors import JSON, ApiError, shown
 from headrace.server.prompts import need_tokenizer
-from headrace.server.request import tenant, trusted_body
+from headrace.server.request import trusted_body
 from headrace.server.routes.chat import chat_generation
 from headrace.server.schema import ChatBody, ResponsesBody
 from headrace.server.shape.responses import NAMES, NO_COMPACTION, ResponsesAnswer, conversation
@@ -74,7 +74,7 @@ async def delete_response(request: Request) -> Response:
     """Forgets a response. Later ones of the conversation stay."""
     _stored(request)
     identity = request.path_params["response_id"]
-    serving(request).responses.delete(tenant(request), identity)
+    serving(request).responses.delete(caller(request).tenant, identity)
     return JSON({"id": identity, "object": "response", "deleted": True})
 
 
@@ -111,7 +111,7 @@ async def input_items(request: Request) -> Response:
 
 def _stored(request: Request) -> Stored:
     identity = request.path_params["response_id"]
-    entry = serving(request).responses.get(tenant(request), identity)
+    entry = serving(request).responses.get(caller(request).tenant, identity)
     if entry is None:
         message = f"there is no response {shown(identity)}: it was not stored, or is forgotten"
         raise ApiError(404, message, param="response_id", code="response_not_found")

@@ -61,7 +61,7 @@ def recognise(
 
 
 def _own(template: Mapping[str, Any] | None, vocabulary: Vocabulary) -> tuple[Choice, str]:
-    """Returns the formats that the checkpoint declares, and their source or the reason why there are none."""
+    """Returns the formats that the checkpoint declares, and their source or the reason for having none."""
     if template is None:
         return Choice(), "the checkpoint has no response_template"
     try:

@@ -118,7 +118,16 @@ def test_layers_in_turn_are_one_piece_bit_for_bit(architecture: str, limit: int)
 
 
 @depths
-@pytest.mark.parametrize(("tokens", "limit"), [(4096, 512), (4096, 210), (4096, 60), (4096, 30), (130, None)])
+@pytest.mark.parametrize(
+    ("tokens", "limit"),
+    [
+        (4096, 512),
+        pytest.param(4096, 210, marks=pytest.mark.slow),
+        pytest.param(4096, 60, marks=pytest.mark.slow),
+        (4096, 30),
+        (130, None),
+    ],
+)
 def test_decoding_rows_keep_their_cadence(tokens: int, limit: int | None, depth: int) -> None:
     """Every step beside them has a row of theirs, and no more prefill than the budget's or one layer; on average, no more than
     the limit. Two prompts take turns, whole."""

@@ -159,7 +159,7 @@ def test_a_step_takes_elastic_prompts_dense_ones_and_decoding_rows() -> None:
 
 
 @pytest.mark.parametrize("mode", EXACT)
-@pytest.mark.parametrize("budget", [64, 150])
+@pytest.mark.parametrize("budget", [64, pytest.param(150, marks=pytest.mark.slow)])
 def test_chunks_change_nothing(mode: str, budget: int) -> None:
     _, found = run(dataclasses.replace(MODES[mode], max_num_batched_tokens=budget), traffic())
     same(found, expected(mode))
@@ -352,7 +352,7 @@ def test_steps_stay_within_their_bound() -> None:
 
 @pytest.mark.parametrize("mode", EXACT)
 def test_abort_at_any_step_frees_every_block(mode: str) -> None:
-    for last in range(0, 12, 2):
+    for last in range(0, 12, 4):
         engine = Engine(dataclasses.replace(MODES[mode], caching=True, max_num_batched_tokens=192, depth=2))  # type: ignore[arg-type]
         engine.add(*traffic())
 

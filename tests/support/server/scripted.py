@@ -6,11 +6,12 @@ import asyncio
 import copy
 import functools
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from transformers import PreTrainedTokenizerFast
 
 from headrace.constrain.factory import GrammarFactory
@@ -21,11 +22,14 @@ from headrace.core.sequence import SequenceUpdate
 from headrace.engine.outputs import OutputProcessor
 from headrace.option_groups import StructuredOutputsConfig
 from headrace.outputs import OutputDelta, TokenLogprobs
+from headrace.server.settings import ServerSettings
 from headrace.text.answers import AnswerFormats
 from headrace.text.tokenizer import Tokenizer
 from support.models.tiny_llama import write_tokenizer
 from support.server.fakes import LIMITS, FakeLLM, SeededInputs
+from support.server.harness import Api
 
+Scripts = Callable[..., Api]
 MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_start|>"]
 TEMPLATE = """\
 {%- if tools %}<|im_start|>system
@@ -49,6 +53,21 @@ def tokenizer(folder: Path, template: str = TEMPLATE) -> Tokenizer:
     hf.add_tokens(MARKERS)
     hf.chat_template = template
     return Tokenizer(hf)
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return tokenizer(tmp_path_factory.mktemp("scripted"))
+
+
+@pytest.fixture
+def scripts(made: Tokenizer) -> Scripts:
+    """Makes the API of a server whose model answers with these texts."""
+
+    def api(*texts: str, settings: ServerSettings | None = None, **formats: str) -> Api:
+        return Api(ScriptedLLM(made, texts, **formats), settings)
+
+    return api
 
 
 def with_template(made: Tokenizer, template: str) -> Tokenizer:

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 from headrace.server import supervisor
+from headrace.server.app import build_app
 from headrace.server.listen import listen
-from headrace.server.run import run
+from headrace.server.run import run_app
 from headrace.server.settings import ServerSettings
 from headrace.server.supervisor import Supervised, supervised
 
@@ -29,7 +30,7 @@ def main() -> None:
     llm = FakeLLM(step=options.get("step", 0.0), load_seconds=options.get("load", 0.0))
     if "start_error" in options:
         llm.start_error = ValueError(options["start_error"])
-    run(llm, settings, sockets, server.ready)  # type: ignore[arg-type]
+    run_app(build_app(llm, settings), sockets, server.ready)  # type: ignore[arg-type]
     print(f"aborted {len(llm.aborted)} closed {llm.closed} settled {gc.get_freeze_count() > 0}")
 
 

@@ -64,7 +64,8 @@ def test_an_answer_that_is_cut_off(name: str, tokens: bool) -> None:
         full = whole_calls(reader, text)
         for end in range(len(text) + 1):
             found = message(reader, [text[:end]], TYPES)
-            assert message(reader, PIECES.findall(text[:end]), TYPES) == found, text[:end]
+            if end % 3 == 0:
+                assert message(reader, PIECES.findall(text[:end]), TYPES) == found, text[:end]
             calls = [call for call in found.calls if call.ended]
             assert [(call.name, call.arguments) for call in calls] == [
                 (call.name, call.arguments) for call in full[: len(calls)]

@@ -55,7 +55,7 @@ EAGER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", EAGER)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.slow) if kind in OWN else kind for kind in EAGER])
 def test_as_the_same_modules_with_eager_attention(kind: str) -> None:
     config, rotary = EAGER[kind]
     model = megatron.gpt(**config)

@@ -48,7 +48,7 @@ def choose_tiling(rows: int, out_features: int) -> SplitTiling:
     each multiprocessor, or where there are too few tiles for that, one with all of its memory."""
     tiles, wide = cdiv(out_features, _OUTPUTS), 16 if rows <= 16 else 32
     if 2 * tiles <= _PROGRAMS:
-        return SplitTiling(wide, 128, 6, 2)
+        return SplitTiling(wide, 256, 3, 2)
     return SplitTiling(wide, 64, 6, 1 if tiles >= _PROGRAMS else 2)
 
 

@@ -106,7 +106,7 @@ def linear_by_head(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, 
 
 def wide(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether the kernel for large weights and some rows on Hopper computes the product of x ``[rows, in]``."""
-    some = 1 < len(x) <= wide_kernels.MAX_ROWS and weight.numel() >= wide_kernels.MIN_NUMBERS
+    some = wide_kernels.fast(len(x), len(weight)) and weight.numel() >= wide_kernels.MIN_NUMBERS
     return some and support.is_hopper(x.device) and wide_kernels.takes(x, weight)
 
 

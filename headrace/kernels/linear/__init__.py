@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import warnings
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,6 +38,16 @@ _ADAPTED_ROWS = range(2, 65)
 """Rows with which, on an H100, a product that adds what adapters add is faster than another and a kernel behind it."""
 _TILE_OUTPUTS = 64
 """Outputs of a tile of that product."""
+_LT_OUTPUTS = 4224
+"""Most outputs of a weight for which cuBLASLt chooses better kernels than cuBLAS, ..."""
+_LT_ROWS: tuple[tuple[float, tuple[range, ...]], ...] = (
+    (8192, (range(33, 513),)),
+    (math.inf, (range(33, 113), range(177, 193))),
+)
+"""... by its largest number of channels: the rows for which they do, as measured on an H200 (see benchmarks/). The first line
+that a weight fits in counts."""
+
+warnings.filterwarnings("ignore", message=".*preferred_blas_library is an experimental feature")
 
 
 def linear(
@@ -63,11 +76,35 @@ def linear(
             return wide_kernels.linear(x, weight, bias, out_dtype)
         if few_rows(x, weight):
             return kernels.linear(x, weight, bias, out_dtype=out_dtype)
+        if chosen_by_lt(len(x), weight):
+            with cublaslt():
+                return linear_ref(x, weight, bias, out_dtype)
     if x.ndim == 2 and not batch_invariant and (y := native.few_rows(x, weight, bias, out_dtype)) is not None:
         return y
     if exact and out_dtype == torch.float32 and not x.is_cuda and x.itemsize < 4:
         return linear_float32_ref(x, weight, bias)
     return linear_ref(x, weight, bias, out_dtype)
+
+
+def chosen_by_lt(rows: int, weight: torch.Tensor) -> bool:
+    """Whether cuBLASLt's choice for so many rows is faster than cuBLAS's."""
+    outputs, inputs = weight.shape
+    if outputs > _LT_OUTPUTS or weight.itemsize != 2 or weight.numel() < wide_kernels.MIN_NUMBERS:
+        return False
+    spans = next(spans for most, spans in _LT_ROWS if inputs <= most)
+    return any(rows in span for span in spans) and support.is_hopper(weight.device)
+
+
+@contextlib.contextmanager
+def cublaslt() -> Iterator[None]:
+    """Leaves the products within to cuBLASLt's choice of kernels. The setting is the process's."""
+    library = torch.backends.cuda.preferred_blas_library
+    before = library()
+    library("cublaslt")
+    try:
+        yield
+    finally:
+        library(before)
 
 
 def linear_adapted(
@@ -109,7 +146,7 @@ def linear_by_head(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, 
 
 def wide(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether the kernel for large weights and some rows on Hopper computes the product of x ``[rows, in]``."""
-    some = 1 < len(x) <= wide_kernels.MAX_ROWS and weight.numel() >= wide_kernels.MIN_NUMBERS
+    some = wide_kernels.fast(len(x), len(weight)) and weight.numel() >= wide_kernels.MIN_NUMBERS
     return some and support.is_hopper(x.device) and wide_kernels.takes(x, weight)
 
 

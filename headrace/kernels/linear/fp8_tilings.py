@@ -81,7 +81,7 @@ _BY_OUTPUT: _Table = (
     (256, _ANY, 4096, Library.UNSCALED),
     (64, _DEEP, _NARROW, WideTiling(64, 64, 4, 10)),
     (64, _DEEP, _ANY, WideTiling(64, 64, 4, 4)),
-    (128, _DEEP, _NARROW, WideTiling(64, 128, 4, 6)),
+    (128, 1024, _NARROW, WideTiling(64, 128, 4, 6)),
     (256, _ANY, _NARROW, Library.UNSCALED),
     (_ANY, _ANY, _ANY, Library.BY_ROW),
 )

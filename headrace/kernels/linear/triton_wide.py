@@ -1,4 +1,4 @@
-"""Products of 2 to 32 rows with a large weight in 16 bits, on Hopper GPUs. Reference: ``torch.nn.functional.linear``.
+"""Products of 2 to 64 rows with a large weight in 16 bits, on Hopper GPUs. Reference: ``torch.nn.functional.linear``.
 
 Outputs are the side of which an instruction takes 64, rows of x the other, so that few rows need little padding. The tensor
 memory accelerator keeps many tiles of the weight on their way, and the first channels are fetched into the L2 cache while the
@@ -22,8 +22,8 @@ from headrace.kernels.linear.triton_invariant import fetch_near, turns_of
 from headrace.kernels.support import cdiv
 from headrace.kernels.triton_pdl import announce, options, wait
 
-MAX_ROWS = 32
-"""Up to how many rows the kernel beats cuBLAS on an H200."""
+MAX_ROWS, FEW_ROWS = 64, 32
+"""Up to how many rows the kernel beats cuBLAS on an H200: where its programs leave none of it idle, and with any weight."""
 MIN_NUMBERS = 1 << 24
 """Numbers of a weight from which it beats the kernel for several rows of any weight there."""
 _OUTPUTS, _PROGRAMS, _WARPS = 64, 132, 4
@@ -46,9 +46,11 @@ class SplitTiling:
 def choose_tiling(rows: int, out_features: int) -> SplitTiling:
     """Chooses what was fastest on an H200 with the products of Qwen3 8B and Qwen3.5 9B, one after the other: three programs on
     each multiprocessor, or where there are too few tiles for that, one with all of its memory."""
+    if rows > FEW_ROWS:
+        return SplitTiling(MAX_ROWS, 128, 5, 1)
     tiles, wide = cdiv(out_features, _OUTPUTS), 16 if rows <= 16 else 32
     if 2 * tiles <= _PROGRAMS:
-        return SplitTiling(wide, 128, 6, 2)
+        return SplitTiling(wide, 256, 3, 2)
     return SplitTiling(wide, 64, 6, 1 if tiles >= _PROGRAMS else 2)
 
 
@@ -83,6 +85,12 @@ def _wide(
             sums += tl.load(bias + output, mask=present, other=0.0).to(tl.float32)[:, None]
         place = y + row.to(tl.int64)[:, None] * out + output[None, :]
         tl.store(place, tl.trans(sums).to(y.dtype.element_ty), mask=(row < rows)[:, None] & present[None, :])
+
+
+def fast(rows: int, out_features: int) -> bool:
+    """Whether the kernel beats cuBLAS with so many rows of x and a large weight."""
+    tiles = cdiv(out_features, _OUTPUTS)
+    return 1 < rows <= (MAX_ROWS if tiles <= _PROGRAMS < 2 * tiles else FEW_ROWS)
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:

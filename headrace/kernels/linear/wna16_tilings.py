@@ -51,8 +51,9 @@ def choose_few(weight: PackedWeight) -> PackedFewTiling:
     return PackedFewTiling(ahead=16, registers=128 if crowded else None)
 
 
-_SIZES = ((16, 4, 0.92), (32, 4, 0.92), (64, 3, 0.92), (128, 2, 1.08))
-"""Rows of a tile, the programs that a multiprocessor runs at a time, and the microseconds of a run of inputs meanwhile."""
+_SIZES = ((16, 4, 0.92, 0.92), (32, 4, 0.92, 0.92), (64, 3, 0.92, 0.67), (128, 2, 1.08, 1.02))
+"""Rows of a tile, the programs that a multiprocessor runs at a time, and the microseconds of a run of inputs meanwhile: beside
+as many, and beside one at most."""
 _START, _SUM = 2.5, 5.0
 """Microseconds until programs compute, and those that adding parts takes."""
 
@@ -63,15 +64,16 @@ def choose_many(rows: int, weight: PackedWeight) -> PackedManyTiling:
     multiprocessors = support.resources(weight.words.device).multiprocessors
     smallest = next((size for size, *_ in _SIZES if size >= rows), _SIZES[-1][0])
     best, least = PackedManyTiling(rows=smallest), math.inf
-    for size, abreast, each in _SIZES:
+    for size, abreast, crowded, beside_one in _SIZES:
         if size < min(smallest, 64) or size > smallest:
             continue
         tiles = across * cdiv(rows, size)
-        for parts in (1, 2, 4, 8):
+        for parts in (1, 2, 4, 6, 8):
             programs = tiles * parts
             waves = cdiv(programs, abreast * multiprocessors)
+            each = beside_one if programs <= 2 * multiprocessors else crowded
             time = waves * (cdiv(runs, parts) * each + _START) + _SUM * (parts > 1)
-            if time < least and (parts == 1 or tiles <= MAX_TILES):
+            if time < least and (parts == 1 or tiles <= MAX_TILES) and (parts <= 4 or waves == 1):
                 # What leaves room in shared memory has more in flight.
                 stages = 4 if size <= 32 or (size == 64 and programs <= 2 * multiprocessors) else 3
                 best, least = PackedManyTiling(size, stages=stages, parts=parts, near=4 if rows <= 64 else 0), time

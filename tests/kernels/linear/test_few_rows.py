@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from headrace.kernels import linear as product
+from headrace.kernels import support
 from headrace.kernels.linear import few_rows
+
+SIZES = [(4096, 4096), (4096, 12288), (24576, 4096), (1024, 4096)]
+"""(outputs, inputs)"""
 
 
 def factors(rows: int, dtype: torch.dtype = torch.bfloat16, size_in: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,3 +34,11 @@ def test_several_rows_of_what_is_read_slowly_are_left_to_the_library(monkeypatch
     assert not few_rows(*factors(4, size_in=40))
     x, weight = factors(4)
     assert not few_rows(torch.empty(4, 40, dtype=x.dtype)[:, :32], weight)
+
+
+def test_products_that_cublaslt_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "is_hopper", lambda device: True)
+    square, deep, long, small = (torch.empty(*size, dtype=torch.bfloat16, device="meta") for size in SIZES)
+    assert [product.chosen_by_lt(rows, square) for rows in (32, 33, 512, 513)] == [False, True, True, False]
+    assert [product.chosen_by_lt(rows, deep) for rows in (64, 128, 192, 256)] == [True, False, True, False]
+    assert not product.chosen_by_lt(64, long) and not product.chosen_by_lt(64, small)

@@ -18,7 +18,7 @@ import torch
 
 from headrace.attention.backend import LayerCache, StepMetadata
 from headrace.attention.compiled import Buildable, CompiledBackend, Launch, compiling, dtype_refusals
-from headrace.attention.paged_rows import PagedRows
+from headrace.attention.paged_rows import PagedRows, most_copied
 from headrace.attention.triton import TritonAttention
 from headrace.kernels import support
 from headrace.kernels.transfer import upload
@@ -28,7 +28,8 @@ WIDTH = 256
 """Width of the heads for which it is preferred: with 16 and 4 heads, 2 prompts of 8,192 tokens take it 676 TFLOP/s, and
 headrace's kernel 475 (H200)."""
 _FEWEST_QUERIES, _FEWEST_KEYS = 1024, 16_384
-"""Bounds of a row's queries and keys are powers of two from these on."""
+"""Bounds of a row's queries are powers of four from the one on, and that of its keys is a power of two, no less than the other,
+which all steps share: the first step of each size is slower, since its kernel is being built."""
 _building = threading.Lock()
 _Q, _K, _V, _OUT, _Q_LENS, _K_LENS, _Q_STARTS, _K_STARTS, _V_STARTS, _OUT_STARTS = range(1, 11)
 
@@ -170,8 +171,9 @@ class CudnnPrefill(CompiledBackend):
         rows, spec = PagedRows(step, cache.block_size), cache.spec
         if not rows.are_long(cache, q.dtype):
             return None
-        queries = max(_FEWEST_QUERIES, support.power_of_two(rows.most_queries))
-        keys = max(_FEWEST_KEYS, support.power_of_two(int(rows.lengths.max())))
+        queries = max(_FEWEST_QUERIES, 4 ** -(-(rows.most_queries - 1).bit_length() // 2))
+        longest = max(int(rows.lengths.max()), min(step.longest, most_copied(spec, q.dtype)))
+        keys = max(_FEWEST_KEYS, support.power_of_two(longest))
         sizes = support.power_of_two(rows.num_rows), queries, keys
         kernel = CudnnKernel.of(spec, q.dtype, q.device, sizes, (q.stride(0), q.stride(1)))
         if not compiling(kernel).ready:

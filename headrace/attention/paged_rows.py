@@ -10,12 +10,18 @@ import torch
 from headrace.attention.backend import LayerCache, StepMetadata
 from headrace.kernels.kv_cache import gather_numbers
 from headrace.kernels.transfer import upload
+from headrace.model_spec import AttentionSpec
 
 _COPY_QUERIES = 768
 """Average queries per row from which copying keys and values out of their blocks pays off: fa3 does 677 TFLOP/s on contiguous
 ones and 607 on paged ones (32k tokens, 32 and 8 heads of 128, H200)."""
 _COPY_BYTES = 512 << 20
 """Largest size of such a copy, which lives for one layer's attention."""
+
+
+def most_copied(spec: AttentionSpec, dtype: torch.dtype) -> int:
+    """The keys of a layer, with their values, that may be copied at once."""
+    return _COPY_BYTES // (spec.num_kv_heads * spec.row_width * dtype.itemsize)
 
 
 class PagedRows:
@@ -75,8 +81,7 @@ class PagedRows:
 
     def are_long(self, cache: LayerCache, dtype: torch.dtype) -> bool:
         """Whether rows have so many queries that copies of their keys and values pay off, and there is room for these."""
-        nbytes = self.num_keys * cache.spec.num_kv_heads * cache.spec.row_width * dtype.itemsize
-        return self.num_tokens >= _COPY_QUERIES * self.num_rows and nbytes <= _COPY_BYTES
+        return self.num_tokens >= _COPY_QUERIES * self.num_rows and self.num_keys <= most_copied(cache.spec, dtype)
 
     def copied_pages(self, cache: LayerCache) -> torch.Tensor:
         """``[pages * block_size, kv_heads, head_dim + v_head_dim]``: the rows' blocks, concatenated."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -124,10 +125,14 @@ def test_a_short_prompt_alone_has_the_graph_that_is_built_first() -> None:
 def test_lengths_share_a_graph_up_to_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cudnn, "_FEWEST_QUERIES", 8)
     monkeypatch.setattr(cudnn, "_FEWEST_KEYS", 16)
-    for row in ((6, 11), (8, 16), (9, 17)):
+    for row in ((6, 11), (9, 16), (16, 16), (17, 17)):
         run([row])
-    assert [(kernel.queries, kernel.keys) for kernel in dict.fromkeys(ASKED)] == [(8, 16), (16, 32)]
+    assert [(kernel.queries, kernel.keys) for kernel in dict.fromkeys(ASKED)] == [(16, 16), (64, 32)]
     assert len(GRAPHS) == 2
+    case, backend = make_case(layer_spec(), [(6, 11)]), cudnn.CudnnPrefill()
+    backend.plan(dataclasses.replace(case.step, longest=100))
+    backend.run(case.inputs)
+    assert ASKED[-1].keys == 128
 
 
 def test_rows_of_few_queries_are_left_to_our_kernel() -> None:

@@ -73,6 +73,7 @@ from headrace.kernels.sparse import triton_means as sparse_means
 from headrace.kernels.sparse import triton_select as sparse_select
 from headrace.kernels.state import Pending, StateMetadata
 from headrace.kernels.state import triton as state
+from headrace.kernels.state import triton_conv as conv
 from headrace.kernels.state import triton_scan as scan
 from headrace.kernels.support import NATIVE_FP8_SM, Resources
 from headrace.model_spec import AttentionSpec, MoeSpec, layer_kv
@@ -128,7 +129,7 @@ def compile_only(capability: int) -> None:
     JITFunction.run = compiled
     support.compute_capability = lambda device: capability
     native = fp8.NATIVE if capability >= NATIVE_FP8_SM else fp8.BITS
-    products = activation, norm, linear_fp8, fp8_few, fp8_wide, experts_kernels, rounding, sorting
+    products = state, conv, activation, norm, linear_fp8, fp8_few, fp8_wide, experts_kernels, rounding, sorting
     for module in (paged_attention, kv_cache, qkv, sparse_attention, sparse_estimate, sparse_means, *products):
         module.mode = lambda device: native
 

@@ -22,7 +22,7 @@ _ROW_BLOCK = 4096
 
 
 @triton.jit
-def _sigmoid(x, MODE: tl.constexpr):
+def sigmoid(x, MODE: tl.constexpr):
     """Within two units in float32's last place; 0 below -87, where the quotient would be subnormal."""
     if MODE == 1:
         # What the compiler makes of the quotient takes three times as many instructions, for subnormal numbers and overflow.
@@ -41,9 +41,9 @@ def _product(gate, up, GELU: tl.constexpr, MODE: tl.constexpr):
     if GELU:
         # 0.5 x (1 + tanh u) is x sigmoid(2 u), which loses no digits where u is far below 0.
         bent = 0.7978845608028654 * (wide + 0.044715 * wide * wide * wide)
-        activated = wide * _sigmoid(2.0 * bent, MODE)
+        activated = wide * sigmoid(2.0 * bent, MODE)
     else:
-        activated = wide * _sigmoid(wide, MODE)
+        activated = wide * sigmoid(wide, MODE)
     return (activated.to(gate.dtype).to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
 
 

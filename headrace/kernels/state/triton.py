@@ -15,8 +15,11 @@ from typing import Literal
 import torch
 import triton.language as tl
 
-from headrace.kernels.state.metadata import TILE, Pending, StateMetadata
+from headrace.kernels.activation.triton import sigmoid
+from headrace.kernels.kv_cache.triton_fp8 import mode
+from headrace.kernels.state.metadata import Pending, StateMetadata
 from headrace.kernels.state.reference import Gate
+from headrace.kernels.state.triton_conv import convolve_prompts
 from headrace.kernels.state.triton_kept import delta_rows
 from headrace.kernels.state.triton_tiles import delta_prompts, softplus, space_prompts
 from headrace.kernels.support import cdiv, power_of_two
@@ -28,12 +31,8 @@ _EARLY_ROWS = 8
 step begins with launches that wait for all of the one before. With more rows, whose programs do not all run at once, it was
 slower."""
 _CHANNELS, _MANY_CHANNELS = 128, 512
-"""Channels of a convolution of one program, and where there are at least ``_MANY`` decode rows."""
+"""Channels of a decode row's convolution of one program, and where there are at least ``_MANY`` such rows."""
 _MANY = 32
-_TILE_CHANNELS = 128
-"""Channels of a program of a prompt's convolution, which has one warp."""
-_AT_ONCE = 8
-"""Tokens that it loads at once."""
 _NORMED = 1024
 """Channels that a program norms, where several groups have so many. No group's sum depends on the number of tokens."""
 _VALUES = 8
@@ -59,6 +58,7 @@ def _conv_rows(
     BIAS: tl.constexpr,
     SILU: tl.constexpr,
     EARLY: tl.constexpr,
+    MODE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The only token of a row, which has the row's number, and whose input is kept."""
@@ -88,105 +88,11 @@ def _conv_rows(
     if BIAS:
         total += added
     if SILU:
-        total = total * tl.sigmoid(total)
+        total = total * sigmoid(total, MODE)
     tl.store(out + row * channels + channel, tl.where(inside, total, 0.0).to(out.dtype.element_ty), mask=mask)
     # All threads have read the ring.
     tl.debug_barrier()
     tl.store(ring + start % (TAPS - 1) * channels + channel, now, mask=inside)
-
-
-@launched(do_not_specialize=["decode_rows"])
-def _conv_tiles(
-    x,
-    weight,
-    bias,
-    cache,
-    out,
-    query_start,  # [R + 1] int32
-    blocks,  # [R] int32
-    starts,  # [R] int32
-    tile_rows,  # [N] int32
-    tile_starts,  # [prompts] int32
-    decode_rows,
-    channels,
-    x_row: tl.int64,
-    cache_block: tl.int64,
-    TAPS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    BIAS: tl.constexpr,
-    SILU: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """A tile of a prompt, whose last inputs ``_keep_inputs`` keeps, ``AT_ONCE`` tokens at a time. Inputs before the row's first
-    token are those that were kept."""
-    begin(PDL)
-    tile = tl.program_id(1)
-    row = tl.load(tile_rows + tile)
-    if row >= 0:
-        channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-        begins = (tile - tl.load(tile_starts + row - decode_rows)) * TOKENS
-        first = tl.load(query_start + row)
-        count = tl.load(query_start + row + 1) - first
-        block = tl.load(blocks + row).to(tl.int64)
-        ring = cache + tl.maximum(block, 0) * cache_block
-        start = tl.load(starts + row)
-        present = channel < channels
-        inside = present & (block >= 0)
-        factors = ()
-        for tap in tl.static_range(TAPS):
-            factors += (tl.load(weight + channel * TAPS + tap, mask=present, other=0.0).to(tl.float32),)
-        for begun in range(begins, tl.minimum(begins + TOKENS, count), AT_ONCE):
-            # All loads come first, so that they are under way together.
-            inputs = ()
-            for ahead in tl.static_range(AT_ONCE + TAPS - 1):
-                offset = begun + ahead - (TAPS - 1)
-                place = x + (first + offset).to(tl.int64) * x_row
-                if offset < 0:
-                    place = ring + (start + offset + TAPS - 1) % (TAPS - 1) * channels
-                inputs += (tl.load(place + channel, mask=inside & (offset < count), other=0.0),)
-            for ahead in tl.static_range(AT_ONCE):
-                total = tl.zeros([CHANNELS], tl.float32)
-                for tap in tl.static_range(TAPS):
-                    total += inputs[ahead + tap].to(tl.float32) * factors[tap]
-                if BIAS:
-                    total += tl.load(bias + channel, mask=present, other=0.0).to(tl.float32)
-                if SILU:
-                    total = total * tl.sigmoid(total)
-                token = (first + begun + ahead).to(tl.int64)
-                total = tl.where(block >= 0, total, 0.0).to(out.dtype.element_ty)
-                tl.store(out + token * channels + channel, total, mask=present & (begun + ahead < count))
-
-
-@launched(do_not_specialize=["first_row"])
-def _keep_inputs(
-    x,
-    cache,
-    query_start,  # [R + 1] int32
-    blocks,  # [R] int32
-    starts,  # [R] int32
-    first_row,
-    channels,
-    x_row: tl.int64,
-    cache_block: tl.int64,
-    TAPS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Keeps the last ``TAPS - 1`` inputs of each row from ``first_row`` on."""
-    begin(PDL)
-    row = first_row + tl.program_id(1)
-    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    block = tl.load(blocks + row).to(tl.int64)
-    ring = cache + tl.maximum(block, 0) * cache_block + channel
-    start = tl.load(starts + row)
-    first = tl.load(query_start + row).to(tl.int64)
-    count = (tl.load(query_start + row + 1) - first).to(tl.int32)
-    mask = (channel < channels) & (block >= 0)
-    for offset in range(tl.maximum(count - TAPS + 1, 0), count):
-        value = tl.load(x + (first + offset) * x_row + channel, mask=mask, other=0.0)
-        tl.store(ring + (start + offset) % (TAPS - 1) * channels, value, mask=mask)
 
 
 @launched(do_not_specialize=["heads"])
@@ -400,55 +306,8 @@ def _convolve_rows(
         CHANNELS=tile,
         BIAS=bias is not None,
         SILU=activation == "silu",
+        MODE=mode(x.device),
         EARLY=rows <= _EARLY_ROWS,
-        num_warps=4,
-        **options(x.device),
-    )
-
-
-def convolve_prompts(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: Literal["silu"] | None,
-    cache: torch.Tensor,
-    step: StateMetadata,
-    out: torch.Tensor,
-) -> None:
-    """The convolution of the rows behind the decode rows; writes their tokens in ``out``."""
-    channels, taps = weight.shape
-    rows, tiles = (step.query_start, step.blocks, step.starts), step.tiles
-    _conv_tiles[(cdiv(channels, _TILE_CHANNELS), len(tiles.rows))](
-        x,
-        weight,
-        weight if bias is None else bias,
-        cache,
-        out,
-        *rows,
-        *tiles,
-        step.decode_rows,
-        channels,
-        x.stride(0),
-        cache.stride(0),
-        TAPS=taps,
-        TOKENS=TILE,
-        AT_ONCE=_AT_ONCE,
-        CHANNELS=_TILE_CHANNELS,
-        BIAS=bias is not None,
-        SILU=activation == "silu",
-        num_warps=1,
-        **options(x.device),
-    )
-    _keep_inputs[(cdiv(channels, _CHANNELS), step.prompt_rows)](
-        x,
-        cache,
-        *rows,
-        step.decode_rows,
-        channels,
-        x.stride(0),
-        cache.stride(0),
-        TAPS=taps,
-        CHANNELS=_CHANNELS,
         num_warps=4,
         **options(x.device),
     )

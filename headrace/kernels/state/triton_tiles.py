@@ -351,7 +351,7 @@ def delta_prompts(
         DK_P=channels,
         TOKENS=TILE,
         EXACT=_precision(qkv.dtype),
-        num_warps=4,
+        num_warps=2,
         **options(qkv.device),
     )
     programs = cdiv(value_dim, _VALUES) * heads * step.prompt_rows

@@ -203,7 +203,7 @@ import sys
 import torch
 from triton import knobs
 from triton.runtime.jit import JITFunction
-from compile_kernels import activation, compile_only, norm
+from compile_kernels import activation, compile_only, norm, wide
 from headrace.kernels.triton_launch import compile_launches
 run = JITFunction.run
 compile_only(90)
@@ -217,6 +217,8 @@ with compile_launches(2):
     for _ in range(2):
         norm.rms_norm(x, x[0], 1e-6)
         activation.silu_mul(x)
+        # Its arguments are descriptors of tensors.
+        wide.linear(x, torch.zeros(4096, 4096, dtype=torch.bfloat16))
 print("torch._dynamo" in sys.modules)
 """
 
@@ -235,8 +237,8 @@ def test_another_process_finds_what_was_compiled_ahead(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr[-3000:]
         return sorted(done.stdout.splitlines())
 
-    assert compiled() == ["False", "_gated compiled", "_rms_norm compiled"]
-    assert compiled() == ["False", "_gated found", "_rms_norm found"]
+    assert compiled() == ["False", "_gated compiled", "_rms_norm compiled", "_wide compiled"]
+    assert compiled() == ["False", "_gated found", "_rms_norm found", "_wide found"]
 
 
 def test_launches_after_an_error_are_launches(world: World) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import os
 import shutil
@@ -157,16 +158,20 @@ def in_a_segment(weights: Weights, folder: Path) -> Iterator[Source]:
 
 
 @contextlib.contextmanager
-def on_the_gpu(weights: Weights, folder: Path) -> Iterator[Source]:
-    """Views of one buffer, which the sender overwrites as soon as the engine has answered."""
-    held, start = torch.cat([one.flatten() for one in weights.values()]).cuda(), 0
-    shared = {}
-    for name, one in weights.items():
-        shared[name], start = held[start : start + one.numel()].view(one.shape), start + one.numel()
-    specs = tensor_specs(list(shared), ["float32"] * len(shared), [one.shape for one in shared.values()])
-    torch.cuda.synchronize()
-    yield IpcSource(specs, [ipc_handle(one) for one in shared.values()])
-    held.fill_(torch.nan)
+def on_gpus(ranks: int, weights: Weights, folder: Path) -> Iterator[Source]:
+    """Views of one buffer on each rank's GPU, which the sender overwrites as soon as the engine has answered."""
+    flat = torch.cat([one.flatten() for one in weights.values()])
+    held = [flat.to(f"cuda:{rank}", copy=True) for rank in range(ranks)]
+    handles, start = [], 0
+    for one in weights.values():
+        parts = [buffer[start : start + one.numel()].view(one.shape) for buffer in held]
+        handles.append({gpu: handle for part in parts for gpu, handle in ipc_handle(part).items()})
+        start += one.numel()
+    for buffer in held:
+        torch.cuda.synchronize(buffer.device)
+    yield IpcSource(tensor_specs(list(weights), ["float32"] * len(weights), [one.shape for one in weights.values()]), handles)
+    for buffer in held:
+        buffer.fill_(torch.nan)
 
 
 async def updates_under_load(
@@ -523,16 +528,20 @@ def test_fifty_updates(folder: Path, tmp_path: Path, transport: str, args: dict[
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("ranks", [1, 2], ids=["one rank", "two ranks"])
 @pytest.mark.parametrize("transport", ["ipc", "vllm's group", "torch's group"])
-def test_fifty_updates_on_a_gpu(tmp_path: Path, transport: str) -> None:
-    """The trainer of a group is on a second GPU."""
-    if torch.cuda.device_count() < (1 if transport == "ipc" else 2):
+def test_fifty_updates_on_a_gpu(tmp_path: Path, transport: str, ranks: int) -> None:
+    """The trainer of a group is on a GPU of its own."""
+    if torch.cuda.device_count() < (ranks if transport == "ipc" else ranks + 1):
         pytest.skip("there are too few CUDA devices")
     folder = write_model(tmp_path / "model", head_dim=64)
-    shared = Shared(AsyncLLM(EngineArgs(model=str(folder), weight_transfer_config=TRANSFER, **ON_GPU)))
+    args = ON_GPU | {"tensor_parallel_size": ranks}
+    shared = Shared(AsyncLLM(EngineArgs(model=str(folder), weight_transfer_config=TRANSFER, **args)))
     trainer = None
     if transport.endswith("group"):
-        trainer = NcclTrainer(2) if transport == "vllm's group" else NcclTrainer(2, ("g", "g/", "cuda/"))
+        trainer = NcclTrainer(ranks + 1) if transport == "vllm's group" else NcclTrainer(ranks + 1, ("g", "g/", "cuda/"))
         joined(shared, trainer)
-    run_updates(shared, folder, tmp_path, 50, 0, trainer, args=ON_GPU, shares=on_the_gpu if transport == "ipc" else None)
+    shares = functools.partial(on_gpus, ranks) if transport == "ipc" else None
+    run_updates(shared, folder, tmp_path, 50, 0, trainer, args=args, shares=shares)
     shared.close()

@@ -95,7 +95,11 @@ class Trainer:
 
 
 class NcclTrainer(Trainer):
-    """On the second GPU, over NCCL."""
+    """Over NCCL, on the GPU behind those of the engine's ranks."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self.world_size - 1)
 
     @functools.cached_property
     def spec(self) -> GroupSpec:
@@ -104,7 +108,7 @@ class NcclTrainer(Trainer):
 
     def join(self) -> None:
         if self.packs:
-            self._direct = DirectGroup(self.spec, None, 0, torch.device("cuda", 1), 30.0)
+            self._direct = DirectGroup(self.spec, None, 0, self.device, 30.0)
             return
         store: Store = TCPStore("127.0.0.1", self.port, self.world_size, True, self._timeout, multi_tenant=True, use_libuv=True)
         for prefix in self._prefixes:
@@ -112,9 +116,9 @@ class NcclTrainer(Trainer):
         self._group = dist.ProcessGroupNCCL(store, 0, self.world_size, dist.ProcessGroupNCCL.Options())
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        held = tensor.to("cuda:1")
+        held = tensor.to(self.device)
         if self.packs:
             self._direct.broadcast(held)
         else:
             self._group.broadcast([held], dist.BroadcastOptions()).wait()
-            torch.cuda.synchronize(1)
+            torch.cuda.synchronize(self.device)

@@ -13,13 +13,13 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headrace.kernels.linear.triton_fp8_wide import gather_sums
 from headrace.kernels.linear.triton_invariant import fetch_near, turns_of
 from headrace.kernels.support import cdiv
+from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import announce, options, wait
 
 MAX_ROWS, FEW_ROWS = 64, 32
@@ -54,7 +54,7 @@ def choose_tiling(rows: int, out_features: int) -> SplitTiling:
     return SplitTiling(wide, 64, 6, 1 if tiles >= _PROGRAMS else 2)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@launched(do_not_specialize=["rows"])
 def _wide(
     x, weight, near, bias, y, parts, turns, rows, out, inputs, near_row: tl.int64, OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
     CHANNELS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, NEAR: tl.constexpr, PIECES: tl.constexpr,

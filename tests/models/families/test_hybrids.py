@@ -54,3 +54,21 @@ def test_windows_of_lightning_models_are_refused() -> None:
     kind, values = CASES["minimax"]
     with pytest.raises(ConfigError, match="sliding_window 7 is not supported"):
         registry.model_spec(CONFIG_MAPPING[kind](**values | {"sliding_window": 7}))
+
+
+def test_kimi_linear_as_it_is_published() -> None:
+    """Layers are numbered from 1 in a field of their own, and the first of them are dense."""
+    _, values = CASES["kimi-linear"]
+    renamed = {
+        "num_local_experts": "num_experts",
+        "num_experts_per_tok": "num_experts_per_token",
+        "n_group": "num_expert_group",
+    }
+    fields = {
+        renamed.get(name, name): value for name, value in values.items() if not name.startswith(("linear_", "layer_types"))
+    }
+    delta = {"full_attn_layers": [3], "kda_layers": [1, 2, 4], "head_dim": 12, "num_heads": 4, "short_conv_kernel_size": 4}
+    fields |= {"linear_attn_config": delta, "first_k_dense_replace": 1, "model_max_length": values["max_position_embeddings"]}
+    del fields["max_position_embeddings"]
+    kimi = CONFIG_MAPPING["kimi_linear"]
+    assert registry.model_spec(kimi.from_dict(fields)) == registry.model_spec(kimi(**values))

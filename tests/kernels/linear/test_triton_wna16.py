@@ -141,6 +141,13 @@ def test_programs_that_do_not_fit_at_once_have_fewer_registers(monkeypatch: pyte
     assert [choose_few(weight).registers for weight in weights] == [128, None, None]
 
 
+def test_weights_of_8_bits_have_fewer_registers_where_scales_take_none() -> None:
+    words, arrived = torch.empty(1, 1, 2, 8, 16, device="meta"), torch.empty(0, device="meta")
+    shapes = (1, 4096), (32, 4096), (1, 12288)
+    weights = [PackedWeight(words, torch.empty(groups, 64, device="meta"), None, 0, k, arrived) for groups, k in shapes]
+    assert [choose_few(weight).registers for weight in weights] == [128, None, None]
+
+
 def test_factors_that_do_not_fit_are_refused(device: torch.device) -> None:
     weight, _ = packed_weight(72, 256, 4, 128, device=device)
     x = torch.zeros(9, 256, dtype=torch.bfloat16, device=device)

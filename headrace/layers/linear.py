@@ -59,6 +59,12 @@ class Linear(nn.Module):
             return self.method.apply_adapted(self, x, added)
         return self.method.apply_rounded(self, x) if isinstance(x, Fp8Rows) else self.method.apply(self, x)
 
+    def gated(self, x: Activations) -> torch.Tensor | None:
+        """``silu_mul`` of the result for ``[T, in_features]``, where one kernel computes both; None: none does."""
+        if not isinstance(x, torch.Tensor) or self.bias is not None or self.lora is not None or self.out_dtype is not None:
+            return None
+        return self.method.apply_gated(self, x)
+
     def memory(self) -> list[MemoryLine]:
         return self.method.memory(self)
 
@@ -132,6 +138,10 @@ class LinearMethod(ABC):
     @abstractmethod
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         """``[..., in_features] -> [..., out_features]``, with the layer's bias, in ``layer.out_dtype`` or x's dtype."""
+
+    def apply_gated(self, layer: Linear, x: torch.Tensor) -> torch.Tensor | None:
+        """``silu_mul`` of ``apply`` of a layer without a bias, or None; the result is the same but for rounding."""
+        return None
 
     def group(self, layer: Linear) -> int | None:
         """Returns the channels that share a scale, where ``apply`` rounds rows to FP8 and ``apply_rounded`` takes such rows."""

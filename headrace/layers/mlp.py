@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from headrace.kernels.activation import ACTIVATIONS, activate, clamped_swiglu, squared_relu
+from headrace.kernels.activation import ACTIVATIONS, activate, clamped_swiglu, silu_mul, squared_relu
 from headrace.kernels.linear.fp8_reference import Activations
 from headrace.layers.linear import FusedLinear, Linear, RowParallelLinear
 from headrace.model_spec import CLAMPED_SWIGLU, DenseSpec
@@ -27,7 +27,10 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Activations) -> torch.Tensor:
         """``[T, hidden] -> [T, hidden]``"""
-        out: torch.Tensor = self.down_proj(activate(self.act_mul, self.gate_up_proj(x), self.down_proj.rounds))
+        gated: Activations | None = self.gate_up_proj.gated(x) if self.act_mul is silu_mul else None
+        if gated is None:
+            gated = activate(self.act_mul, self.gate_up_proj(x), self.down_proj.rounds)
+        out: torch.Tensor = self.down_proj(gated)
         return out
 
     def readers(self) -> tuple[Linear, ...]:

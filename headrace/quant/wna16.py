@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from headrace.kernels.linear.wna16 import wna16_linear
+from headrace.kernels.linear.wna16 import wna16_gated, wna16_linear
 from headrace.kernels.linear.wna16_reference import GROUPS, MAX_TILES, RUN, PackedWeight, dequantize, pack
 from headrace.layers.linear import Linear
 from headrace.layers.stored import Codes, StoredMatrix
@@ -113,6 +113,9 @@ class Int4GpuMethod(PackedMethod):
             rows = rows.index_select(1, self._order)
         y = wna16_linear(rows, self._weight, layer.bias, layer.out_dtype, batch_invariant=layer.batch_invariant)
         return y.view(*x.shape[:-1], layer.out_features)
+
+    def apply_gated(self, layer: Linear, x: torch.Tensor) -> torch.Tensor | None:
+        return None if self._order is not None or layer.batch_invariant else wna16_gated(x, self._weight)
 
     def dequantize(self, layer: Linear) -> torch.Tensor:
         weight = dequantize(self._weight)

@@ -491,6 +491,7 @@ def packed_integers() -> None:
             weight = PackedWeight(words, scales, middles, group, 4096, arrived)
             x = torch.zeros(64, 4096, dtype=dtype)
             wna16.few(x[:8], weight, x[0], dtype)
+            wna16.few(x[:8], weight, None, dtype, gated=True)
             wna16.many(x, weight, x[0], torch.float32)
             wna16.floats(weight, dtype)
 

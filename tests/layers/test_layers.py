@@ -8,7 +8,7 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from headrace.errors import ConfigError
-from headrace.kernels.activation import ACTIVATIONS
+from headrace.kernels.activation import ACTIVATIONS, silu_mul
 from headrace.layers.embedding import Embedding
 from headrace.layers.linear import Linear, make_invariant
 from headrace.layers.mlp import GatedMLP
@@ -71,6 +71,16 @@ def test_mlp_equals_transformers_activation(name: str) -> None:
     x = torch.randn(4, 8)
     gate, up = functional.linear(x, mlp.gate_up_proj.weight, mlp.gate_up_proj.bias).chunk(2, dim=-1)
     expected = functional.linear(ACT2FN[name](gate) * up, mlp.down_proj.weight, mlp.down_proj.bias)
+    torch.testing.assert_close(mlp(x), expected)
+
+
+def test_a_gated_product_goes_straight_to_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    mlp = GatedMLP(8, DenseSpec(12, "silu"), **PLACE)
+    fill(mlp)
+    x = torch.randn(4, 8)
+    expected, plain = mlp(x), mlp.gate_up_proj.forward
+    monkeypatch.setattr(type(mlp.gate_up_proj.method), "apply_gated", lambda self, layer, x: silu_mul(plain(x)))
+    monkeypatch.setattr(mlp.gate_up_proj, "forward", lambda x: pytest.fail("the product was computed alone"))
     torch.testing.assert_close(mlp(x), expected)
 
 

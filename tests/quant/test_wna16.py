@@ -12,6 +12,7 @@ from support.resolving import HOPPER
 from headrace.layers.linear import Linear, make_invariant
 from headrace.layers.stored import StoredMatrix
 from headrace.parallel.shards import Cut
+from headrace.quant import wna16
 from headrace.quant.convert import Conversion, Converter
 from headrace.quant.formats.gguf import SPECS
 from headrace.quant.gguf_blocks import decode
@@ -209,3 +210,18 @@ def test_float32_is_refused() -> None:
     (limit,) = KEEP_INTEGERS.limits(facts(HOPPER, dtype="float32"))
     assert limit.param == "dtype" and "16-bit activations" in limit.reason
     assert not KEEP_INTEGERS.limits(facts(HOPPER, deterministic=True))
+
+
+def test_a_gated_product_is_one_kernel_where_nothing_comes_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with a bias, adapters, another order of inputs or results that must not depend on the batch."""
+    called: list[int] = []
+    monkeypatch.setattr(wna16, "wna16_gated", lambda x, weight: called.append(len(x)) or x[:, : weight.outputs // 2])
+    x = torch.randn(3, INPUTS).bfloat16()
+    layer, _ = converted([stored(codes_of(32)), stored(codes_of(32, seed=1))])
+    assert layer.gated(x) is not None and called == [3]
+    layer.bias = torch.nn.Parameter(torch.zeros(64))
+    assert layer.gated(x) is None
+    layer.bias, layer.batch_invariant = None, True
+    assert layer.gated(x) is None
+    ordered, _ = converted([stored(codes_of(32, group=64, order=ORDER))])
+    assert ordered.gated(x) is None and called == [3]

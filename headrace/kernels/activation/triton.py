@@ -35,7 +35,7 @@ def sigmoid(x, MODE: tl.constexpr):
 
 
 @triton.jit
-def _product(gate, up, GELU: tl.constexpr, MODE: tl.constexpr):
+def gated_product(gate, up, GELU: tl.constexpr, MODE: tl.constexpr):
     """The activation is rounded, and then its product with up."""
     wide = gate.to(tl.float32)
     if GELU:
@@ -60,7 +60,7 @@ def _gated(
     mask = channel < WIDTH
     gate = tl.load(gate_up + token * token_stride + channel, mask=mask, other=0.0)
     up = tl.load(gate_up + token * token_stride + WIDTH + channel, mask=mask, other=0.0)
-    product = _product(gate, up, GELU, MODE)
+    product = gated_product(gate, up, GELU, MODE)
     if GROUP:
         store_rounded(product, out, scales, scale_column, token, first, WIDTH, BLOCK, GROUP, MODE)
     else:
@@ -85,7 +85,7 @@ def _gated_row(
     # The compiler would load the second half once the first is activated: no load moves behind a barrier.
     tl.debug_barrier()
     for first in tl.static_range(0, WIDTH, BLOCK):
-        products += (_product(gates[first // BLOCK], ups[first // BLOCK], GELU, MODE),)
+        products += (gated_product(gates[first // BLOCK], ups[first // BLOCK], GELU, MODE),)
         peak = tl.maximum(peak, size_bits(products[first // BLOCK].to(tl.float32)))
     scale = scale_of_peak(tl.max(peak, 0).to(tl.float32, bitcast=True))
     tl.store(scales + token, scale)

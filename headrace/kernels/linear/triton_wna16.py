@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 
 from headrace.kernels import support
+from headrace.kernels.activation.triton import gated_product
+from headrace.kernels.kv_cache.triton_fp8 import mode
 from headrace.kernels.linear.wna16_reference import RUN, PackedWeight
 from headrace.kernels.linear.wna16_tilings import PackedFewTiling, PackedManyTiling, choose_few, choose_many
 from headrace.kernels.support import cdiv, power_of_two
@@ -91,11 +93,11 @@ def _decode(word, BITS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _factors(
-    base, channel, first, out, GROUPS: tl.constexpr, OUTPUTS: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr
+    base, channel, output, out, GROUPS: tl.constexpr, OUTPUTS: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr
 ):  # fmt: skip
     """Loads scales ``[SPLIT * WARPS, OUTPUTS, 1]`` of each warp's run. A small load is made by the threads that need it, in the
     places where they need it; a large one would go through shared memory."""
-    output = tl.minimum(first + tl.arange(0, OUTPUTS), out - 1)[None, :]
+    output = tl.minimum(output, out - 1)[None, :]
     if SPLIT == 1:
         part = tl.load(base + tl.minimum(channel // GROUP, GROUPS - 1) * out + output)
     else:
@@ -111,12 +113,22 @@ def _factors(
     return tl.reshape(part, (SPLIT * channel.shape[0], OUTPUTS, 1))
 
 
+@triton.jit
+def _output(number, out, OUTPUTS: tl.constexpr, GATED: tl.constexpr):
+    """Returns a program's output of this number. With GATED, the first half of its outputs gate the second."""
+    HALF: tl.constexpr = OUTPUTS // 2
+    if GATED:
+        return tl.program_id(0) * HALF + number % HALF + number // HALF * (out // 2)
+    else:
+        return tl.program_id(0) * OUTPUTS + number
+
+
 @launched(do_not_specialize=["rows"])
 def _packed_few(
     x, words, scales, middles, bias, y, rows, out, x_row: tl.int64,
     IN: tl.constexpr, OUTPUTS: tl.constexpr, AHEAD: tl.constexpr, X_AHEAD: tl.constexpr, GROUP: tl.constexpr,
     SPLIT: tl.constexpr, BITS: tl.constexpr, WARPS: tl.constexpr, MIDDLES: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr,
-    GAIN: tl.constexpr, PDL: tl.constexpr
+    GAIN: tl.constexpr, GATED: tl.constexpr, MODE: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """The warps share the runs of the inputs: each sums up its own, and the sums are added at the end."""
     announce(PDL)
@@ -125,10 +137,10 @@ def _packed_few(
     GROUPS: tl.constexpr = (IN + GROUP - 1) // GROUP
     LOADS: tl.constexpr = BITS // 4
     DTYPE: tl.constexpr = x.dtype.element_ty
-    first = tl.program_id(0) * OUTPUTS
+    output = _output(tl.arange(0, OUTPUTS), out, OUTPUTS, GATED)
     # Words: [block of outputs, load, warp, output] x word. Blocks past the end are read as the last one, and not written.
     place = tl.arange(0, OUTPUTS * LOADS * WARPS)
-    block = tl.minimum(first // 8 + place // (8 * WARPS * LOADS), (out + 7) // 8 - 1)
+    block = tl.minimum(_output(place // (8 * WARPS * LOADS) * 8, out, OUTPUTS, GATED) // 8, (out + 7) // 8 - 1)
     within = place // (8 * WARPS) % LOADS * 128 + place % 8 * 16
     run = place // 8 % WARPS
     lines = words + (block.to(tl.int64) * (RUNS * LOADS * 128) + within)[:, None] + tl.arange(0, 16)[None, :]
@@ -141,9 +153,9 @@ def _packed_few(
     parts, wide, shift = (), (), ()
     for step in tl.static_range(min(AHEAD, COUNT)):
         parts += (_words(lines, run + step * WARPS, RUNS, LOADS),)
-        wide += (_factors(scales, warp_at + step * WARPS * _RUN, first, out, GROUPS, OUTPUTS, GROUP, SPLIT),)
+        wide += (_factors(scales, warp_at + step * WARPS * _RUN, output, out, GROUPS, OUTPUTS, GROUP, SPLIT),)
         if MIDDLES and not HALVES:
-            shift += (_factors(middles, warp_at + step * WARPS * _RUN, first, out, GROUPS, OUTPUTS, GROUP, SPLIT),)
+            shift += (_factors(middles, warp_at + step * WARPS * _RUN, output, out, GROUPS, OUTPUTS, GROUP, SPLIT),)
     wait(PDL)
     rights = ()
     for step in tl.static_range(min(X_AHEAD, COUNT)):
@@ -155,9 +167,9 @@ def _packed_few(
         if step + AHEAD < COUNT:
             parts += (_words(lines, run + (step + AHEAD) * WARPS, RUNS, LOADS),)
             ahead = warp_at + (step + AHEAD) * WARPS * _RUN
-            wide += (_factors(scales, ahead, first, out, GROUPS, OUTPUTS, GROUP, SPLIT),)
+            wide += (_factors(scales, ahead, output, out, GROUPS, OUTPUTS, GROUP, SPLIT),)
             if MIDDLES and not HALVES:
-                shift += (_factors(middles, ahead, first, out, GROUPS, OUTPUTS, GROUP, SPLIT),)
+                shift += (_factors(middles, ahead, output, out, GROUPS, OUTPUTS, GROUP, SPLIT),)
         if step + X_AHEAD < COUNT:
             rights += (_rows(factors, x_at, (step + X_AHEAD) * WARPS * _RUN, IN, WARPS * _RUN),)
         right = tl.reshape(rights[step], (SPLIT, 4 // SPLIT, WARPS, 8, 4, 2, 2, 2))
@@ -169,15 +181,19 @@ def _packed_few(
         left = _left(parts[step], BITS, DTYPE, ASM, SPLIT, OUTPUTS, WARPS)
         if HALVES:
             here = warp_at + step * WARPS * _RUN
-            high = _factors(scales, here + GROUP, first, out, GROUPS, OUTPUTS, GROUP, SPLIT)
+            high = _factors(scales, here + GROUP, output, out, GROUPS, OUTPUTS, GROUP, SPLIT)
             low_shift, high_shift = high, high
             if MIDDLES:
-                low_shift = _factors(middles, here, first, out, GROUPS, OUTPUTS, GROUP, SPLIT)
-                high_shift = _factors(middles, here + GROUP, first, out, GROUPS, OUTPUTS, GROUP, SPLIT)
+                low_shift = _factors(middles, here, output, out, GROUPS, OUTPUTS, GROUP, SPLIT)
+                high_shift = _factors(middles, here + GROUP, output, out, GROUPS, OUTPUTS, GROUP, SPLIT)
             sums += tl.dot(_weights(left, wide[step], high, low_shift, high_shift, 8, MIDDLES, GAIN), right)
         else:
             sums += tl.dot(left, right) * (wide[step].to(tl.float32) * GAIN)
-    _write(tl.sum(sums, 0), bias, y, first, tl.arange(0, 8), rows, out, OUTPUTS, BIAS)
+    total, row = tl.sum(sums, 0), tl.arange(0, 8)
+    if GATED:
+        _write_gated(total, y, row, rows, out // 2, OUTPUTS // 2, MODE)
+    else:
+        _write(total, bias, y, tl.program_id(0) * OUTPUTS, row, rows, out, OUTPUTS, BIAS)
 
 
 @triton.jit
@@ -360,6 +376,16 @@ def _write(sums, bias, y, first, row, rows, out, OUTPUTS: tl.constexpr, BIAS: tl
 
 
 @triton.jit
+def _write_gated(sums, y, row, rows, out, HALF: tl.constexpr, MODE: tl.constexpr):
+    """Writes ``silu(gate) * up`` of a tile ``[HALF of a gate and HALF that it gates, rows]``."""
+    kind: tl.constexpr = y.dtype.element_ty
+    gate, up = tl.split(tl.permute(tl.reshape(sums, (2, HALF, 8)), (1, 2, 0)))
+    output = tl.program_id(0) * HALF + tl.arange(0, HALF)
+    at = row.to(tl.int64)[None, :] * out + output[:, None]
+    tl.store(y + at, gated_product(gate.to(kind), up.to(kind), False, MODE), mask=(row < rows)[None, :])
+
+
+@triton.jit
 def _fetch(place):
     """Fetches into the L2 cache. Nothing waits for it."""
     tl.inline_asm_elementwise(
@@ -410,8 +436,14 @@ def few(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     tiling: PackedFewTiling | None = None,
+    *,
+    gated: bool = False,
 ) -> torch.Tensor:
     """Kernel version of ``wna16_linear_ref`` for at most ``MAX_ROWS`` rows of 16-bit floats; the last axis is contiguous.
+
+    Args:
+        gated: the result is ``silu(gate) * up`` of the product's halves, as of one without a bias and in ``out_dtype``. Outputs
+            are a multiple of the tiling's.
 
     Raises:
         ValueError: x does not fit.
@@ -419,11 +451,11 @@ def few(
     _check(x, weight, MAX_ROWS)
     rows, outputs = len(x), weight.outputs
     tiling = tiling or choose_few(weight)
-    y = torch.empty(rows, outputs, dtype=out_dtype, device=x.device)
+    y = torch.empty(rows, outputs // 2 if gated else outputs, dtype=out_dtype, device=x.device)
     _packed_few[(cdiv(outputs, tiling.outputs),)](
         x, *_held(weight, bias), y, rows, outputs, x.stride(0), OUTPUTS=tiling.outputs, AHEAD=tiling.ahead,
-        X_AHEAD=tiling.x_ahead, WARPS=tiling.warps, BIAS=bias is not None, **_shape(weight, x.dtype),
-        num_warps=tiling.warps, num_stages=1, maxnreg=tiling.registers, **options(x.device),
+        X_AHEAD=tiling.x_ahead, WARPS=tiling.warps, BIAS=bias is not None, GATED=gated, MODE=mode(x.device),
+        **_shape(weight, x.dtype), num_warps=tiling.warps, num_stages=1, maxnreg=tiling.registers, **options(x.device),
     )  # fmt: skip
     return y
 

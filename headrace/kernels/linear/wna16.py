@@ -50,3 +50,10 @@ def wna16_linear(
     if rows <= MANY_ROWS:
         return kernels.many(x, weight, bias, dtype)
     return linear_ref(x, kernels.floats(weight, x.dtype), bias, out_dtype)
+
+
+def wna16_gated(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor | None:
+    """``silu(gate) * up`` of the halves of ``x W^T``: ``[T, K] -> [T, N / 2]``; None where no kernel does both."""
+    if not gpu.takes(x) or x.dtype == torch.float32 or not 0 < len(x) <= FEW_ROWS or weight.outputs % 16:
+        return None
+    return kernels.few(x, weight, None, x.dtype, gated=True)

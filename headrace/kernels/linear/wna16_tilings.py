@@ -41,6 +41,8 @@ class PackedManyTiling:
 
 def choose_few(weight: PackedWeight) -> PackedFewTiling:
     """Chooses by measurements on an H200. Codes of 8 bits, and scales of small groups, take registers."""
+    if weight.bits == 8 and weight.middles is None and len(weight.scales) == 1 and weight.inputs <= 4096:
+        return PackedFewTiling(registers=128)
     if weight.split > 1 or weight.bits == 8:
         return PackedFewTiling(ahead=2)
     if weight.middles is not None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from headrace.kernels import support
+from headrace.kernels.activation.reference import silu_mul_ref
 from headrace.kernels.linear import triton_wna16 as kernels
 from headrace.kernels.linear.wna16 import wna16_linear
 from headrace.kernels.linear.wna16_reference import PackedWeight
@@ -53,6 +54,17 @@ def test_few(rows: int, dtype: torch.dtype, case: tuple[int, int, bool, torch.dt
     weight, exact = packed_weight(*SHAPE, bits, group, middles=middles, scales=scales, device=device)
     x, bias = rows_of(rows, SHAPE[1], dtype, device), torch.randn(SHAPE[0], device=device) if rows > 1 else None
     check(kernels.few(x, weight, bias, torch.float32), x, exact, bias, group)
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[4]], ids=str)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_gated(rows: int, case: tuple[int, int, bool, torch.dtype], device: torch.device) -> None:
+    torch.manual_seed(rows)
+    bits, group, middles, scales = case
+    weight, _ = packed_weight(48, 456, bits, group, middles=middles, scales=scales, device=device)
+    x = rows_of(rows, 456, torch.float16, device) / 16
+    expected = silu_mul_ref(kernels.few(x, weight, None, torch.float16))
+    torch.testing.assert_close(kernels.few(x, weight, None, torch.float16, gated=True), expected, rtol=2e-3, atol=1e-5)
 
 
 def check_many(
@@ -126,6 +138,13 @@ def test_programs_that_do_not_fit_at_once_have_fewer_registers(monkeypatch: pyte
     words, arrived = torch.empty(1, 1, 1, 8, 16, device="meta"), torch.empty(0, device="meta")
     sizes = (6337, 4096), (6336, 4096), (6337, 4224)
     weights = [PackedWeight(words, torch.empty(1, out, device="meta"), None, 128, inputs, arrived) for out, inputs in sizes]
+    assert [choose_few(weight).registers for weight in weights] == [128, None, None]
+
+
+def test_weights_of_8_bits_have_fewer_registers_where_scales_take_none() -> None:
+    words, arrived = torch.empty(1, 1, 2, 8, 16, device="meta"), torch.empty(0, device="meta")
+    shapes = (1, 4096), (32, 4096), (1, 12288)
+    weights = [PackedWeight(words, torch.empty(groups, 64, device="meta"), None, 0, k, arrived) for groups, k in shapes]
     assert [choose_few(weight).registers for weight in weights] == [128, None, None]
 
 

@@ -19,6 +19,8 @@ _SMALL_SIDE_BY_SIDE = 4
 _SMALLEST_SIDE_BY_SIDE = 16
 """Programs for each multiprocessor, below which rows are split: where a tile's queries come first, where its keys do, and where
 what it loads is converted besides."""
+_WIDE_KEYS = 64
+"""Keys of a tile of wide heads, where a multiprocessor has two programs."""
 _ALIGNMENT = 2 << 10
 """Bytes of a program's shared memory that tiles of the tensor memory unit leave unused between them."""
 _KEPT_FREE = 4 << 10
@@ -125,17 +127,37 @@ def choose_tiling(geometry: Geometry, *, num_rows: int, num_tokens: int, max_que
     warps: 162). Keys and values of 256 (16 query and 4 KV heads) take 8 warps and 64 keys: 475 (32 keys: 332; 64 queries and
     heads: 222). What takes a conversion has registers for 64 queries and heads, with 4 warps and 128 keys: 231 (128, 64 keys
     and 8 warps: 153).
+
+    One query a row of 16 query and 4 KV heads of 256: see ``_few_of_wide_heads``.
     """
     block_m = min(max(KEYS_FIRST, power_of_two(max_queries * geometry.group_size)), geometry.max_block_m)
     heads = min(geometry.group_size, block_m)
     block_q = block_m // heads
     tiles = max(num_rows, -(-num_tokens // block_q))
     programs = max(tiles * geometry.num_kv_heads * -(-geometry.group_size // heads), 1)
+    if _few_of_wide_heads(geometry, block_m, programs):
+        splits = min(_SIDE_BY_SIDE * geometry.device.multiprocessors // programs, max_seq_len // MIN_SPLIT)
+        return Tiling(block_q, heads, _WIDE_KEYS, max(1, splits), 0, 4, 3)
     wanted = _side_by_side(geometry, block_m) * geometry.device.multiprocessors
     block_n, num_warps = _shape(geometry, block_m, programs)
     splits = max(1, min(wanted // programs, max_seq_len // (MIN_SPLIT if block_n > 16 else SMALL_SPLIT)))
     block_n, num_stages = _keys(geometry, block_m, block_n)
     return Tiling(block_q, heads, block_n, splits, 0, num_warps, num_stages)
+
+
+def _few_of_wide_heads(geometry: Geometry, block_m: int, programs: int) -> bool:
+    """Whether few programs have one query each and so wide heads that two on a multiprocessor, of 4 warps and 64 keys, are
+    faster than four of 32 keys: on an H200, 64 rows of 400 tokens take 33.0 us (38.4), 64 of 4096 245 (293), 8 of 30000 228
+    (236).
+
+    Args:
+        programs: before splits. Steps of a single row were slower so.
+    """
+    device, width = geometry.device, geometry.head_dim + geometry.v_head_dim
+    place = _WIDE_KEYS * width * geometry.kv_bytes + _KEPT_FREE + block_m * geometry.head_dim * geometry.q_bytes
+    some = device.multiprocessors <= 8 * programs < 16 * device.multiprocessors
+    narrow = block_m > KEYS_FIRST or not 192 < geometry.widest <= 256
+    return some and not narrow and geometry.kv_bytes == geometry.q_bytes == 2 and 2 * place <= device.shared_memory
 
 
 def _side_by_side(geometry: Geometry, block_m: int) -> int:

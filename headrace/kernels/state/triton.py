@@ -27,12 +27,11 @@ from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import announce, begin, options, wait
 
 _EARLY_ROWS = 8
-"""Decode rows up to which programs read states before the kernel before is complete: earlier steps alone wrote these, and a
-step begins with launches that wait for all of the one before. With more rows, whose programs do not all run at once, it was
-slower."""
-_CHANNELS, _MANY_CHANNELS = 128, 512
-"""Channels of a decode row's convolution of one program, and where there are at least ``_MANY`` such rows."""
-_MANY = 32
+"""Decode rows up to which programs of recurrences that write each state read these before the kernel before is complete:
+earlier steps alone wrote them, and a step begins with launches that wait for all of the one before. With more rows, whose
+programs do not all run at once, it was slower. Convolutions, and recurrences that seldom write states, always do so."""
+_FEW, _FEW_TILE, _TILE = 31, (128, 1), (512, 4)
+"""Decode rows up to which a program of their convolution has so many channels and rows; and those that it has with more."""
 _NORMED = 1024
 """Channels that a program norms, where several groups have so many. No group's sum depends on the number of tokens."""
 _VALUES = 8
@@ -41,58 +40,49 @@ _WARPS = 1
 """Warps of such a program. With one, no token waits for others to add up."""
 
 
-@launched
+@launched(do_not_specialize=["rows"])
 def _conv_rows(
-    x,
-    weight,
-    bias,
-    cache,
-    out,
-    blocks,  # [R] int32
-    starts,  # [R] int32
-    channels,
-    x_row: tl.int64,
-    cache_block: tl.int64,
-    TAPS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    BIAS: tl.constexpr,
-    SILU: tl.constexpr,
-    EARLY: tl.constexpr,
-    MODE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """The only token of a row, which has the row's number, and whose input is kept."""
-    if EARLY:
-        announce(PDL)
-    else:
-        begin(PDL)
-    row = tl.program_id(1).to(tl.int64)
+    x, weight, bias, cache, out, blocks, starts, rows, channels, x_row: tl.int64, cache_block: tl.int64, TAPS: tl.constexpr,
+    CHANNELS: tl.constexpr, ROWS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, MODE: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """The only token of each of ``ROWS`` rows, which has the row's number, and whose input is kept."""
+    announce(PDL)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    block = tl.load(blocks + row).to(tl.int64)
-    ring = cache + tl.maximum(block, 0) * cache_block
-    start = tl.load(starts + row)
     mask = channel < channels
-    inside = mask & (block >= 0)
-    total = tl.zeros([CHANNELS], tl.float32)
-    for tap in tl.static_range(TAPS - 1):
-        factor = tl.load(weight + channel * TAPS + tap, mask=mask, other=0.0).to(tl.float32)
-        place = (start + tap) % (TAPS - 1)
-        total += tl.load(ring + place * channels + channel, mask=inside, other=0.0).to(tl.float32) * factor
-    factor = tl.load(weight + channel * TAPS + TAPS - 1, mask=mask, other=0.0).to(tl.float32)
+    factors = ()
+    for tap in tl.static_range(TAPS):
+        factors += (tl.load(weight + channel * TAPS + tap, mask=mask, other=0.0).to(tl.float32),)
+    # All loads come first, so that they are under way together.
+    kept, places, totals = (), (), ()
+    for each in tl.static_range(ROWS):
+        row = tl.program_id(1) * ROWS + each
+        block = tl.load(blocks + row, mask=row < rows, other=-1).to(tl.int64)
+        kept += (mask & (block >= 0),)
+        start = tl.load(starts + row, mask=row < rows, other=0)
+        ring = cache + tl.maximum(block, 0) * cache_block + channel
+        places += (ring + start % (TAPS - 1) * channels,)
+        total = tl.zeros([CHANNELS], tl.float32)
+        for tap in tl.static_range(TAPS - 1):
+            place = ring + (start + tap) % (TAPS - 1) * channels
+            total += tl.load(place, mask=kept[each], other=0.0).to(tl.float32) * factors[tap]
+        totals += (total,)
     if BIAS:
         added = tl.load(bias + channel, mask=mask, other=0.0).to(tl.float32)
-    if EARLY:
-        wait(PDL)
-    now = tl.load(x + row * x_row + channel, mask=inside, other=0.0)
-    total += now.to(tl.float32) * factor
-    if BIAS:
-        total += added
-    if SILU:
-        total = total * sigmoid(total, MODE)
-    tl.store(out + row * channels + channel, tl.where(inside, total, 0.0).to(out.dtype.element_ty), mask=mask)
-    # All threads have read the ring.
+    wait(PDL)
+    first, now = (tl.program_id(1) * ROWS).to(tl.int64), ()
+    for each in tl.static_range(ROWS):
+        now += (tl.load(x + (first + each) * x_row + channel, mask=kept[each], other=0.0),)
+    # All threads have read the rings.
     tl.debug_barrier()
-    tl.store(ring + start % (TAPS - 1) * channels + channel, now, mask=inside)
+    for each in tl.static_range(ROWS):
+        total = totals[each] + now[each].to(tl.float32) * factors[TAPS - 1]
+        if BIAS:
+            total += added
+        if SILU:
+            total = total * sigmoid(total, MODE)
+        total = tl.where(kept[each], total, 0.0).to(out.dtype.element_ty)
+        tl.store(out + (first + each) * channels + channel, total, mask=mask & (first + each < rows))
+        tl.store(places[each], now[each], mask=kept[each])
 
 
 @launched(do_not_specialize=["heads"])
@@ -290,27 +280,12 @@ def _convolve_rows(
     out: torch.Tensor,
 ) -> None:
     (channels, taps), rows = weight.shape, step.decode_rows
-    tile = _MANY_CHANNELS if rows >= _MANY else _CHANNELS
-    _conv_rows[(cdiv(channels, tile), rows)](
-        x,
-        weight,
-        weight if bias is None else bias,
-        cache,
-        out,
-        step.blocks,
-        step.starts,
-        channels,
-        x.stride(0),
-        cache.stride(0),
-        TAPS=taps,
-        CHANNELS=tile,
-        BIAS=bias is not None,
-        SILU=activation == "silu",
-        MODE=mode(x.device),
-        EARLY=rows <= _EARLY_ROWS,
-        num_warps=4,
-        **options(x.device),
-    )
+    tile, at_once = _FEW_TILE if rows <= _FEW else _TILE
+    _conv_rows[(cdiv(channels, tile), cdiv(rows, at_once))](
+        x, weight, weight if bias is None else bias, cache, out, step.blocks, step.starts, rows, channels, x.stride(0),
+        cache.stride(0), TAPS=taps, CHANNELS=tile, ROWS=at_once, BIAS=bias is not None, SILU=activation == "silu",
+        MODE=mode(x.device), num_warps=4, **options(x.device),
+    )  # fmt: skip
 
 
 def delta_rule(
@@ -335,10 +310,9 @@ def delta_rule(
         return out
     if step.prompt_rows and not by_token:
         delta_prompts(qkv, decay, beta, a_log, dt_bias, state, step, beta_factor, pending, out)
-    early = step.decode_rows <= _EARLY_ROWS and not step.prompt_rows
     if pending is not None:
         if step.decode_rows:
-            delta_rows(qkv, decay, beta, a_log, dt_bias, state, step, beta_factor, pending, early, out)
+            delta_rows(qkv, decay, beta, a_log, dt_bias, state, step, beta_factor, pending, out)
         return out
     rows = step.num_rows if by_token else step.decode_rows
     if not rows:
@@ -367,7 +341,7 @@ def delta_rule(
         DV=value_dim,
         VALUES=values,
         BY_CHANNEL=decay.shape[1] > heads,
-        EARLY=early,
+        EARLY=step.decode_rows <= _EARLY_ROWS and not step.prompt_rows,
         num_warps=_WARPS,
         **options(qkv.device),
     )

@@ -31,8 +31,7 @@ _MOST_TURNS = 8
 """Turns of a program, each with as many rows of the state, at most. What does not depend on these is computed once."""
 _REGISTERS, _SIDE_BY_SIDE = 128, 15
 """Registers of a thread, and the programs for each multiprocessor that then run at once, which there are to be at least. On an
-H200, 64 rows take 48.6 us in 8 turns, 55.6 with as many registers as the compiler takes (165), and 52.1 in one turn; 8 rows
-8.4 in 2 turns, 9.7 in 4 and 9.9 in one."""
+H200, 64 rows take 47.8 us in 8 turns, and 8 rows 7.9 in 2; more registers, or more or fewer turns, were slower."""
 
 
 @triton.jit
@@ -48,40 +47,72 @@ def _held(at, first, in_key, live, DK: tl.constexpr, DV: tl.constexpr, VALUES: t
     return tl.load(at + value[:, None] * DK, mask=mask, other=0.0).to(tl.float32)
 
 
+@triton.jit
+def _readings(
+    held, held_at, q, k, scratch, plane, begins, in_key, live, DK: tl.constexpr, DV: tl.constexpr, VALUES: tl.constexpr,
+    TURNS: tl.constexpr
+):  # fmt: skip
+    """``held k`` and ``held q`` of all turns, of which ``held`` is the first; by way of ``scratch [2, plane]``."""
+    seen, result = tl.sum(held * k[None, :], 1), tl.sum(held * q[None, :], 1)
+    if TURNS > 1:
+        value = tl.arange(0, VALUES)
+        for turn in range(TURNS):
+            # The next turn's state is on its way while this one is computed.
+            behind = _held(held_at, begins + (turn + 1) * VALUES, in_key, live & (turn + 1 < TURNS), DK, DV, VALUES)
+            place, mask = scratch + turn * VALUES + value, begins + turn * VALUES + value < DV
+            tl.store(place, tl.sum(held * k[None, :], 1), mask=mask)
+            tl.store(place + plane, tl.sum(held * q[None, :], 1), mask=mask)
+            held = behind
+        # All threads see what others have stored.
+        tl.debug_barrier()
+        each = tl.arange(0, VALUES * TURNS)
+        seen = tl.load(scratch + each, mask=begins + each < DV, other=0.0)
+        result = tl.load(scratch + plane + each, mask=begins + each < DV, other=0.0)
+    return seen, result
+
+
+@triton.jit
+def _write_turns(
+    held, held_at, q, k, faded, strength, both, earlier, values, kept, out, tokens_row, begins, in_key, live, DK: tl.constexpr,
+    DV: tl.constexpr, VALUES: tl.constexpr, TURNS: tl.constexpr, PERIOD: tl.constexpr
+):  # fmt: skip
+    """Reads, advances and writes the states of all turns, of which ``held`` is the first."""
+    lacks, missing, fades, to_k, to_q = earlier
+    for turn in range(TURNS):
+        behind = _held(held_at, begins + (turn + 1) * VALUES, in_key, live & (turn + 1 < TURNS), DK, DV, VALUES)
+        value = turn * VALUES + tl.arange(0, VALUES)
+        in_value = begins + value < DV
+        seen, result = faded * tl.sum(held * k[None, :], 1), faded * tl.sum(held * q[None, :], 1)
+        held = held * faded
+        for slot in tl.static_range(PERIOD - 1):
+            place = kept + slot * tokens_row + value
+            update = tl.load(place, mask=in_value & live & missing[slot], other=0.0)
+            weighed = tl.where(missing[slot], update * fades[slot], 0.0)
+            seen += to_k[slot] * weighed
+            result += to_q[slot] * weighed
+            held += weighed[:, None] * lacks[slot][None, :]
+        v = tl.load(values + value, mask=in_value, other=0.0).to(tl.float32)
+        update = (v - seen) * strength
+        result += both * update
+        tl.store(out + value, tl.where(live, result, 0.0), mask=in_value)
+        held += update[:, None] * k[None, :]
+        state_at = held_at + (begins + value)[:, None] * DK
+        tl.store(state_at, held, mask=in_value[:, None] & in_key[None, :] & live)
+        held = behind
+
+
 @launched(do_not_specialize=["heads"])
 def _kept_rule(
-    qkv,
-    decay,
-    beta,
-    a_log,
-    dt_bias,
-    state,
-    tokens,
-    until,
-    out,
-    blocks,  # [R] int32
-    starts,  # [R] int32
-    heads,
-    beta_factor,
-    scale,
-    qkv_row: tl.int64,
-    decay_row: tl.int64,
-    beta_row: tl.int64,
-    state_block: tl.int64,
-    tokens_block: tl.int64,
-    tokens_row: tl.int64,
-    until_block: tl.int64,
-    SHARE: tl.constexpr,
-    DK: tl.constexpr,
-    DK_P: tl.constexpr,
-    DV: tl.constexpr,
-    VALUES: tl.constexpr,
-    TURNS: tl.constexpr,
-    PERIOD: tl.constexpr,
-    EARLY: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """``TURNS`` times ``VALUES`` rows of a head's state, which every PERIOD-th step writes; SHARE heads have one key head."""
+    qkv, decay, beta, a_log, dt_bias, state, tokens, until, scratch, out, blocks, starts, heads, beta_factor, scale,
+    qkv_row: tl.int64, decay_row: tl.int64, beta_row: tl.int64, state_block: tl.int64, tokens_block: tl.int64,
+    tokens_row: tl.int64, until_block: tl.int64, SHARE: tl.constexpr, DK: tl.constexpr, DK_P: tl.constexpr, DV: tl.constexpr,
+    VALUES: tl.constexpr, TURNS: tl.constexpr, PERIOD: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """``TURNS`` times ``VALUES`` rows of a head's state, which every PERIOD-th step writes; SHARE heads have one key head.
+
+    Where a state is only read, what the tokens that it lacks add is computed for all turns at once, behind them: ``scratch``
+    ``[R, 2, heads * DV]`` float32 holds their readings meanwhile.
+    """
     if EARLY:
         announce(PDL)
     else:
@@ -95,20 +126,25 @@ def _kept_rule(
     held_at = state + block * state_block + head * DV * DK + channel[None, :]
     held = _held(held_at, begins, in_key, live, DK, DV, VALUES)
     rate, added = -tl.exp(tl.load(a_log + head)), tl.load(dt_bias + head)
-    own, keys, own_values = head // SHARE * DK + channel, heads // SHARE * DK, heads // SHARE * DK + head * DV
-    own_sum = keys + heads * DV + head
-    kept, written = tokens + block * tokens_block, until + block * until_block + head * DV
+    own, keys = head // SHARE * DK + channel, heads // SHARE * DK
+    at, own_sum = head * DV + begins, keys + heads * DV + head
+    each = tl.arange(0, VALUES * TURNS)
+    inside = begins + each < DV
+    kept, written = tokens + block * tokens_block, until + block * until_block + at
     # No load waits for another's number but the block's: what is read of tokens that the state has is put out behind.
-    first, count = tl.load(written + begins), start % PERIOD
-    ks, sums = (), ()
+    first, count = tl.load(written), start % PERIOD
+    ks, us, sums = (), (), ()
     for slot in tl.static_range(PERIOD - 1):
-        at, there = kept + slot * tokens_row, live & (slot < count)
-        ks += (tl.load(at + own, mask=in_key & there, other=0.0),)
-        sums += (tl.load(at + own_sum, mask=there, other=0.0),)
+        place, there = kept + slot * tokens_row, live & (slot < count)
+        ks += (tl.load(place + own, mask=in_key & there, other=0.0),)
+        us += (tl.load(place + keys + at + each, mask=inside & there, other=0.0),)
+        sums += (tl.load(place + own_sum, mask=there, other=0.0),)
     if EARLY:
         wait(PDL)
     # A decode row has the token of its number.
-    q, k = _unit(qkv + row * qkv_row + own, in_key) * scale, _unit(qkv + row * qkv_row + keys + own, in_key)
+    inputs = qkv + row * qkv_row
+    q, k = _unit(inputs + own, in_key) * scale, _unit(inputs + keys + own, in_key)
+    v = tl.load(inputs + 2 * keys + at + each, mask=inside, other=0.0).to(tl.float32)
     strength = beta_factor * tl.sigmoid(tl.load(beta + row * beta_row + head).to(tl.float32))
     fade = rate * softplus(tl.load(decay + row * decay_row + head).to(tl.float32) + added)
     for slot in tl.static_range(PERIOD - 1):
@@ -121,35 +157,28 @@ def _kept_rule(
         fades += (tl.exp(tl.minimum(fade - sums[slot], 0.0)),)
         to_k += (tl.sum(lacks[slot] * k, 0),)
         to_q += (tl.sum(lacks[slot] * q, 0),)
-    now = kept + count * tokens_row
-    for turn in range(TURNS):
-        value = begins + turn * VALUES + tl.arange(0, VALUES)
-        in_value = value < DV
-        # The next turn's state is on its way while this one is computed.
-        behind = _held(held_at, begins + (turn + 1) * VALUES, in_key, live & (turn + 1 < TURNS), DK, DV, VALUES)
-        v = tl.load(qkv + row * qkv_row + keys + own_values + value, mask=in_value, other=0.0).to(tl.float32)
-        weighed = ()
+    now, plane = kept + count * tokens_row, heads * DV
+    if count < PERIOD - 1:
+        own_scratch = scratch + row * 2 * plane + at
+        seen, result = _readings(held, held_at, q, k, own_scratch, plane, begins, in_key, live, DK, DV, VALUES, TURNS)
+        seen, result = faded * seen, faded * result
         for slot in tl.static_range(PERIOD - 1):
-            added_at = kept + slot * tokens_row + own_values + value
-            earlier = tl.load(added_at, mask=in_value & live & missing[slot], other=0.0)
-            weighed += (tl.where(missing[slot], earlier * fades[slot], 0.0),)
-        seen, result = faded * tl.sum(held * k[None, :], 1), faded * tl.sum(held * q[None, :], 1)
-        for slot in tl.static_range(PERIOD - 1):
-            seen += to_k[slot] * weighed[slot]
-            result += to_q[slot] * weighed[slot]
+            weighed = tl.where(missing[slot], us[slot] * fades[slot], 0.0)
+            seen += to_k[slot] * weighed
+            result += to_q[slot] * weighed
         update = (v - seen) * strength
-        result += both * update
-        tl.store(out + (row * heads + head) * DV + value, tl.where(live, result, 0.0), mask=in_value)
-        if count < PERIOD - 1:
-            tl.store(now + own_values + value, update, mask=in_value & live)
-        else:
-            held = held * faded + update[:, None] * k[None, :]
-            for slot in tl.static_range(PERIOD - 1):
-                held += weighed[slot][:, None] * lacks[slot][None, :]
-            place = held_at + value[:, None] * DK
-            tl.store(place, held.to(state.dtype.element_ty), mask=in_value[:, None] & in_key[None, :] & live)
-            tl.store(written + value, start + 1 + tl.zeros_like(value), mask=in_value & live)
-        held = behind
+        tl.store(out + row * plane + at + each, tl.where(live, result + both * update, 0.0), mask=inside)
+        tl.store(now + keys + at + each, update, mask=inside & live)
+    else:
+        earlier, places = (
+            (lacks, missing, fades, to_k, to_q),
+            (inputs + 2 * keys + at, kept + keys + at, out + row * plane + at),
+        )
+        _write_turns(
+            held, held_at, q, k, faded, strength, both, earlier, *places, tokens_row, begins, in_key, live, DK, DV, VALUES,
+            TURNS, PERIOD,
+        )  # fmt: skip
+        tl.store(written + each, start + 1 + tl.zeros_like(each), mask=inside & live)
     if (count < PERIOD - 1) & (tl.program_id(0) == 0):
         tl.store(now + own_sum, fade, mask=live)
         if head % SHARE == 0:
@@ -171,7 +200,6 @@ def delta_rows(
     step: StateMetadata,
     beta_factor: int,
     pending: Pending,
-    early: bool,
     out: torch.Tensor,
 ) -> None:
     """The gated delta rule of the decode rows; writes their tokens in ``out``. Each input's channels lie side by side, and a
@@ -187,6 +215,7 @@ def delta_rows(
         dt_bias,
         state,
         *pending,
+        torch.empty(step.decode_rows, 2, heads * value_dim, device=qkv.device),
         out,
         step.blocks,
         step.starts,
@@ -206,7 +235,7 @@ def delta_rows(
         VALUES=values,
         TURNS=turns,
         PERIOD=pending.tokens.shape[1] + 1,
-        EARLY=early,
+        EARLY=not step.prompt_rows,
         num_warps=1,
         maxnreg=_REGISTERS,
         **options(qkv.device),

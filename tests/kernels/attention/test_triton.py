@@ -487,6 +487,9 @@ def test_the_measured_choices() -> None:
     assert tiles(1, 8192, 8192) == (32, 32, 1, 4)
     assert tiles(1, 8192, 8192, width=192) == (32, 128, 1, 8)
     assert tiles(1, 8192, 8192, kv_bytes=1) == (16, 128, 1, 4)
+    shape = Geometry(4, 4, 256, 256, 2, 2, Resources(132, 227 << 10))
+    found = [choose_tiling(shape, num_rows=rows, num_tokens=rows, max_queries=1, max_seq_len=40960) for rows in (1, 8, 64, 80)]
+    assert [(each.block_n, each.splits, each.num_warps) for each in found] == [(32, 132, 4), (64, 8, 4), (64, 1, 4), (32, 1, 2)]
 
 
 def test_what_does_not_fit(device: torch.device) -> None:

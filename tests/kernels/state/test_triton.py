@@ -163,18 +163,18 @@ def test_bitwise_however_it_is_cut(name: str, device: torch.device) -> None:
         assert torch.equal(cut[block], whole[1])
 
 
-@pytest.mark.parametrize(("values", "turns"), [(8, 1), (4, 3), pytest.param(8, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("values", "turns", "most"), [(8, 1, 3), (4, 4, 7), pytest.param(8, 2, 7, marks=pytest.mark.slow)])
 def test_states_are_written_in_some_steps_alone(
-    values: int, turns: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
+    values: int, turns: int, most: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     """A prompt, decode rows beside a padding row, a row of several tokens, and decode rows again. ``values`` and ``turns``:
-    which of a head's rows are processed together, and one after the other."""
+    which of a head's rows are processed together, and one after the other. ``most``: tokens that a state may lack."""
     monkeypatch.setattr("headrace.kernels.state.triton_kept._VALUES", values)
     monkeypatch.setattr("headrace.kernels.state.triton_kept._turns", lambda *given, **rest: turns)
     case = Case("delta", torch.float32, torch.float32, device)
     heads, dv, dk = case.shape
     width = dk + heads * dv + heads
-    kept = Pending(blocks_of(5, 3, width, device=str(device)), torch.zeros(5, heads, dv, dtype=torch.int32, device=device))
+    kept = Pending(blocks_of(5, most, width, device=str(device)), torch.zeros(5, heads, dv, dtype=torch.int32, device=device))
     # Blocks begin with what others left, maybe no numbers.
     kept.tokens[2].fill_(torch.nan)
     now, later = case.states(), case.states()
@@ -193,6 +193,20 @@ def test_states_are_written_in_some_steps_alone(
     assert lacking == [0, 1, 2, 0, 1, 2, 3, 0, 1, 0, 1, 2, 3]
     assert (kept.until[2] == first - 3).all()
     assert not kept.until[[0, 1, 3, 4]].any() and not kept.tokens[[0, 1, 3, 4]].any() and not later[[0, 1, 3, 4]].any()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_decode_rows_of_one_program(rows: int, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Convolutions of decode rows are the reference's, however many of them a program has, padding rows among them."""
+    monkeypatch.setattr(kernels, "_FEW_TILE", (64, rows))
+    for name in ("conv", "conv-short"):
+        case = Case(name, torch.bfloat16, torch.float32, device)
+        step = state_step([(2, 1, 7), (-1, 1, 0), (4, 1, 0), (0, 1, 5), (3, 1, 2)], str(device))
+        kept, expected, at = case.states().normal_(), case.states(), torch.arange(5)
+        expected.copy_(kept)
+        got = case.run(case.kernel, kept, step, at)
+        torch.testing.assert_close(got, case.run(case.reference, expected, step, at))
+        assert torch.equal(kept, expected)
 
 
 def test_padding_rows_read_nothing(device: torch.device) -> None:

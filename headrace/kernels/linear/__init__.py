@@ -17,12 +17,10 @@ from headrace.kernels.lora import LowRank, expand
 
 if TYPE_CHECKING:
     from headrace.kernels.linear import triton as kernels
-    from headrace.kernels.linear import triton_added
     from headrace.kernels.linear import triton_invariant as invariant_kernels
     from headrace.kernels.linear import triton_matmul as matmul_kernels
     from headrace.kernels.linear import triton_wide as wide_kernels
 else:
-    triton_added = gpu.Late("headrace.kernels.linear.triton_added")
     invariant_kernels = gpu.Late(f"{__name__}.triton_invariant")
     kernels = gpu.Late(f"{__name__}.triton")
     matmul_kernels = gpu.Late(f"{__name__}.triton_matmul")
@@ -35,9 +33,7 @@ _MOST_FEW = max(rows for _, rows in FEW_ROWS)
 _ALIGNED = 16
 """Numbers from row to row of a factor: of multiples of these the Triton kernel for several rows reads 16 bytes at once."""
 _ADAPTED_ROWS = range(2, 65)
-"""Rows with which, on an H100, a product that adds what adapters add is faster than another and a kernel behind it."""
-_TILE_OUTPUTS = 64
-"""Outputs of a tile of that product."""
+"""Rows with which, on an H200, a product that adds what adapters add is faster than another and a kernel behind it."""
 _LT_OUTPUTS = 4224
 """Most outputs of a weight for which cuBLASLt chooses better kernels than cuBLAS, ..."""
 _LT_ROWS: tuple[tuple[float, tuple[range, ...]], ...] = (
@@ -119,9 +115,9 @@ def linear_adapted(
 ) -> torch.Tensor:
     """``linear`` and the addition of adapters, before the result is rounded where one kernel does both. That depends on the
     number of rows, so that a ``batch_invariant`` product is never one."""
-    fits = not batch_invariant and x.ndim == 2 and len(x) in _ADAPTED_ROWS and weight.dtype == x.dtype == torch.bfloat16
-    if fits and gpu.takes(x) and support.is_hopper(x.device) and triton_added.takes(added, _TILE_OUTPUTS):
-        return invariant_kernels.matmul(x, weight, bias, out_dtype, added)
+    fits = not batch_invariant and x.ndim == 2 and len(x) in _ADAPTED_ROWS and weight.dtype == x.dtype
+    if fits and gpu.takes(x) and support.is_hopper(x.device) and wide_kernels.adds(x, weight, added):
+        return wide_kernels.linear(x, weight, bias, out_dtype, added=added)
     y = linear(x, weight, bias, out_dtype, batch_invariant=batch_invariant, exact=exact)
     expand(added, y, batch_invariant=batch_invariant)
     return y

@@ -1,10 +1,11 @@
 """The addition of adapters in the kernel of another product: ``B low`` joins its sums before these are rounded.
 
-What a program reads for it comes at its start, while its weights are on the way. At its end nothing would hide the wait.
+A program reads B before the kernel before is complete and A's products as soon as it is, but needs neither before it has summed
+its own product: so it waits for them while its weights are on the way.
 """
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# A kernel's arguments have no types of Python's, and its tuples grow.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, disable-error-code=assignment
 
 from __future__ import annotations
 
@@ -45,33 +46,49 @@ def lines_of_b(
 
 
 @triton.jit
-def added_sums(
-    right, low, b, place, token, tokens, first, output, present, b_place, END_0: tl.constexpr, END_1: tl.constexpr,
-    RANK: tl.constexpr, WIDTH: tl.constexpr, SHARES: tl.constexpr, COLUMNS: tl.constexpr, NUM_PLACES: tl.constexpr,
-    PLACES: tl.constexpr, AT_ONCE: tl.constexpr
+def shares_of_low(
+    low, place, token, tokens, first, start, END_0: tl.constexpr, END_1: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr,
+    SHARES: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """``[outputs, tokens]``: what the adapters of the tokens add; zeros for tokens without one.
+    """``SHARES`` times ``[COLUMNS, tokens]``: A's products from column ``start`` on, for outputs from ``first`` on."""
+    column = start + tl.arange(0, COLUMNS)
+    at = low + token.to(tl.int64)[None, :] * WIDTH + _first_column(first, END_0, END_1, RANK) + column[:, None]
+    mask = (place >= 0)[None, :] & (column < RANK)[:, None]
+    shares = ()
+    for share in tl.static_range(SHARES):
+        shares += (tl.load(at + share * tokens.to(tl.int64) * WIDTH, mask=mask, other=0.0),)
+    return shares
 
-    ``right``: all of B, if it is multiplied AT_ONCE.
+
+@triton.jit
+def _total(shares, SHARES: tl.constexpr):
+    total = shares[0]
+    for share in tl.static_range(1, SHARES):
+        total += shares[share]
+    return total
+
+
+@triton.jit
+def add(
+    sums, right, shares, low, b, place, token, tokens, first, output, present, b_place, END_0: tl.constexpr,
+    END_1: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, SHARES: tl.constexpr, COLUMNS: tl.constexpr,
+    NUM_PLACES: tl.constexpr, PLACES: tl.constexpr, AT_ONCE: tl.constexpr
+):  # fmt: skip
+    """``sums [outputs, tokens]`` and what the adapters of the tokens add.
+
+    ``right``, ``shares``: all of B and of A's products, if they are multiplied AT_ONCE.
     """
-    added = tl.zeros([output.shape[0], token.shape[0]], tl.float32)
-    if tl.max(place, 0) >= 0:
-        inner = tl.arange(0, COLUMNS)
-        column = _first_column(first, END_0, END_1, RANK) + inner
+    if AT_ONCE:
+        sums = tl.dot(right, _by_place(_total(shares, SHARES), place, 0, PLACES).to(right.dtype), sums)
+    elif tl.max(place, 0) >= 0:
         for start in tl.static_range(0, RANK, COLUMNS):
-            products = low + token.to(tl.int64)[None, :] * WIDTH + start + column[:, None]
-            mask = (place >= 0)[None, :] & (start + inner < RANK)[:, None]
-            left = tl.zeros([COLUMNS, token.shape[0]], tl.float32)
-            for share in tl.static_range(SHARES):
-                left += tl.load(products + share * tokens.to(tl.int64) * WIDTH, mask=mask, other=0.0)
-            if AT_ONCE:
-                added = tl.dot(right, _by_place(left, place, 0, PLACES).to(right.dtype), added)
-            else:
-                for group in tl.range(0, NUM_PLACES, PLACES, num_stages=1):
-                    if tl.max(((place >= group) & (place < group + PLACES)).to(tl.int32), 0) > 0:
-                        lines = lines_of_b(b, place, group, start, output, present, b_place, RANK, PLACES, COLUMNS)
-                        added = tl.dot(lines, _by_place(left, place, group, PLACES).to(lines.dtype), added)
-    return added
+            parts = shares_of_low(low, place, token, tokens, first, start, END_0, END_1, RANK, WIDTH, SHARES, COLUMNS)
+            left = _total(parts, SHARES)
+            for group in tl.range(0, NUM_PLACES, PLACES, num_stages=1):
+                if tl.max(((place >= group) & (place < group + PLACES)).to(tl.int32), 0) > 0:
+                    lines = lines_of_b(b, place, group, start, output, present, b_place, RANK, PLACES, COLUMNS)
+                    sums = tl.dot(lines, _by_place(left, place, group, PLACES).to(lines.dtype), sums)
+    return sums
 
 
 @triton.jit
@@ -89,7 +106,7 @@ def tensors(added: LowRank | None, other: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def sizes(added: LowRank | None) -> dict[str, Any]:
-    """Returns the constants of ``added_sums``; and ADAPTED, whether there are adapters."""
+    """Returns the constants of ``add``; and ADAPTED, whether there are adapters."""
     if added is None:
         names = ("END_0", "END_1", "RANK", "WIDTH", "SHARES", "COLUMNS", "NUM_PLACES", "PLACES")
         return {"ADAPTED": False, "AT_ONCE": False, **dict.fromkeys(names, 0)}

@@ -19,9 +19,6 @@ import triton
 import triton.language as tl
 
 from headrace.kernels import support
-from headrace.kernels.linear import triton_added
-from headrace.kernels.linear.triton_added import added_sums, lines_of_b
-from headrace.kernels.lora.reference import LowRank
 from headrace.kernels.support import cdiv
 from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import announce, options, wait
@@ -97,13 +94,10 @@ def _sum_split(
 
 @launched(do_not_specialize=["rows"])
 def _invariant_product(
-    x, weight, bias, y, partials, turns, low, b, places, rows, x_row: tl.int64, weight_row: tl.int64, y_row: tl.int64,
-    b_place: tl.int64, IN: tl.constexpr,
+    x, weight, bias, y, partials, turns, rows, x_row: tl.int64, weight_row: tl.int64, y_row: tl.int64, IN: tl.constexpr,
     OUT: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, SPLITS: tl.constexpr,
     SPAN: tl.constexpr, SHARED: tl.constexpr, BAND: tl.constexpr, NEAR: tl.constexpr, PIECES: tl.constexpr,
-    BIAS: tl.constexpr, ADAPTED: tl.constexpr, END_0: tl.constexpr, END_1: tl.constexpr, RANK: tl.constexpr,
-    WIDTH: tl.constexpr, SHARES: tl.constexpr, COLUMNS: tl.constexpr, NUM_PLACES: tl.constexpr, PLACES: tl.constexpr,
-    AT_ONCE: tl.constexpr, PDL: tl.constexpr
+    BIAS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """A tile of ``OUTPUTS`` and ``ROWS``; where it is ``SHARED``, one of its splits of ``SPAN`` channels."""
     announce(PDL)
@@ -117,26 +111,12 @@ def _invariant_product(
     split = tl.program_id(1)
     if PDL and NEAR > 0:
         fetch_near(weight, tl.minimum(output, OUT - 1), weight_row, split * SPAN, IN, NEAR, PIECES)
-    if ADAPTED:
-        # The first split has what adapters add.
-        adapter = tl.load(places + row, mask=(row < rows) & (split == 0), other=-1)
-        right = tl.zeros([OUTPUTS, PLACES * COLUMNS], b.dtype.element_ty)
-        if AT_ONCE:
-            right = lines_of_b(b, adapter, 0, 0, output, output < OUT, b_place, RANK, PLACES, COLUMNS)
     wait(PDL)
     x_base = x + row.to(tl.int64)[None, :] * x_row
     weight_base = weight + output.to(tl.int64)[:, None] * weight_row
-    added = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    if ADAPTED:
-        added = added_sums(
-            right, low, b, adapter, row, rows, within // height * OUTPUTS, output, output < OUT, b_place, END_0, END_1, RANK,
-            WIDTH, SHARES, COLUMNS, NUM_PLACES, PLACES, AT_ONCE,
-        )  # fmt: skip
     if SHARED:
         end = tl.minimum((split + 1) * SPAN, IN)
         total = _sum_split(x_base, weight_base, row, rows, output, split * SPAN, end, IN, OUT, OUTPUTS, ROWS, CHANNELS)
-        if ADAPTED:
-            total += added
         inside = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
         base = partials + tile.to(tl.int64) * (SPLITS * OUTPUTS * ROWS) + inside
         tl.store(base + split * (OUTPUTS * ROWS), total)
@@ -150,7 +130,7 @@ def _invariant_product(
                 total += tl.load(base + each * (OUTPUTS * ROWS), cache_modifier=".cg")
     else:
         last = True
-        total = added
+        total = tl.zeros([OUTPUTS, ROWS], tl.float32)
         for each in range(SPLITS):
             end = tl.minimum((each + 1) * SPAN, IN)
             total += _sum_split(x_base, weight_base, row, rows, output, each * SPAN, end, IN, OUT, OUTPUTS, ROWS, CHANNELS)
@@ -207,7 +187,6 @@ def matmul(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    added: LowRank | None = None,
     *,
     tile: Tile | None = None,
     splits: int | None = None,
@@ -216,7 +195,6 @@ def matmul(
     """``x W^T + bias`` in 16 bits, as ``triton_matmul.matmul`` does it in 32.
 
     Args:
-        added: what adapters add before the result is rounded, with parts of whole tiles.
         tile, splits: None: chosen.
         shared: whether a tile's splits are those of several programs; None: where there are too few tiles.
 
@@ -239,12 +217,11 @@ def matmul(
     # Triton unrolls a loop of one step, and then sums onto the bias instead of adding it at the end: tiles take equal steps.
     channels = _LEAST_CHANNELS if in_features <= _STEP else tile.channels
     aligned = not (weight.data_ptr() % 16 or weight.stride(0) % 8 or in_features % 8) and in_features >= tile.near
-    *adapters, b_place = triton_added.tensors(added, y)
     _invariant_product[(tiles, splits if shared else 1)](
-        x, weight, x if bias is None else bias, y, partials, turns, *adapters, rows, x.stride(0), weight.stride(0),
-        y.stride(0), b_place, IN=in_features, OUT=out_features, OUTPUTS=tile.outputs, ROWS=tile.rows, CHANNELS=channels,
+        x, weight, x if bias is None else bias, y, partials, turns, rows, x.stride(0), weight.stride(0),
+        y.stride(0), IN=in_features, OUT=out_features, OUTPUTS=tile.outputs, ROWS=tile.rows, CHANNELS=channels,
         SPLITS=splits, SPAN=cdiv(cdiv(in_features, splits), _STEP) * _STEP, SHARED=shared, BAND=_BAND,
         NEAR=tile.near if aligned else 0, PIECES=max(32 * tile.num_warps // tile.outputs, 1), BIAS=bias is not None,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **triton_added.sizes(added), **options(x.device),
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **options(x.device),
     )  # fmt: skip
     return y

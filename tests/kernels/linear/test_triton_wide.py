@@ -46,8 +46,8 @@ def test_chosen_tilings(shape: tuple[int, int], rows: int) -> None:
 
 
 def test_every_size_has_a_tiling() -> None:
-    for rows in range(2, MAX_ROWS + 1):
-        for size_out in (64, 4096, 6144, 8448, 24576, 248320):
+    for rows in range(2, 65):
+        for size_out in (64, 1024, 4096, 6144, 8448, 24576, 248320):
             tiling = choose_tiling(rows, size_out)
             assert rows <= tiling.rows and tiling.stages * (tiling.rows + 64) * tiling.channels * 2 <= 227 << 10
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from headrace.kernels.linear import triton_added, triton_invariant
+from headrace.kernels.linear import triton_added, triton_wide
+from headrace.kernels.linear.triton_wide import SplitTiling
 from headrace.kernels.lora import triton as kernels
 from headrace.kernels.lora.reference import LowRank, Segment, expand, shrink
 
@@ -130,7 +131,7 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
 @pytest.mark.parametrize(
     ("places", "channels", "rank"),
     [
-        ([2], 540, 16),
+        ([2], 536, 16),
         ([NONE], 64, 5),
         ([2, NONE], 64, 16),
         ([NONE, 1, 1, 2] * 5, 160, 16),
@@ -146,16 +147,16 @@ def test_a_product_adds_it_before_it_rounds(places: list[int], channels: int, ra
     added = LowRank(kernels.shrink(x, a, on_device), b, ends_of(parts), (), on_device)
     product = x.double() @ weight.double().T + bias.double()
     wanted, has = expected(product.clone(), x, a, b, on_device, parts), on_device != NONE
-    for rows, one, base in products(x, weight, bias, added):
-        assert (one[has] - wanted[has]).norm() <= 0.3 * (wanted - product).norm(), f"{rows}: it is small beside the product"
-        assert torch.equal(one[~has], base[~has]) and not torch.isclose(one[has], base[has]).all(1).any(), rows
+    for tiling, one, base in products(x, weight, bias, added):
+        assert (one[has] - wanted[has]).norm() <= 0.3 * (wanted - product).norm(), f"{tiling}: it is small beside the product"
+        assert torch.equal(one[~has], base[~has]) and not torch.isclose(one[has], base[has]).all(1).any(), tiling
 
 
 def products(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, added: LowRank
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Yields the rows of tiles that take so many, the product with what adapters add, and without."""
+) -> Iterator[tuple[object, torch.Tensor, torch.Tensor]]:
+    """Yields a tiling, the product with what adapters add, and without."""
     assert triton_added.takes(added, 64) and not triton_added.takes(added, 128)
-    for rows in (16, 64) if len(x) <= 16 else (64,):
-        tile = triton_invariant.Tile(64, rows, 64, 4, 4)
-        yield rows, *(triton_invariant.matmul(x, weight, bias, added=one, tile=tile) for one in (added, None))
+    rows = 16 if len(x) <= 16 else 64
+    for tiling in (SplitTiling(rows, 64, 3, 1), SplitTiling(64, 128, 2, 2)):
+        yield tiling, *(triton_wide.linear(x, weight, bias, tiling=tiling, added=one) for one in (added, None))

@@ -374,9 +374,10 @@ def mixtures() -> None:
     # DeepSeek-V3's widths, few tokens and many. A weight is not read: one number of its type stands for it.
     spec = MoeSpec(num_experts=256, top_k=8, intermediate_size=2048)
     for tokens in (1, 4096):
-        x, weight = torch.empty(tokens, 7168, dtype=BF16), torch.zeros(1, dtype=BF16)
+        x, one = torch.empty(tokens, 7168, dtype=BF16), torch.zeros(1, dtype=BF16)
         chosen = torch.zeros(tokens, 8, dtype=torch.int32), torch.zeros(tokens, 8)
-        experts_kernels.moe_mlp(x, *chosen, weight, weight, spec)
+        experts_kernels.moe_mlp(x, *chosen, one.expand(256, 4096, 7168), one.expand(256, 7168, 2048), spec)
+        router.router_tiles(x, torch.zeros(1).expand(256, 7168), torch.zeros(256))
 
 
 Format = tuple[expert_codes.ExpertCodec, int, int | None, torch.dtype | None, bool]

@@ -9,7 +9,7 @@ import torch
 from headrace.kernels import gpu
 from headrace.kernels.linear.reference import linear_ref
 from headrace.kernels.linear.wna16_reference import PackedWeight, wna16_linear_ref
-from headrace.kernels.linear.wna16_tilings import invariant_tiling
+from headrace.kernels.linear.wna16_tilings import invariant_tiling, many_rows
 
 if TYPE_CHECKING:
     from headrace.kernels.linear import triton_wna16 as kernels
@@ -18,8 +18,6 @@ else:
 
 FEW_ROWS = 8
 """Up to this many rows, codes meet x in the registers of warps that share the inputs."""
-MANY_ROWS = 384
-"""Above this many rows, the weight is dequantised, and the product is the library's."""
 
 
 def wna16_linear(
@@ -47,8 +45,9 @@ def wna16_linear(
         return kernels.many(x, weight, bias, dtype, invariant_tiling(weight))
     if rows <= FEW_ROWS:
         return kernels.few(x, weight, bias, dtype)
-    if rows <= MANY_ROWS:
+    if rows <= many_rows(weight):
         return kernels.many(x, weight, bias, dtype)
+    # The weight is dequantised, and the product is the library's.
     return linear_ref(x, kernels.floats(weight, x.dtype), bias, out_dtype)
 
 

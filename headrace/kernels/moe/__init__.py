@@ -19,8 +19,9 @@ else:
     kernels = gpu.Late(f"{__name__}.triton_experts")
     router_kernels = gpu.Late(f"{__name__}.triton_router")
 
-MOST_ROUTED = 64
-"""Tokens up to which the router kernel is used; more take a library's product."""
+MOST_ROUTED, MANY_ROUTED = 64, 1024
+"""Tokens up to which a router's products are sums of single threads, and from which on they go through matrix units; between
+the two a library's product is faster, whose weights are on their way sooner."""
 
 
 def router_logits(
@@ -37,8 +38,11 @@ def router_logits(
     Returns:
         ``[T, num_experts]`` float32.
     """
-    if not batch_invariant and len(x) <= MOST_ROUTED and gpu.takes(x) and x.stride(1) == 1:
-        return router_kernels.router_logits(x, weight, bias)
+    if not batch_invariant and gpu.takes(x) and x.stride(1) == 1:
+        if len(x) <= MOST_ROUTED:
+            return router_kernels.router_logits(x, weight, bias)
+        if len(x) >= MANY_ROUTED and x.dtype == torch.bfloat16:
+            return router_kernels.router_tiles(x, weight, bias)
     return linear(x.float(), weight, bias, batch_invariant=batch_invariant)
 
 

@@ -22,39 +22,53 @@ class MoeTiling:
     num_stages: int
     swap: bool = False
     """Weights are the left factor, whose rows are 64 at least in Hopper's instructions."""
+    fetch: bool = False
+    """The tensor memory accelerator brings weights, and rows that lie in order, where the device has one and they fit."""
+
+
+_Pair = tuple[MoeTiling, MoeTiling]
+"""Tilings of the first product, which is two, and of the second."""
+
+
+def _both(tokens: int, outputs: int, channels: int, num_warps: int, num_stages: int) -> _Pair:
+    tiling = MoeTiling(tokens, outputs, channels, num_warps, num_stages, swap=True)
+    return tiling, tiling
 
 
 _FP8 = {
-    16: MoeTiling(16, 64, 256, 4, 2, swap=True),
-    32: MoeTiling(32, 128, 128, 8, 3, swap=True),
-    64: MoeTiling(64, 64, 128, 4, 3, swap=True),
+    16: (MoeTiling(16, 64, 256, 4, 2, swap=True, fetch=True),) * 2,
+    32: _both(32, 128, 128, 8, 3),
 }
-_MANY = MoeTiling(64, 128, 128, 8, 4, swap=True)
-_INTEGERS = {
-    8: MoeTiling(8, 64, 128, 4, 4, swap=True),
-    16: MoeTiling(16, 64, 128, 4, 4, swap=True),
-    64: MoeTiling(32, 128, 128, 8, 3, swap=True),
+_SOME_FP8 = MoeTiling(64, 64, 128, 4, 4, swap=True, fetch=True), MoeTiling(64, 128, 128, 4, 3, fetch=True)
+_MANY_FP8 = MoeTiling(128, 128, 128, 8, 3, fetch=True), MoeTiling(128, 128, 128, 4, 3, fetch=True)
+_MANY_BLOCKS = MoeTiling(64, 64, 128, 4, 3, swap=True), MoeTiling(128, 64, 128, 8, 3)
+_MANY = _both(64, 128, 128, 8, 4)
+_INTEGERS = {8: _both(8, 64, 128, 4, 4), 16: _both(16, 64, 128, 4, 4), 64: _both(32, 128, 128, 8, 3)}
+_WEIGHTED = {8: _both(8, 128, 128, 4, 3), 16: _both(16, 128, 128, 4, 3), 32: _both(32, 128, 128, 4, 3)}
+_MANY_WEIGHTED = _both(64, 128, 128, 4, 3)
+_MXFP4 = {8: _both(8, 64, 128, 4, 4), 32: _both(32, 128, 128, 8, 3), 512: _MANY}
+_FLOATS = {
+    16: (MoeTiling(16, 64, 128, 4, 3, swap=True, fetch=True), MoeTiling(16, 64, 128, 4, 3, fetch=True)),
+    32: (MoeTiling(32, 64, 128, 4, 3, fetch=True),) * 2,
+    128: (MoeTiling(64, 64, 64, 4, 4, fetch=True), MoeTiling(64, 128, 64, 4, 3, fetch=True)),
 }
-_CODED: Mapping[ExpertKind, tuple[Mapping[int, MoeTiling], MoeTiling, MoeTiling]] = {
-    "e4m3": (_FP8, MoeTiling(128, 128, 128, 8, 3), _MANY),
-    "e4m3_blocks": (_FP8, MoeTiling(64, 64, 128, 4, 3, swap=True), MoeTiling(128, 64, 128, 8, 3)),
-    "int4": (_INTEGERS, _MANY, _MANY),
-    "int4_minima": (_INTEGERS, _MANY, _MANY),
-    "int8": (_INTEGERS, _MANY, _MANY),
-    "int8_minima": (_INTEGERS, _MANY, _MANY),
-    "mxfp4": (
-        {8: MoeTiling(8, 64, 128, 4, 4, swap=True), 32: MoeTiling(32, 128, 128, 8, 3, swap=True), 512: _MANY},
-        MoeTiling(128, 128, 128, 8, 3, swap=True),
-        _MANY,
-    ),
+_MANY_FLOATS = MoeTiling(128, 128, 64, 8, 4, fetch=True), MoeTiling(128, 256, 64, 8, 3, fetch=True)
+_TILINGS: Mapping[Kind, tuple[Mapping[int, _Pair], _Pair]] = {
+    "floats": (_FLOATS, _MANY_FLOATS),
+    "e4m3": ({**_FP8, 256: _SOME_FP8}, _MANY_FP8),
+    "e4m3_blocks": ({**_FP8, 64: _both(64, 64, 128, 4, 3)}, _MANY_BLOCKS),
+    "int4": (_INTEGERS, _MANY),
+    "int4_minima": (_WEIGHTED, _MANY_WEIGHTED),
+    "int8": (_INTEGERS, _MANY),
+    "int8_minima": (_WEIGHTED, _MANY_WEIGHTED),
+    "mxfp4": (_MXFP4, (MoeTiling(128, 128, 128, 8, 3, swap=True), _MANY[1])),
     "int4_e4m3": (
-        {16: MoeTiling(16, 64, 128, 4, 3, swap=True), 64: MoeTiling(32, 64, 128, 4, 4, swap=True)},
-        MoeTiling(64, 128, 128, 4, 4, swap=True),
-        _MANY,
+        {16: _both(16, 64, 128, 4, 3), 64: _both(32, 64, 128, 4, 4)},
+        (MoeTiling(64, 128, 128, 4, 4, swap=True), _MANY[1]),
     ),
 }
-"""Kind -> the tiling for most rows of an expert, and for more: of the first product, which is two, and of the second. The
-fastest of those that were measured on an H200, for the experts of Qwen3-30B-A3B."""
+"""Kind -> the tilings for twice an expert's average rows up to some number, and for more. Floats are those of 16 bits that are
+fetched. The fastest of those that were measured on an H200, for the experts of Qwen3-30B-A3B."""
 
 
 def choose_tiling(
@@ -66,6 +80,7 @@ def choose_tiling(
     kind: Kind = "floats",
     *,
     paired: bool = False,
+    fetches: bool = False,
 ) -> MoeTiling:
     """Chooses the tiling by the rows that an expert gets on average: few make the product a matter of reading weights.
 
@@ -73,21 +88,28 @@ def choose_tiling(
         choices: tokens times experts of a token.
         itemsize: bytes of a float: wider ones are read fewer at a time, for they must fit in a program's shared memory.
         paired: a program has the outputs of gate and up.
+        fetches: the device brings tiles of the weight by itself.
     """
     average = -(-choices // num_experts)
-    if kind != "floats":
-        few, first, second = _CODED[kind]
-        # Half the experts have more rows than the average.
-        return next((tiling for most, tiling in few.items() if 2 * average <= most), first if paired else second)
-    rows = min(max(_power(average), 16), 128)
-    channels = min((128 if rows > 16 else 256) // max(itemsize, 2), max(_power(in_features), 16))
-    outputs = min(64 if rows < 128 else 128, max(_power(out_features), 16))
-    return MoeTiling(rows, outputs, channels, 8 if rows == 128 else 4, 3)
+    wide, deep = max(_power(out_features), 16), max(_power(in_features), 16)
+    if kind == "floats" and not fetches:
+        rows = min(max(_power(average), 16), 128)
+        channels = min((128 if rows > 16 else 256) // max(itemsize, 2), deep)
+        return MoeTiling(rows, min(64 if rows < 128 else 128, wide), channels, 8 if rows == 128 else 4, 3)
+    few, many = _TILINGS[kind]
+    # Half the experts have more rows than the average.
+    pair = next((pair for most, pair in few.items() if 2 * average <= most), many)
+    found = pair[0 if paired else 1]
+    if kind == "floats":
+        found = dataclasses.replace(found, outputs=min(found.outputs, wide), channels=min(found.channels, deep))
+    return found
 
 
-def batch_invariant_tiling(in_features: int, out_features: int, itemsize: int, kind: Kind = "floats") -> MoeTiling:
+def batch_invariant_tiling(
+    in_features: int, out_features: int, itemsize: int, kind: Kind = "floats", *, paired: bool = False
+) -> MoeTiling:
     """One shape for any number of tokens: it settles the instruction, and with it the order in which products are summed up."""
-    return choose_tiling(32 if kind != "floats" else 64, 1, in_features, out_features, itemsize, kind)
+    return choose_tiling(32 if kind != "floats" else 64, 1, in_features, out_features, itemsize, kind, paired=paired)
 
 
 def most_tiles(choices: int, num_experts: int, tokens: int) -> int:

@@ -173,6 +173,14 @@ def step_of_rows(x, row, used, inputs, start, IN: tl.constexpr, STEP: tl.constex
 
 
 @triton.jit
+def fetched_rows(x, first, start, FACTOR: tl.constexpr, MODE: tl.constexpr, SWAP: tl.constexpr):
+    """The step of neighbouring rows of a tensor descriptor. Those past an expert's last make sums that are not written."""
+    value = x.load([first, start])
+    value = to_half(value, MODE) if FACTOR == AS_HALF else value
+    return tl.trans(value) if SWAP else value
+
+
+@triton.jit
 def _dot(x, weight, sums, SWAP: tl.constexpr, PRECISION: tl.constexpr):
     if SWAP:
         return tl.dot(weight, x, sums, input_precision=PRECISION)
@@ -236,10 +244,24 @@ def _weights(
 
 
 @triton.jit
+def _stored(weight, expert, row, first, start, OUT: tl.constexpr, IN: tl.constexpr, CHANNELS: tl.constexpr, SWAP: tl.constexpr,
+            FETCH: tl.constexpr):  # fmt: skip
+    """A tile of weights that are stored as they are multiplied. FETCH: rows past the expert's last are those of the next."""
+    if FETCH:
+        part = weight.load([expert * OUT + first, start])
+        return part if SWAP else tl.trans(part)
+    else:
+        channel = start + tl.arange(0, CHANNELS)
+        at = along((expert.to(tl.int64) * OUT + row) * IN, SWAP) + along(channel, not SWAP)
+        return tl.load(weight + at, mask=along(row < OUT, SWAP) & along(channel < IN, not SWAP), other=0.0)
+
+
+@triton.jit
 def add_product(
     sums, rows, x_scale, weight, scales, offsets, expert, row, first, start, OUT: tl.constexpr, IN: tl.constexpr,
     OUTPUTS: tl.constexpr, CHANNELS: tl.constexpr, CODEC: tl.constexpr, SHARED_OUT: tl.constexpr, SHARED_IN: tl.constexpr,
-    OFFSETS: tl.constexpr, FACTOR: tl.constexpr, MODE: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr
+    OFFSETS: tl.constexpr, FACTOR: tl.constexpr, MODE: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
+    FETCH: tl.constexpr
 ):  # fmt: skip
     """Adds to ``sums`` the product of a tile of rows and a tile of an expert's weight ``[OUT, IN]``, over ``CHANNELS`` from
     ``start`` on: a step.
@@ -252,12 +274,11 @@ def add_product(
         rows: the step of the rows, from ``step_of_rows``.
         x_scale: factor of the rows for this step.
         row, first: outputs of the tile, and the first of them.
+        weight: with FETCH a tensor descriptor of all experts' rows.
     """
     present = row < OUT
     if CODEC == FLOATS:
-        channel = start + tl.arange(0, CHANNELS)
-        at = along((expert.to(tl.int64) * OUT + row) * IN, SWAP) + along(channel, not SWAP)
-        part = tl.load(weight + at, mask=along(present, SWAP) & along(channel < IN, not SWAP), other=0.0)
+        part = _stored(weight, expert, row, first, start, OUT, IN, CHANNELS, SWAP, FETCH)
         return _dot(rows[0], part, sums, SWAP, PRECISION)
     else:
         EACH: tl.constexpr = SHARED_IN < IN
@@ -269,9 +290,7 @@ def add_product(
                 # A step past the end has no weights, and any group will do.
                 group = tl.minimum(start // SHARED_IN, GROUPS - 1)
                 factor = x_scale * for_outputs(scales, expert, row, first, group, OUT, GROUPS, SHARED_OUT, OUTPUTS, SWAP)
-            channel = start + tl.arange(0, CHANNELS)
-            at = along((expert.to(tl.int64) * OUT + row) * IN, SWAP) + along(channel, not SWAP)
-            part = tl.load(weight + at, mask=along(present, SWAP) & along(channel < IN, not SWAP), other=0.0)
+            part = _stored(weight, expert, row, first, start, OUT, IN, CHANNELS, SWAP, FETCH)
             if FACTOR != AS_E4M3:
                 part = to_half(part, MODE).to(rows[0].dtype)
             return sums + _dot(rows[0], part, zero_sums, SWAP, PRECISION) * factor

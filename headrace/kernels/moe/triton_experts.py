@@ -9,12 +9,16 @@ graph serves any routing.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from headrace.kernels import support
 from headrace.kernels.kv_cache.triton_fp8 import NATIVE, gain, mode, quantized, scale_of
 from headrace.kernels.lora.reference import ExpertFactors
 from headrace.kernels.moe.codes import BLOCK, MIDDLE, X_GROUP, ExpertCodes
@@ -33,10 +37,11 @@ from headrace.kernels.moe.triton_codecs import (
     add_product,
     along,
     as_float,
+    fetched_rows,
     for_outputs,
     step_of_rows,
 )
-from headrace.kernels.moe.triton_rounding import round_rows
+from headrace.kernels.moe.triton_rounding import round_rows, rounding_of
 from headrace.kernels.moe.triton_sort import Routing, sort_choices, tile_rows
 from headrace.kernels.support import cdiv, power_of_two
 from headrace.kernels.triton_launch import launched
@@ -123,8 +128,8 @@ def _up(
     STEP: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, SORTED: tl.constexpr, PRECISION: tl.constexpr,
     CODEC: tl.constexpr, SHARED_OUT: tl.constexpr, SHARED_IN: tl.constexpr, OFFSETS: tl.constexpr, ORDERED: tl.constexpr,
     FACTOR: tl.constexpr, SCALED: tl.constexpr, X_GROUP: tl.constexpr, ROUND: tl.constexpr, DTYPE: tl.constexpr,
-    MODE: tl.constexpr, SWAP: tl.constexpr, BAND: tl.constexpr, RANK: tl.constexpr, NUM_PLACES: tl.constexpr,
-    COLUMNS: tl.constexpr, PDL: tl.constexpr
+    MODE: tl.constexpr, SWAP: tl.constexpr, FETCH: tl.constexpr, BAND: tl.constexpr, RANK: tl.constexpr,
+    NUM_PLACES: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """A tile of ``act(x gate^T) * (x up^T)``, written by order; of experts without gates, the up stands for the gate.
     ROUND: as e4m3."""
@@ -153,12 +158,12 @@ def _up(
                 x_scale = _scales_of_rows(x_scales, token, used, group, x_column, SCALED, SWAP)
             gate = add_product(
                 gate, parts, x_scale, weight, scales, offsets, expert, output, first, at, HEIGHT, IN, OUTPUTS, STEP,
-                CODEC, SHARED_OUT, SHARED_IN, OFFSETS, FACTOR, MODE, SWAP, PRECISION,
+                CODEC, SHARED_OUT, SHARED_IN, OFFSETS, FACTOR, MODE, SWAP, PRECISION, FETCH,
             )  # fmt: skip
             if GATE != _UNGATED:
                 up = add_product(
                     up, parts, x_scale, weight, scales, offsets, expert, INNER + output, INNER + first, at, HEIGHT, IN,
-                    OUTPUTS, STEP, CODEC, SHARED_OUT, SHARED_IN, OFFSETS, FACTOR, MODE, SWAP, PRECISION,
+                    OUTPUTS, STEP, CODEC, SHARED_OUT, SHARED_IN, OFFSETS, FACTOR, MODE, SWAP, PRECISION, FETCH,
                 )  # fmt: skip
     factor = 1.0
     if SCALED == _STATIC or (SCALED == _DYNAMIC and X_GROUP >= IN):
@@ -204,9 +209,10 @@ def _down(
     CHANNELS: tl.constexpr, STEP: tl.constexpr, BIAS: tl.constexpr, SORTED: tl.constexpr, PRECISION: tl.constexpr,
     CODEC: tl.constexpr, SHARED_OUT: tl.constexpr, SHARED_IN: tl.constexpr, OFFSETS: tl.constexpr, ORDERED: tl.constexpr,
     FACTOR: tl.constexpr, SCALED: tl.constexpr, X_GROUP: tl.constexpr, MODE: tl.constexpr, SWAP: tl.constexpr,
-    BAND: tl.constexpr, RANK: tl.constexpr, NUM_PLACES: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr
+    FETCH: tl.constexpr, BAND: tl.constexpr, RANK: tl.constexpr, NUM_PLACES: tl.constexpr,
+    COLUMNS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """A tile of ``(x down^T) * factor``, x by order, written where each choice stands."""
+    """A tile of ``(x down^T) * factor``, x by order, written where each choice stands. FETCH: x is a tensor descriptor too."""
     begin(PDL)
     tile, slice_ = _tile_and_outputs(tiles, OUT, OUTPUTS, BAND)
     expert, place, used, choice = tile_rows(order, start, tile, EXPERTS, EXPERTS_P, TOKENS, SORTED)
@@ -216,19 +222,23 @@ def _down(
     output = first + tl.arange(0, OUTPUTS)
     present = output < OUT
     rows = place.to(tl.int64) * IN
+    first_place = tl.min(place, 0)
     own_inputs = inputs + expert.to(tl.int64) * IN
     sums = tl.zeros([OUTPUTS, TOKENS] if SWAP else [TOKENS, OUTPUTS], tl.float32)
     for begins in range(0, IN, CHANNELS):
         for step in tl.static_range(0, CHANNELS, STEP):
             at = begins + step
-            parts = step_of_rows(x, rows, used, own_inputs, at, IN, STEP, CODEC, FACTOR, MODE, SWAP, ORDERED)
+            if FETCH:
+                parts = (fetched_rows(x, first_place, at, FACTOR, MODE, SWAP),)
+            else:
+                parts = step_of_rows(x, rows, used, own_inputs, at, IN, STEP, CODEC, FACTOR, MODE, SWAP, ORDERED)
             x_scale = 1.0
             if SCALED == _DYNAMIC and X_GROUP < IN:
                 group = tl.minimum(at // X_GROUP, (IN - 1) // X_GROUP)
                 x_scale = _scales_of_rows(x_scales, place, used, group, x_column, SCALED, SWAP)
             sums = add_product(
                 sums, parts, x_scale, weight, scales, offsets, expert, output, first, at, OUT, IN, OUTPUTS, STEP, CODEC,
-                SHARED_OUT, SHARED_IN, OFFSETS, FACTOR, MODE, SWAP, PRECISION,
+                SHARED_OUT, SHARED_IN, OFFSETS, FACTOR, MODE, SWAP, PRECISION, FETCH,
             )  # fmt: skip
     factor = 1.0
     if SCALED == _STATIC or (SCALED == _DYNAMIC and X_GROUP >= IN):
@@ -305,18 +315,23 @@ def moe_mlp(
     if not experts.numel():
         return torch.empty_like(x)
     hidden, inner = x.shape[1], spec.intermediate_size
-    routing = sort_choices(experts, spec.num_held, batch_invariant)
+    rounding = rounding_of(x, gate_up) if isinstance(gate_up, ExpertCodes) and gate_up.x_group is not None else None
 
     def chosen(held: Held, size_in: int, size_out: int, paired: bool) -> MoeTiling:
         kind = held.kind if isinstance(held, ExpertCodes) else "floats"
+        fetches = _fetches(held, x, size_in)
         if batch_invariant:
-            return batch_invariant_tiling(size_in, size_out, x.itemsize, kind)
-        sizes = routing.choices, spec.num_held, size_in, size_out
-        return tiling or choose_tiling(*sizes, x.itemsize, kind, paired=paired)
+            found = batch_invariant_tiling(size_in, size_out, x.itemsize, kind, paired=paired)
+        else:
+            sizes = experts.numel(), spec.num_held, size_in, size_out
+            found = tiling or choose_tiling(*sizes, x.itemsize, kind, paired=paired, fetches=fetches)
+        return found if fetches else dataclasses.replace(found, fetch=False)
 
     first, second = chosen(gate_up, hidden, inner, spec.gated), chosen(down, inner, hidden, False)
+    routing = sort_choices(experts, spec.num_held, batch_invariant, rounding, first.tokens)
     low = None if adapters is None else shrink(x, adapters.gate_up, adapters.places, routing, spec.top_k)
-    active = _gate_up(x, routing, gate_up, gate_up_bias, low, down, spec, first)
+    taken = (x, x) if rounding is None else (_typed(rounding.codes, gate_up), rounding.scales)
+    active = _gate_up(x, *taken, routing, gate_up, gate_up_bias, low, down, spec, first)
     if adapters is not None and isinstance(active, torch.Tensor):
         low = shrink(active, adapters.down, adapters.places, routing, spec.top_k, by_order=True)
     rows, scales = _rounded(active, down) if isinstance(active, torch.Tensor) else active
@@ -326,6 +341,8 @@ def moe_mlp(
 
 def _gate_up(
     x: torch.Tensor,
+    rows: torch.Tensor,
+    x_scales: torch.Tensor,
     routing: Routing,
     held: Held,
     bias: torch.Tensor | None,
@@ -334,9 +351,11 @@ def _gate_up(
     spec: MoeSpec,
     tiling: MoeTiling,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The inputs of the second product, by order; rounded, with their scales, where ``down`` takes them so and no adapter."""
+    """The inputs of the second product, by order; rounded, with their scales, where ``down`` takes them so and no adapter.
+
+    ``rows`` and ``x_scales`` are x as the product takes it.
+    """
     inner, choices, device = spec.intermediate_size, routing.choices, x.device
-    rows, x_scales = _rounded(x, held)
     rounds = _NOT
     if isinstance(down, ExpertCodes) and down.x_group is not None and low is None:
         rounds = _STATIC if down.x_scale is not None else _DYNAMIC if tiling.outputs == down.x_group else _NOT
@@ -351,8 +370,8 @@ def _gate_up(
         rows,
         x_scales,
         routing.order,
-        routing.start,
-        *_tensors(held),
+        routing.begins(tiling.tokens),
+        *_tensors(held, tiling, x.shape[1]),
         rows if bias is None else bias,
         *added,
         active,
@@ -394,14 +413,14 @@ def _weighted(
     """The output of each choice times its weight, ``[choices, hidden]``."""
     inner = x.shape[1]
     out = torch.empty(routing.choices, hidden, dtype=dtype, device=x.device)
-    tiles = routing.tiles(tiling.tokens)
+    tiles, form = routing.tiles(tiling.tokens), _format(held, tiling, inner)
     *added, b_place = tensors(low, x)
     _down[(tiles * cdiv(hidden, tiling.outputs),)](
-        x,
+        _lines(x, routing.choices, inner, tiling.tokens, form["STEP"]) if tiling.fetch else x,
         x_scales,
         routing.order,
-        routing.start,
-        *_tensors(held),
+        routing.begins(tiling.tokens),
+        *_tensors(held, tiling, inner),
         x if bias is None else bias,
         *added,
         weights,
@@ -414,7 +433,7 @@ def _weighted(
         OUT=hidden,
         BIAS=bias is not None,
         **constants(low),
-        **_format(held, tiling, inner),
+        **form,
         **routing.options(tiling, out),
     )
     return out
@@ -428,12 +447,33 @@ def _rounded(x: torch.Tensor, held: Held) -> tuple[torch.Tensor, torch.Tensor]:
     return x, x
 
 
-def _tensors(held: Held) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _tensors(
+    held: Held, tiling: MoeTiling, inputs: int
+) -> tuple[torch.Tensor | TensorDescriptor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, scales, offsets and the order of inputs, or tensors that are not read in their places."""
+    codes = held if isinstance(held, torch.Tensor) else _typed(held.codes, held)
+    factor = codes
+    if tiling.fetch:
+        step = _format(held, tiling, inputs)["STEP"]
+        factor = _lines(codes, math.prod(held.shape[:2]), inputs, tiling.outputs, step)
     if isinstance(held, torch.Tensor):
-        return held, held, held, held
-    scales, codes = held.scales, _typed(held.codes, held)
-    return codes, scales, scales if held.offsets is None else held.offsets, codes if held.order is None else held.order
+        return factor, codes, codes, codes
+    scales = held.scales
+    return factor, scales, scales if held.offsets is None else held.offsets, codes if held.order is None else held.order
+
+
+def _lines(values: torch.Tensor, rows: int, width: int, tile: int, channels: int) -> TensorDescriptor:
+    """Describes contiguous ``[rows, width]``, of which tiles are fetched."""
+    return TensorDescriptor(values, [rows, width], [width, 1], [tile, channels])
+
+
+def _fetches(held: Held, x: torch.Tensor, inputs: int) -> bool:
+    """Whether the tensor memory accelerator brings tiles of the weight, which starts each row at a multiple of 16 bytes."""
+    codes = held if isinstance(held, torch.Tensor) else held.codes
+    if isinstance(held, ExpertCodes) and (held.codec != "e4m3" or held.x_group is None or held.order is not None):
+        return False
+    aligned = not (inputs * codes.itemsize % 16 or codes.data_ptr() % 16)
+    return aligned and codes.itemsize <= 2 and (support.is_hopper(x.device) or support.interpreted())
 
 
 def _typed(codes: torch.Tensor, held: Held) -> torch.Tensor:

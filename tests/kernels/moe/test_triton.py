@@ -126,6 +126,22 @@ def test_logits(tokens: int, experts: int, hidden: int, dtype: torch.dtype, devi
         torch.testing.assert_close(got.cpu(), torch.nn.functional.linear(x.float(), weight, own), atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("rows", "experts", "hidden", "tiling"),
+    [(70, 12, 72, None), (65, 128, 512, None), (33, 70, 200, router.RouterTiling(64, 16, 64, 4, 3, splits=3))],
+)
+def test_logits_of_matrix_units(
+    rows: int, experts: int, hidden: int, tiling: router.RouterTiling | None, device: torch.device
+) -> None:
+    """Weights lose nothing, rows of a wider tensor and channels that several programs share included."""
+    x, weight, bias = torch.randn(rows, hidden + 8).bfloat16()[:, :hidden], torch.randn(experts, hidden), torch.randn(experts)
+    for own in (None, bias):
+        added = None if own is None else own.to(device)
+        got = router.router_tiles(x.to(device), weight.to(device), added, tiling).cpu()
+        expected = x.double() @ weight.double().T + (0 if own is None else own)
+        torch.testing.assert_close(got.double(), expected, atol=2e-5, rtol=1e-5)
+
+
 def test_logits_of_many_rows_are_a_librarys(device: torch.device) -> None:
     weight = torch.randn(5, 8, device=device)
     x = torch.randn(65, 8, device=device)
@@ -206,6 +222,14 @@ def test_tilings(tiling: MoeTiling, device: torch.device) -> None:
     check(operands(SPEC, 50, 40, torch.float32), device, tiling=tiling)
 
 
+@pytest.mark.parametrize("swap", [False, True], ids=["straight", "swapped"])
+def test_weights_that_are_fetched(swap: bool, device: torch.device) -> None:
+    """Tiles reach past an expert's rows and outputs, and past the last channel."""
+    spec = MoeSpec(num_experts=5, top_k=3, intermediate_size=72)
+    given = operands(spec, 21, 40, torch.float16)
+    check(given, device, tiling=MoeTiling(16, 64, 64, 4, 2, swap=swap, fetch=True))
+
+
 def test_all_tokens_to_one_expert(device: torch.device) -> None:
     """More than a tile of an expert, and experts without tokens before and after it."""
     spec = dataclasses.replace(SPEC, top_k=1)
@@ -217,6 +241,32 @@ def test_all_tokens_to_one_expert(device: torch.device) -> None:
 def test_more_choices_than_are_counted_at_a_time(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_sort, "_CHUNK", 16)
     check(operands(SPEC, 37, 24, torch.float32), device)
+
+
+@pytest.mark.parametrize("segment", [16, 64])
+def test_order_of_segments(segment: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts of other ranks, which are numbered behind the last, have no place in the order."""
+    for name, size in (("_LONG", 64), ("_SEGMENTS", ((1000, segment),)), ("_PART", 16)):
+        monkeypatch.setattr(triton_sort, name, size)
+    experts = torch.randint(0, 13, (50, 3), dtype=torch.int32)
+    routing = triton_sort.sort_choices(experts.to(device), 12, True, tokens=8)
+    flat = experts.flatten()
+    held = int((flat < 12).sum())
+    assert torch.equal(routing.order[:held].cpu(), flat.argsort(stable=True)[:held].int())
+    start = [int((flat < expert).sum()) for expert in range(13)]
+    assert routing.start.tolist() == start
+    ends = list(zip(range(12), start, start[1:], strict=False))
+    tiles = [[expert, first, end] for expert, begin, end in ends for first in range(begin, end, 8)]
+    table = routing.begins(8)[:, :3].tolist()
+    assert table[: len(tiles)] == tiles and all(expert == 12 for expert, *_ in table[len(tiles) :])
+    assert len(table) >= routing.tiles(8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_products_of_segments(dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_sort, "_LONG", 64)
+    monkeypatch.setattr(triton_sort, "_SEGMENTS", ((1000, 32),))
+    check(operands(SPEC, 37, 24, dtype), device)
 
 
 def test_rows_of_a_wider_tensor(device: torch.device) -> None:

@@ -94,6 +94,15 @@ def test_either_order_of_factors(name: str, tiling: MoeTiling, device: torch.dev
     check(CASES[name], SPEC, 7, 384, torch.float16, device, tiling=tiling)
 
 
+FETCHED = MoeTiling(16, 64, 128, 4, 2, fetch=True)
+
+
+@pytest.mark.parametrize("swap", [False, True], ids=["straight", "swapped"])
+@pytest.mark.parametrize("name", ["fp8-channel", "fp8-blocks"])
+def test_codes_that_are_fetched(name: str, swap: bool, device: torch.device) -> None:
+    check(CASES[name], SPEC, 9, 256, torch.float32, device, tiling=dataclasses.replace(FETCHED, swap=swap))
+
+
 @pytest.mark.parametrize("name", ["fp8-half-blocks", "mxfp4", "int4-32"])
 def test_sizes_that_tiles_do_not_divide(name: str, device: torch.device) -> None:
     """gpt-oss has such sizes: 2880 is no multiple of 128, and half of it is no multiple of 64."""

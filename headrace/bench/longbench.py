@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -12,11 +11,12 @@ import msgspec
 
 from headrace.bench.longbench_metrics import TASKS, LongBenchTask
 from headrace.bench.longcontext import Mode, by_mode
+from headrace.bench.longcontext_tasks import DocumentRecord, read_records
 from headrace.bench.report import table
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError, EngineError
 from headrace.frontend.llm import LLM
-from headrace.host.user_files import MAX_BYTES, open_input, read_input
+from headrace.host.user_files import read_input
 from headrace.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -28,12 +28,9 @@ _EVEN = "_e"
 """End of the names of LongBench-E's tasks, whose lengths are evenly spread."""
 
 
-class LongBenchRecord(msgspec.Struct, frozen=True, kw_only=True):
+class LongBenchRecord(DocumentRecord, frozen=True, kw_only=True):
     """A line of a task's file."""
 
-    context: str
-    input: str
-    answers: list[str]
     length: int = 0
     """Words, or characters in Chinese."""
     all_classes: list[str] | None = None
@@ -94,7 +91,7 @@ def read(folder: Path, names: Sequence[str], count: int | None) -> list[Work]:
             if own not in entries:
                 raise ConfigError(f"{folder / 'config' / file}.json has no entry for {own}", option)
         TASKS[own].check_packages()
-        records = _records(folder / "data" / f"{name}.jsonl", count)
+        records = read_records(folder / "data" / f"{name}.jsonl", LongBenchRecord, count, option)
         found.append(Work(name=name, records=records, prompt=prompts[own], max_tokens=lengths[own]))
     return found
 
@@ -104,23 +101,6 @@ def _table(path: Path, kind: Any) -> Any:
         return msgspec.json.decode(read_input(path, "--directory"), type=kind)
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{path} is not LongBench's: {error}", "--directory") from error
-
-
-def _records(path: Path, count: int | None) -> list[LongBenchRecord]:
-    found = []
-    with open_input(path, "--directory") as file:
-        lines = iter(lambda: file.readline(MAX_BYTES), b"")
-        for number, line in enumerate(itertools.islice(lines, count), start=1):
-            try:
-                record = msgspec.json.decode(line, type=LongBenchRecord)
-            except msgspec.MsgspecError as error:
-                raise ConfigError(f"line {number} of {path} is no record of LongBench: {error}", "--directory") from error
-            if not record.answers:
-                raise ConfigError(f"line {number} of {path} has no answers", "--directory")
-            found.append(record)
-    if not found:
-        raise ConfigError(f"{path} has no records", "--directory")
-    return found
 
 
 def run(

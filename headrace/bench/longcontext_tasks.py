@@ -8,13 +8,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import json
 import random
 import re
 import string
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
 
 from headrace.bench.texts import PROSE
 from headrace.bench.workloads import Encoder
@@ -48,6 +49,17 @@ class Sample:
     max_tokens: int
     """Tokens to generate for the answer."""
     measure: Literal["found", "f1"] = "found"
+
+
+class DocumentRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of a file in LongBench's format."""
+
+    context: str
+    input: str
+    answers: Annotated[list[Annotated[str, msgspec.Meta(pattern=r"\S")]], msgspec.Meta(min_length=1)]
+
+
+_AnyRecord = TypeVar("_AnyRecord", bound=DocumentRecord)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,35 +176,40 @@ def build(encoder: Encoder, task: str, length: int, index: int, seed: int) -> Sa
     return Sample(task, length, prompt, document.answers, " " + ", ".join(document.answers), document.max_tokens)
 
 
-def read_data(encoder: Encoder, path: Path, length: int, count: int) -> list[Sample]:
-    """The first ``count`` lines of a file in LongBench's format; the middle of a longer context is left out.
+def read_records(path: Path, kind: type[_AnyRecord], count: int | None, option: str) -> list[_AnyRecord]:
+    """The first ``count`` lines of a JSONL file, or all.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is no such object; names the line.
+        ConfigError: the file cannot be read or is empty, or a line is no such object; names the line.
     """
-    with open_input(path, "--data") as file:
-        lines = itertools.islice(iter(lambda: file.readline(MAX_BYTES), b""), count)
-        return [_of_line(encoder, line, f"line {number} of {path}", length) for number, line in enumerate(lines, start=1)]
+    found = []
+    with open_input(path, option) as file:
+        lines = iter(lambda: file.readline(MAX_BYTES), b"")
+        for number, line in enumerate(itertools.islice(lines, count), start=1):
+            try:
+                found.append(msgspec.json.decode(line, type=kind))
+            except (msgspec.MsgspecError, RecursionError) as error:
+                raise ConfigError(f"line {number} of {path} is no record of LongBench: {error}", option) from error
+    if not found:
+        raise ConfigError(f"{path} has no records", option)
+    return found
 
 
-def _of_line(encoder: Encoder, line: bytes, where: str, length: int) -> Sample:
-    try:
-        record = json.loads(line)
-        context, question, answers = record["context"], record["input"], record["answers"]
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ConfigError(f"{where} is no JSON object with context, input and answers", "--data") from error
-    if not (isinstance(context, str) and isinstance(question, str) and isinstance(answers, list)):
-        raise ConfigError(f"{where}: context and input must be strings, and answers a list", "--data")
-    if not answers or not all(isinstance(answer, str) and answer.strip() for answer in answers):
-        raise ConfigError(f"{where}: answers must be strings, at least one, none empty", "--data")
-    body = encoder.encode(context)
-    tail = encoder.encode(f"\n\nQuestion: {question}\nAnswer:", add_special_tokens=False)
+def read_data(encoder: Encoder, path: Path, length: int, count: int) -> list[Sample]:
+    """The first ``count`` lines of a file in LongBench's format; the middle of a longer context is left out."""
+    records = enumerate(read_records(path, DocumentRecord, count, "--data"), start=1)
+    return [_sample(encoder, record, length, f"line {number} of {path}") for number, record in records]
+
+
+def _sample(encoder: Encoder, record: DocumentRecord, length: int, where: str) -> Sample:
+    body = encoder.encode(record.context)
+    tail = encoder.encode(f"\n\nQuestion: {record.input}\nAnswer:", add_special_tokens=False)
     room = length - len(tail)
     if room < 2:
         raise ConfigError(f"{where}: the question alone has {len(tail)} tokens, of a length of {length}", "--lengths")
     if len(body) > room:
         body = body[: room // 2] + body[len(body) - (room - room // 2) :]
-    return Sample(DATA, length, body + tail, answers, f" {answers[0].strip()}", _DATA_TOKENS, "f1")
+    return Sample(DATA, length, body + tail, record.answers, f" {record.answers[0].strip()}", _DATA_TOKENS, "f1")
 
 
 def score(sample: Sample, text: str) -> float:

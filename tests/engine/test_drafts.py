@@ -24,6 +24,7 @@ from headrace.sampling.feature import LogitsRows
 from headrace.sampling.sampler import NOTHING_ALLOWED, Sampled
 
 WORLD = World(max_num_seqs=8, num_blocks=90)
+CROWDED = World(max_num_seqs=9, num_blocks=60, max_num_batched_tokens=40)
 REQUESTS = [
     constrained("regex"),
     constrained("schema", 1),
@@ -152,12 +153,23 @@ def tokens_of(outcomes: Outcomes) -> dict[tuple[str, int], list[int]]:
     return {(name, index): each.token_ids for name, samples in outcomes.items() for index, each in enumerate(samples)}
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("drafts", [oracle, adversary, sometimes], ids=lambda drafts: drafts.__name__)
-def test_features_follow_the_drafts_before_a_token(drafts: Callable[[int], Drafts], depth: int) -> None:
-    world = World(max_num_seqs=9, num_blocks=60, max_num_batched_tokens=40)
-    expected = serve(world, FEATURES)
-    engine = Engine(dataclasses.replace(world, depth=depth, decode_tokens=4))
+@pytest.fixture(scope="module")
+def expected() -> Outcomes:
+    """What the requests for features get without drafts."""
+    return serve(CROWDED, FEATURES)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "depth"),
+    [
+        (oracle, 2),
+        (adversary, 1),
+        (sometimes, 2),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((oracle, 1), (adversary, 2), (sometimes, 1))),
+    ],
+)
+def test_features_follow_the_drafts_before_a_token(expected: Outcomes, drafts: Callable[[int], Drafts], depth: int) -> None:
+    engine = Engine(dataclasses.replace(CROWDED, depth=depth, decode_tokens=4))
     kept, proposer = counting(engine.runner), Proposer(engine.scheduler, tokens_of(expected), drafts(3))
     engine.add(*FEATURES)
     found = engine.run()
@@ -176,16 +188,22 @@ def test_features_follow_the_drafts_before_a_token(drafts: Callable[[int], Draft
         assert 0 < sum(kept) < proposer.num_drafts
 
 
-def test_the_requests_have_something_to_say() -> None:
+def test_the_requests_have_something_to_say(expected: Outcomes) -> None:
     """Each feature changes tokens, so that one that forgot the drafts would show."""
-    outcomes = serve(WORLD, FEATURES)
-    for each in FEATURES:
-        plain = request("plain", each.prompt_token_ids, temperature=each.sampling.temperature, max_tokens=30, ignore_eos=True)
-        if each.request_id not in ("plain", "logprobs"):
-            assert serve(WORLD, [plain])["plain"][0].token_ids != outcomes[each.request_id][0].token_ids, each.request_id
-    assert len(outcomes["min tokens"][0].token_ids) >= 13 > len(outcomes["stops"][0].token_ids)
+    changed = [each for each in FEATURES if each.request_id not in ("plain", "logprobs")]
+    plain = serve(
+        CROWDED,
+        [
+            request(each.request_id, each.prompt_token_ids, **_LONG | {"temperature": each.sampling.temperature})
+            for each in changed
+        ],
+    )
+    for name, (outcome, *_) in plain.items():
+        assert outcome.token_ids != expected[name][0].token_ids, name
+    assert len(plain) == len(changed)
+    assert len(expected["min tokens"][0].token_ids) >= 13 > len(expected["stops"][0].token_ids)
     words = ("ab", "ca", "ddd", "bcb")
-    assert not any(word.encode() in text_of(outcomes["bad words"][0].token_ids) for word in words)
+    assert not any(word.encode() in text_of(expected["bad words"][0].token_ids) for word in words)
 
 
 def test_nothing_to_sample_behind_a_wrong_draft_fails_nobody() -> None:

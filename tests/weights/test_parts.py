@@ -67,11 +67,11 @@ def load(model: Decoder, hf_config: Any, kind: str, paths: list[Path], **options
 def check_parts(whole: Decoder, ranks: list[Decoder]) -> None:
     """Each parameter of each rank is the cut of the whole one; all cuts together are the whole."""
     covered: dict[str, torch.Tensor] = {}
-    expected = dict(whole.named_parameters())
+    expected, empty = dict(whole.named_parameters()), registry.build(whole.spec, "float32", "meta")
     for rank in ranks:
         shard = rank.spec.shard
         assert shard is not None
-        cuts = parameter_cuts(registry.build(whole.spec, "float32", "meta"), shard, rank.spec.mlps)
+        cuts = parameter_cuts(empty, shard, rank.spec.mlps)
         for name, parameter in rank.named_parameters():
             cut = cuts.get(name)
             if cut is None:

@@ -232,7 +232,7 @@ def serve(load: Load, client: Parent) -> int:
         timeline = Timeline(lambda progress: send(Starting(progress)), start.origin)
         timeline.mark("command", "interpreter and options", at=process_start())
         timeline.mark("imports", "the engine's process")
-        if start.args.data_parallel_size > 1:
+        if start.args.data_parallel_size > 1 and start.args.device != "cpu":
             from headrace.startup.environment import take_device
 
             take_device(start.args, start.replica)

@@ -43,7 +43,7 @@ def take_device(args: EngineArgs, replica: int) -> None:
     Raises:
         ConfigError: there are fewer devices than replicas, with their ranks.
     """
-    if args.device == "cpu" or not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         return
     ranks, count = args.tensor_parallel_size, torch.cuda.device_count()
     if args.data_parallel_size * ranks > count:

@@ -110,8 +110,16 @@ HETEROGENEOUS = {
 }
 
 
-@pytest.mark.parametrize("said", HETEROGENEOUS)
-@of(["qwen2_5_vl", "gemma3", "llava"])
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("qwen2_5_vl", "list"),
+        ("gemma3", "per layer"),
+        pytest.param("qwen2_5_vl", "per layer", marks=pytest.mark.slow),
+        pytest.param("gemma3", "list", marks=pytest.mark.slow),
+        *(pytest.param("llava", said, marks=pytest.mark.slow) for said in HETEROGENEOUS),
+    ],
+)
 def test_layers_may_differ_in_heads_beside_a_tower(kind: str, said: str, tmp_path: Path) -> None:
     """A layer with one KV head is one whose two are alike, which transformers computes."""
     own = served(kind)

@@ -206,7 +206,7 @@ def test_the_router_knows_the_caches_of_its_replicas(tiny_folder: Path) -> None:
         command = fake_process()
 
     async def work() -> None:
-        args = EngineArgs(model=str(tiny_folder), load_format="dummy", data_parallel_size=2, block_size=8)
+        args = EngineArgs(model=str(tiny_folder), load_format="dummy", data_parallel_size=2, block_size=8, device="cpu")
         async with FakeLLM(args) as llm:
             while llm.health().reason:
                 await asyncio.sleep(0.01)

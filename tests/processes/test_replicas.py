@@ -357,7 +357,8 @@ def test_a_replica_is_killed_under_load(tiny_folder: Path) -> None:
     """Real processes: only what it had streamed is lost, the rest runs elsewhere, and it comes back."""
 
     async def work() -> None:
-        args = EngineArgs(model=str(tiny_folder), load_format="dummy", data_parallel_size=2, dp_routing_policy="round-robin")
+        options: Any = {"load_format": "dummy", "device": "cpu", "dp_routing_policy": "round-robin"}
+        args = EngineArgs(model=str(tiny_folder), data_parallel_size=2, **options)
         async with FakeLLM(args) as llm:
             replicas = llm.replicas
             assert replicas is not None

@@ -11,7 +11,7 @@ import msgspec
 
 from headrace.bench.longbench_metrics import TASKS, LongBenchTask
 from headrace.bench.longcontext import Mode, by_mode
-from headrace.bench.longcontext_tasks import Record, read_records
+from headrace.bench.longcontext_tasks import DocumentRecord, read_records
 from headrace.bench.report import table
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError, EngineError
@@ -28,7 +28,7 @@ _EVEN = "_e"
 """End of the names of LongBench-E's tasks, whose lengths are evenly spread."""
 
 
-class LongBenchRecord(Record, frozen=True, kw_only=True):
+class LongBenchRecord(DocumentRecord, frozen=True, kw_only=True):
     """A line of a task's file."""
 
     length: int = 0

@@ -51,7 +51,7 @@ class Sample:
     measure: Literal["found", "f1"] = "found"
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
+class DocumentRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A line of a file in LongBench's format."""
 
     context: str
@@ -59,7 +59,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     answers: Annotated[list[Annotated[str, msgspec.Meta(pattern=r"\S")]], msgspec.Meta(min_length=1)]
 
 
-_AnyRecord = TypeVar("_AnyRecord", bound=Record)
+_AnyRecord = TypeVar("_AnyRecord", bound=DocumentRecord)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,11 +197,11 @@ def read_records(path: Path, kind: type[_AnyRecord], count: int | None, option: 
 
 def read_data(encoder: Encoder, path: Path, length: int, count: int) -> list[Sample]:
     """The first ``count`` lines of a file in LongBench's format; the middle of a longer context is left out."""
-    records = enumerate(read_records(path, Record, count, "--data"), start=1)
+    records = enumerate(read_records(path, DocumentRecord, count, "--data"), start=1)
     return [_sample(encoder, record, length, f"line {number} of {path}") for number, record in records]
 
 
-def _sample(encoder: Encoder, record: Record, length: int, where: str) -> Sample:
+def _sample(encoder: Encoder, record: DocumentRecord, length: int, where: str) -> Sample:
     body = encoder.encode(record.context)
     tail = encoder.encode(f"\n\nQuestion: {record.input}\nAnswer:", add_special_tokens=False)
     room = length - len(tail)

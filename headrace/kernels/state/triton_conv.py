@@ -82,8 +82,9 @@ def _conv_tiles(
             for ahead in tl.static_range(AT_ONCE):
                 inputs += (tl.load(places + ahead * x_row, mask=inside & (begun + ahead < count), other=0.0).to(tl.float32),)
             for ahead in tl.static_range(AT_ONCE):
-                total = inputs[ahead] * factors[0]
-                for tap in tl.static_range(1, TAPS):
+                # From 0 on, as in decode rows: of two products the compiler would round either.
+                total = tl.zeros([CHANNELS], tl.float32)
+                for tap in tl.static_range(TAPS):
                     total += inputs[ahead + tap] * factors[tap]
                 if BIAS:
                     total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)

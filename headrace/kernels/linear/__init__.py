@@ -75,8 +75,10 @@ def linear(
         if chosen_by_lt(len(x), weight):
             with cublaslt():
                 return linear_ref(x, weight, bias, out_dtype)
-    if x.ndim == 2 and not batch_invariant and (y := native.few_rows(x, weight, bias, out_dtype)) is not None:
-        return y
+    kind = out_dtype if exact else None
+    if x.ndim == 2 and not batch_invariant and (y := native.few_rows(x, weight, bias, kind)) is not None:
+        # As the library's product of more rows, one that need not be exact is rounded to x's type before it is widened.
+        return y if out_dtype is None else y.to(out_dtype)
     if exact and out_dtype == torch.float32 and not x.is_cuda and x.itemsize < 4:
         return linear_float32_ref(x, weight, bias)
     return linear_ref(x, weight, bias, out_dtype)

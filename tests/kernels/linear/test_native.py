@@ -32,7 +32,8 @@ def test_products_are_rounded_once(
     exact = x.double() @ weight.double().t() + (bias.double() if biased else 0)
     assert y.dtype == (dtype or torch.bfloat16)
     torch.testing.assert_close(y.double(), exact, rtol=2**-8 if dtype is None else 1e-5, atol=1e-4)
-    assert torch.equal(torch.cat([linear(row[None], weight, added, dtype) for row in x]), y)
+    assert torch.equal(torch.cat([linear(row[None], weight, added, dtype, exact=dtype is not None) for row in x]), y)
+    assert torch.equal(linear(x, weight, added, torch.float32), linear(x, weight, added).float())
 
 
 def test_other_products_are_left_to_the_library(factors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:

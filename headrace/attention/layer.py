@@ -137,10 +137,13 @@ class Attention(nn.Module):
             write(cache, k, v, slots)
         return self._attend(q, ctx)
 
+    def _queries(self, qkv: torch.Tensor) -> torch.Tensor:
+        """``[T, num_heads, head_dim]`` of q, as a view."""
+        return qkv[:, : self.spec.q_size].view(len(qkv), self.spec.num_heads, self.spec.head_dim)
+
     def _split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """``[T, heads, width]`` of q, k and v, as views; k and v are None where the layer reads another's KV."""
-        spec, tokens = self.spec, len(qkv)
-        q = qkv[:, : spec.q_size].view(tokens, spec.num_heads, spec.head_dim)
+        spec, tokens, q = self.spec, len(qkv), self._queries(qkv)
         if spec.kv_source is not None:
             return q, None, None
         k = qkv[:, spec.q_size : spec.q_size + spec.k_size].view(tokens, spec.num_kv_heads, spec.head_dim)
@@ -209,8 +212,7 @@ class Attention(nn.Module):
             norms[0].eps if norms else 0.0,
             any(norm.offset for norm in norms),
         )
-        q = qkv[:, : spec.q_size].view(len(qkv), spec.num_heads, spec.head_dim)
-        inputs = AttentionInputs(q, cache, self.sinks, ctx.step.visible_ends, unfinished=unfinished)
+        inputs = AttentionInputs(self._queries(qkv), cache, self.sinks, ctx.step.visible_ends, unfinished=unfinished)
         return ctx.backends[spec.layer].run(inputs)
 
     def _attend(self, q: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:

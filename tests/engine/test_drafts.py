@@ -155,7 +155,7 @@ def tokens_of(outcomes: Outcomes) -> dict[tuple[str, int], list[int]]:
 
 @pytest.fixture(scope="module")
 def expected() -> Outcomes:
-    """What the requests for features get without drafts."""
+    """Serves the requests that use features without drafts."""
     return serve(CROWDED, FEATURES)
 
 

@@ -24,21 +24,20 @@ from headrace.kernels.triton_pdl import begin, options
 _CHUNK, _LONG = 2048, 8192
 """Choices that a program for each expert counts at a time, and up to which there are such."""
 _SEGMENTS = ((32768, 256), (1 << 62, 512))
-"""Choices, and up to so many those of a program otherwise."""
+"""With more choices than that: up to how many, a program sorts a segment of so many."""
 _PART = 64
 """Choices of a segment that are compared at a time."""
 _FEW = 32
 """Choices up to which none are sorted: each gets its own tile, if there are enough experts that few tokens share one."""
 _BAND = 1024
 """Rows of the tiles that go through the outputs together, so that both factors stay in the cache."""
-
-
 TABLED = tl.constexpr(2)
+"""The value of SORTED where a table names the tiles."""
 
 
 @triton.jit
 def _sort_expert(experts, order, start, choices, own, EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
-    """Where one expert's choices begin in the order, and which they are."""
+    """Writes where one expert's choices begin in the order, and which they are."""
     before = 0
     mine = 0
     for first in range(0, choices, CHUNK):
@@ -82,7 +81,7 @@ def _sort_and_round(
 
 @launched(do_not_specialize=["choices"])
 def _count(experts, counts, choices, EXPERTS: tl.constexpr, EXPERTS_P: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """A segment: how many of its choices each expert is."""
+    """Counts the choices of a segment that fall on each expert."""
     begin(PDL)
     segment = tl.program_id(0)
     index = segment * CHUNK + tl.arange(0, CHUNK)
@@ -98,8 +97,8 @@ def _sort_segment(
     experts, counts, order, start, table, choices, segments, EXPERTS: tl.constexpr, EXPERTS_P: tl.constexpr,
     CHUNK: tl.constexpr, PART: tl.constexpr, TILES: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """The places of a segment's choices in the order; of the first segment also where each expert's begin. And some of the
-    ``TOKENS`` high tiles of the table."""
+    """Puts a segment's choices into the order, and writes its share of the table of tiles of ``TOKENS`` rows. The first segment
+    also writes where each expert's choices begin."""
     begin(PDL)
     segment = tl.program_id(0)
     other = tl.arange(0, EXPERTS_P)

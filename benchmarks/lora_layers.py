@@ -62,7 +62,8 @@ class Layer:
         normed, residual = self.norms[0].add(x, residual)
         queries = rms_norm(self.qkv(normed)[:, : self.queries], self.norms[2].weight, 1e-6)
         normed, residual = self.norms[1].add(self.o(queries), residual)
-        return self.down(silu_mul(self.gate_up(normed))), residual
+        gated = self.gate_up.gated(normed)
+        return self.down(silu_mul(self.gate_up(normed)) if gated is None else gated), residual
 
 
 def microseconds(run: Callable[[], object], repeats: int) -> float:

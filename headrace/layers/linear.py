@@ -13,9 +13,9 @@ from torch import nn
 
 from headrace.config import MemoryLine
 from headrace.errors import ConfigError
-from headrace.kernels.linear import linear, linear_adapted
+from headrace.kernels.linear import linear, linear_adapted, linear_adapted_gated
 from headrace.kernels.linear.fp8_reference import Activations, Fp8Rows
-from headrace.kernels.lora import LowRank, expand
+from headrace.kernels.lora import Factors, expand, shrink
 from headrace.layers.embedding import Embedding
 from headrace.layers.lora import LoraTables
 from headrace.layers.stored import Codes, StoredMatrix
@@ -54,15 +54,18 @@ class Linear(nn.Module):
 
     def forward(self, x: Activations) -> torch.Tensor:
         """``[..., in_features] -> [..., out_features]``. ``Fp8Rows`` are for a layer that has ``rounds``."""
-        added = None if self.lora is None else self.lora.added(x, batch_invariant=self.batch_invariant)
-        if added is not None:
-            return self.method.apply_adapted(self, x, added)
+        factors = None if self.lora is None else self.lora.factors
+        if factors is not None:
+            return self.method.apply_adapted(self, x, factors)
         return self.method.apply_rounded(self, x) if isinstance(x, Fp8Rows) else self.method.apply(self, x)
 
     def gated(self, x: Activations) -> torch.Tensor | None:
         """``silu_mul`` of the result for ``[T, in_features]``, where one kernel computes both; None: none does."""
-        if not isinstance(x, torch.Tensor) or self.bias is not None or self.lora is not None or self.out_dtype is not None:
+        if not isinstance(x, torch.Tensor) or self.bias is not None or self.out_dtype is not None:
             return None
+        factors = None if self.lora is None else self.lora.factors
+        if factors is not None:
+            return self.method.apply_adapted_gated(self, x, factors)
         return self.method.apply_gated(self, x)
 
     def memory(self) -> list[MemoryLine]:
@@ -151,11 +154,18 @@ class LinearMethod(ABC):
         """``apply`` of the rows that have been rounded to x: ``[T, out_features]``."""
         raise TypeError(f"{self.format} are not multiplied by rounded rows")
 
-    def apply_adapted(self, layer: Linear, x: Activations, added: LowRank) -> torch.Tensor:
+    def apply_adapted(self, layer: Linear, x: Activations, factors: Factors) -> torch.Tensor:
         """``apply``, or ``apply_rounded``, and what adapters add: ``[T, out_features]``."""
+        # Merged weights would multiply the rounded rows too.
+        floats = x.floats() if isinstance(x, Fp8Rows) else x
+        added = shrink(floats, factors, batch_invariant=layer.batch_invariant)
         y = self.apply_rounded(layer, x) if isinstance(x, Fp8Rows) else self.apply(layer, x)
         expand(added, y, batch_invariant=layer.batch_invariant)
         return y
+
+    def apply_adapted_gated(self, layer: Linear, x: torch.Tensor, factors: Factors) -> torch.Tensor | None:
+        """``silu_mul`` of ``apply_adapted`` of a layer without a bias, or None."""
+        return None
 
     @abstractmethod
     def dequantize(self, layer: Linear) -> torch.Tensor:
@@ -195,11 +205,14 @@ class UnquantizedMethod(LinearMethod):
         options = {"batch_invariant": layer.batch_invariant, "exact": layer.exact}
         return linear(x, layer.weight, layer.bias, layer.out_dtype, **options)
 
-    def apply_adapted(self, layer: Linear, x: Activations, added: LowRank) -> torch.Tensor:
+    def apply_adapted(self, layer: Linear, x: Activations, factors: Factors) -> torch.Tensor:
         if isinstance(x, Fp8Rows):  # Of a subclass that rounds.
-            return super().apply_adapted(layer, x, added)
+            return super().apply_adapted(layer, x, factors)
         options = {"batch_invariant": layer.batch_invariant, "exact": layer.exact}
-        return linear_adapted(x, layer.weight, layer.bias, layer.out_dtype, added, **options)
+        return linear_adapted(x, layer.weight, layer.bias, layer.out_dtype, factors, **options)
+
+    def apply_adapted_gated(self, layer: Linear, x: torch.Tensor, factors: Factors) -> torch.Tensor | None:
+        return linear_adapted_gated(x, layer.weight, factors, batch_invariant=layer.batch_invariant)
 
     def dequantize(self, layer: Linear) -> torch.Tensor:
         return layer.weight.detach().float()

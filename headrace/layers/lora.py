@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from headrace.kernels.linear.fp8_reference import Activations, Fp8Rows
-from headrace.kernels.lora import ExpertFactors, LowRank, Segment, shrink
+from headrace.kernels.lora import ExpertFactors, Factors, Segment
 
 NO_ADAPTER = -1
 """Place of tokens that the base model serves."""
@@ -100,18 +99,11 @@ class LoraTables:
             a[first : first + rank].copy_(part.a)
             b[part.row : part.row + len(part.b), :rank].copy_(part.b)
 
-    def added(self, x: Activations, *, batch_invariant: bool = False) -> LowRank | None:
-        """Returns the addition to the layer's product of ``x [T, in_features]``; None: no token has an adapter.
-
-        On a GPU A's kernel runs while that of the layer's own product, which follows, begins to read weights.
-        """
+    @property
+    def factors(self) -> Factors | None:
+        """None: no token of the step has an adapter."""
         rows = self._rows
-        if not rows.segments:
-            return None
-        # Merged weights would multiply the rounded rows too.
-        x = x.floats() if isinstance(x, Fp8Rows) else x
-        low = shrink(x, self.a, rows.segments, rows.places, batch_invariant=batch_invariant)
-        return LowRank(low, self.b, self.ends, rows.segments, rows.places)
+        return Factors(self.a, self.b, self.ends, rows.segments, rows.places) if rows.segments else None
 
 
 @dataclasses.dataclass(frozen=True)

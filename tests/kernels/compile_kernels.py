@@ -49,7 +49,7 @@ from headrace.kernels.linear.fp8_reference import GROUP, Fp8Weight
 from headrace.kernels.linear.fp8_tilings import FewTiling, SingleTiling, WideTiling
 from headrace.kernels.linear.wna16_reference import MAX_TILES, PackedWeight
 from headrace.kernels.lora import triton as lora
-from headrace.kernels.lora.reference import ExpertFactors, LowRank
+from headrace.kernels.lora.reference import ExpertFactors, Factors
 from headrace.kernels.mla import triton as mla
 from headrace.kernels.moe import codes as expert_codes
 from headrace.kernels.moe import triton as moe
@@ -129,7 +129,7 @@ def compile_only(capability: int) -> None:
     support.compute_capability = lambda device: capability
     native = fp8.NATIVE if capability >= NATIVE_FP8_SM else fp8.BITS
     products = state, conv, activation, norm, linear_fp8, fp8_few, fp8_wide, experts_kernels, rounding, sorting
-    for module in (paged_attention, kv_cache, qkv, sparse_attention, sparse_estimate, sparse_means, *products):
+    for module in (paged_attention, kv_cache, qkv, lora, sparse_attention, sparse_estimate, sparse_means, *products):
         module.mode = lambda device: native
 
 
@@ -291,8 +291,14 @@ def others() -> None:
         a, b = torch.zeros(3, 3 * rank, 4096, dtype=BF16), torch.zeros(3, 6144, rank, dtype=BF16)
         y, held = torch.zeros(tokens, 6144, dtype=BF16), torch.zeros(tokens, dtype=torch.int32)
         rows = torch.zeros(tokens, 4096, dtype=BF16)
-        added = LowRank(lora.shrink(rows, a, held), b, (4096, 5120, 6144), (), held)
+        factors = Factors(a, b, (4096, 5120, 6144), (), held)
+        added = factors.added(lora.shrink(rows, a, held))
         lora.expand(added, held, y)
+        if tokens == 4 and rank == 16:
+            one_row = Factors(a[:, :32], b, (3072, 6144), (), held[:1])
+            y, low = linear.linear_and_low(rows[:1], torch.zeros(6144, 4096, dtype=BF16), None, one_row)
+            lora.expand(one_row.added(low), held[:1], y)
+            lora.expand_gated(one_row.added(low), y)
         if tokens <= 40 and rank == 16:
             wide.linear(rows, torch.zeros(6144, 4096, dtype=BF16), added=added)
 

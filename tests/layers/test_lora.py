@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from headrace.kernels.activation import silu_mul
 from headrace.kernels.linear.fp8_reference import Fp8Rows, round_rows_ref
 from headrace.kernels.lora import Segment
 from headrace.layers.linear import Linear, UnquantizedMethod
@@ -58,3 +59,20 @@ def test_rows_that_are_rounded_already_are_multiplied_as_they_are() -> None:
     assert torch.equal(x.floats(), floats)
     base[2:] += floats[2:] @ part.a.T @ part.b.T
     assert torch.allclose(layer(x), base, atol=1e-4)
+
+
+class Joint(UnquantizedMethod):
+    """A format with a kernel that computes the product and the activation."""
+
+    def apply_gated(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        return silu_mul(self.apply(layer, x))
+
+
+def test_steps_without_adapters_keep_the_product_with_the_activation() -> None:
+    rows = LoraRows()
+    layer, x = made(rows), torch.randn(5, 32)
+    layer.method = Joint()
+    gated = layer.gated(x)
+    assert gated is not None and torch.equal(gated, silu_mul(layer(x)))
+    rows.segments = [Segment(0, 5, 1)]
+    assert layer.gated(x) is None

@@ -13,7 +13,7 @@ import torch
 from headrace.kernels import gpu, support
 from headrace.kernels.linear import native
 from headrace.kernels.linear.reference import linear_by_head_ref, linear_float32_ref, linear_ref
-from headrace.kernels.lora import LowRank, expand
+from headrace.kernels.lora import Factors, expand, expand_gated, shrink
 
 if TYPE_CHECKING:
     from headrace.kernels.linear import triton as kernels
@@ -110,19 +110,39 @@ def linear_adapted(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype | None,
-    added: LowRank,
+    factors: Factors,
     *,
     batch_invariant: bool = False,
     exact: bool = False,
 ) -> torch.Tensor:
-    """``linear`` and the addition of adapters, before the result is rounded where one kernel does both. That depends on the
-    number of rows, so that a ``batch_invariant`` product is never one."""
+    """``linear`` and the addition of adapters. The kernel of a single row multiplies by A too, and that of 2 to 64 rows adds B
+    before it rounds: neither makes a ``batch_invariant`` product."""
+    if _is_single(x, weight) and not batch_invariant:
+        y, low = kernels.linear_and_low(x, weight, bias, factors, out_dtype)
+        expand(factors.added(low), y)
+        return y
+    added = shrink(x, factors, batch_invariant=batch_invariant)
     fits = not batch_invariant and x.ndim == 2 and len(x) in _ADAPTED_ROWS and weight.dtype == x.dtype
     if fits and gpu.takes(x) and support.is_hopper(x.device) and wide_kernels.adds(x, weight, added):
         return wide_kernels.linear(x, weight, bias, out_dtype, added=added)
     y = linear(x, weight, bias, out_dtype, batch_invariant=batch_invariant, exact=exact)
     expand(added, y, batch_invariant=batch_invariant)
     return y
+
+
+def linear_adapted_gated(
+    x: torch.Tensor, weight: torch.Tensor, factors: Factors, *, batch_invariant: bool = False
+) -> torch.Tensor | None:
+    """``silu_mul`` of ``linear_adapted``, whose parts are gate and up; None: no kernel makes both."""
+    if batch_invariant or not _is_single(x, weight):
+        return None
+    y, low = kernels.linear_and_low(x, weight, None, factors)
+    return expand_gated(factors.added(low), y)
+
+
+def _is_single(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the kernel of a single row computes the product."""
+    return x.ndim == 2 and len(x) == 1 and weight.dtype == x.dtype and gpu.takes(x) and few_rows(x, weight)
 
 
 def linear_by_head(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, batch_invariant: bool = False) -> None:

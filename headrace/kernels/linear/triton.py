@@ -1,8 +1,9 @@
 """Products of a few rows with a weight: read the weight once, at memory speed. Reference: ``torch.nn.functional.linear``.
 
-One row: each program sums products channel by channel, a few outputs at a time. More rows: the same walk with the matrix
-units. They take 16 rows at the least, and fewer cost the same: what counts is that weights go from the memory to the units by
-way of registers alone, many of them at a time, and that the memory is busy before the kernel before is complete.
+One row: each program sums products channel by channel, a few outputs at a time; the lines of A of an adapter are a few more of
+them. More rows: the same walk with the matrix units. They take 16 rows at the least, and fewer cost the same: what counts is
+that weights go from the memory to the units by way of registers alone, many of them at a time, and that the memory is busy
+before the kernel before is complete.
 """
 
 # A kernel's arguments have no types of Python's, and its tuples grow.
@@ -18,6 +19,7 @@ import triton
 import triton.language as tl
 
 from headrace.kernels.linear.triton_matmul import check_factors
+from headrace.kernels.lora.reference import Factors
 from headrace.kernels.support import cdiv, power_of_two
 from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import announce, options, wait
@@ -82,19 +84,37 @@ def _single(
     weight,
     bias,
     y,
+    a,
+    low,
+    places,
     weight_row: tl.int64,
+    a_place: tl.int64,
     IN: tl.constexpr,
     OUT: tl.constexpr,
+    WIDTH: tl.constexpr,
     OUTPUTS: tl.constexpr,
     CHANNELS: tl.constexpr,
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """The first programs multiply by A of the row's adapter in place of the weight: ``WIDTH`` sums, which are not rounded. 0:
+    without adapters."""
     announce(PDL)
-    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    present = output < OUT
+    ADAPTED: tl.constexpr = (WIDTH + OUTPUTS - 1) // OUTPUTS
+    program = tl.program_id(0)
+    lines, lines_row, count, of_a = weight, weight_row, OUT, False
+    if ADAPTED:
+        # No branch: each program waits for the kernel before, whatever it multiplies by.
+        of_a = program < ADAPTED
+        place = tl.load(places, mask=of_a, other=-1)
+        count = tl.where(of_a, tl.where(place >= 0, WIDTH, 0), OUT)
+        lines = tl.where(of_a, a + tl.maximum(place, 0) * a_place, weight)
+        lines_row = tl.where(of_a, IN, weight_row)
+        program -= tl.where(of_a, 0, ADAPTED)
+    output = program * OUTPUTS + tl.arange(0, OUTPUTS)
+    present = output < count
     channel = tl.arange(0, CHANNELS)
-    base = weight + output.to(tl.int64)[:, None] * weight_row
+    base = lines + output.to(tl.int64)[:, None] * lines_row
     sums = tl.zeros([OUTPUTS, CHANNELS], tl.float32)
     # Each tile of the weight is loaded while the one before is summed; the first, while the previous kernel still runs.
     part = tl.load(base + channel[None, :], mask=present[:, None] & (channel < IN)[None, :], other=0.0)
@@ -108,6 +128,9 @@ def _single(
             part = tl.load(base + ahead[None, :], mask=present[:, None] & (ahead < IN)[None, :], other=0.0)
         sums += here.to(tl.float32) * factor[None, :]
     result = tl.sum(sums, 1)
+    if ADAPTED:
+        tl.store(low + output, result, mask=present & of_a)
+        present = present & (not of_a)
     result = _finish(result, bias, output, present, y.dtype.element_ty, BIAS)
     tl.store(y + output, result, mask=present)
 
@@ -257,7 +280,7 @@ def linear(
     launch = {"num_warps": tiling.num_warps, "num_stages": 1, **options(x.device)}
     tensors = (x, weight, x if bias is None else bias, y)
     if not tiling.ahead:
-        _single[grid](*tensors, weight.stride(0), OUT=out_features, **sizes, **launch)
+        _single[grid](*tensors, x, y, x, weight.stride(0), 0, OUT=out_features, WIDTH=0, **sizes, **launch)
     else:
         strides = (x.stride(0), weight.stride(0))
         rest = max(cdiv(in_features, tiling.channels) - tiling.ahead, 0)
@@ -270,3 +293,37 @@ def linear(
         precision = "ieee" if x.dtype == torch.float32 else "tf32"
         _several[grid](*tensors, rows, out_features, *strides, **sizes, **shape, **launch, PRECISION=precision)
     return y
+
+
+def linear_and_low(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    factors: Factors,
+    out_dtype: torch.dtype | None = None,
+    tiling: LinearTiling | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``linear`` of one row, which is bitwise the same, and A's products of its adapter, in one kernel.
+
+    Args:
+        factors: with ``places``, in x's dtype; each place of ``a`` is contiguous.
+
+    Returns:
+        ``[1, out]`` and ``LowRank.low``, of one share.
+
+    Raises:
+        ValueError: a tensor does not fit the others.
+    """
+    check_factors(x, weight, 1)
+    a, places, in_features, out_features = factors.a, factors.places, x.shape[1], len(weight)
+    if places is None or len(places) != 1 or a.shape[2] != in_features or a.dtype != x.dtype or not a[0].is_contiguous():
+        raise ValueError(f"a {list(a.shape)} {a.dtype} and places {places} do not fit x, {list(x.shape)} {x.dtype}")
+    tiling = tiling or choose_tiling(1, in_features, out_features)
+    y = torch.empty(1, out_features, dtype=out_dtype or x.dtype, device=x.device)
+    low = torch.empty(1, 1, a.shape[1], dtype=torch.float32, device=x.device)
+    _single[(cdiv(a.shape[1], tiling.outputs) + cdiv(out_features, tiling.outputs),)](
+        x, weight, x if bias is None else bias, y, a, low, places, weight.stride(0), a.stride(0), IN=in_features,
+        OUT=out_features, WIDTH=a.shape[1], OUTPUTS=tiling.outputs, CHANNELS=tiling.channels, BIAS=bias is not None,
+        num_warps=tiling.num_warps, num_stages=1, **options(x.device),
+    )  # fmt: skip
+    return y, low

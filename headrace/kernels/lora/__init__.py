@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from headrace.kernels import gpu
 from headrace.kernels.lora import reference
-from headrace.kernels.lora.reference import ExpertFactors, LowRank, Segment
+from headrace.kernels.lora.reference import ExpertFactors, Factors, LowRank, Segment
 
 if TYPE_CHECKING:
     from headrace.kernels.lora import triton as kernels
@@ -19,31 +18,20 @@ else:
 STEP_SIZES = (64, 256, 2048, 4096)
 """Tokens of steps that take different kernels. Fewer tokens are those of decode steps, which are captured at the start."""
 
-__all__ = ["STEP_SIZES", "ExpertFactors", "LowRank", "Segment", "expand", "shrink"]
+__all__ = ["STEP_SIZES", "ExpertFactors", "Factors", "LowRank", "Segment", "expand", "expand_gated", "shrink"]
 
 
-def shrink(
-    x: torch.Tensor,
-    a: torch.Tensor,
-    segments: Sequence[Segment],
-    places: torch.Tensor | None = None,
-    *,
-    batch_invariant: bool = False,
-) -> torch.Tensor:
-    """``A x`` with the adapter of each token.
+def shrink(x: torch.Tensor, factors: Factors, *, batch_invariant: bool = False) -> LowRank:
+    """Multiplies x ``[T, K]`` by A of each token's adapter.
+
+    On a GPU the kernel runs while that of the layer's own product, which follows, begins to read weights.
 
     Args:
-        x: ``[T, K]``
-        a: ``[places, width, K]``, finite.
-        segments, places: as ``LowRank`` has them.
         batch_invariant: what a token gets does not depend on the others.
-
-    Returns:
-        ``LowRank.low``
     """
-    if places is not None:
-        return kernels.shrink(x, a, places, batch_invariant=batch_invariant)
-    return reference.shrink(x, a, segments)
+    if factors.places is not None:
+        return factors.added(kernels.shrink(x, factors.a, factors.places, batch_invariant=batch_invariant))
+    return factors.added(reference.shrink(x, factors.a, factors.segments))
 
 
 def expand(added: LowRank, y: torch.Tensor, *, batch_invariant: bool = False) -> None:
@@ -56,3 +44,9 @@ def expand(added: LowRank, y: torch.Tensor, *, batch_invariant: bool = False) ->
         kernels.expand(added, added.places, y, batch_invariant=batch_invariant)
     else:
         reference.expand(added, y)
+
+
+def expand_gated(added: LowRank, y: torch.Tensor) -> torch.Tensor:
+    """``silu_mul`` of y ``[1, 2n]`` and what ``expand`` adds to it, on a GPU: of two parts of n outputs, and products with A in
+    one share."""
+    return kernels.expand_gated(added, y)

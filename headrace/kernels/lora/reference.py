@@ -34,6 +34,23 @@ class LowRank:
 
 
 @dataclasses.dataclass(frozen=True)
+class Factors:
+    """The matrices of adapters of a layer, and the adapter of each token."""
+
+    a: torch.Tensor
+    """``[places, width, K]``, finite: the parts one below the other, ``rank`` rows each."""
+    b: torch.Tensor
+    ends: Sequence[int]
+    segments: Sequence[Segment]
+    places: torch.Tensor | None
+    """This and the three before: as ``LowRank`` has them."""
+
+    def added(self, low: torch.Tensor) -> LowRank:
+        """The addition to the product of tokens whose products with A are ``low``."""
+        return LowRank(low, self.b, self.ends, self.segments, self.places)
+
+
+@dataclasses.dataclass(frozen=True)
 class ExpertFactors:
     """The matrices of adapters of a mixture's experts, which lie one behind the other."""
 

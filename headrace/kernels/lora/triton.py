@@ -1,9 +1,11 @@
 """Low-rank products of any tokens with their adapters: A in one kernel, B in another. Reference:
 ``headrace.kernels.lora.reference``.
 
-Both kernels multiply a tile of tokens by the matrices of several places at once and keep what belongs to each token. Matrices
-that no token of the tile has are not read. So neither the order of the tokens nor the number of adapters has a part in what is
-launched, and a CUDA graph serves every step of its size. Tokens without an adapter are not written.
+A single token's products with A come from the kernel of its layer's own product (``kernels/linear/triton.py``), and it has
+kernels of B of its own. For more tokens both kernels multiply a tile of tokens by the matrices of several places at once and
+keep what belongs to each token. Matrices that no token of the tile has are not read. So neither the order of the tokens nor the
+number of adapters has a part in what is launched, and a CUDA graph serves every step of its size. Tokens without an adapter are
+not written.
 
 B multiplies zeros for tokens of other adapters, so adapters must be finite.
 """
@@ -19,6 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.kernels.activation.triton import gated_product
+from headrace.kernels.kv_cache.triton_fp8 import mode
 from headrace.kernels.linear.triton_added import PARTS
 from headrace.kernels.lora.reference import LowRank
 from headrace.kernels.support import cdiv, power_of_two
@@ -38,6 +42,8 @@ _AHEAD = 6
 """Most tiles of A that a program reads while the kernel before still runs."""
 _COLUMNS = 64
 """Most columns of A's product of a tile, and as many of them at a time in B's."""
+_SINGLE_TILE, _SINGLE_WARPS = 512, 4
+"""Numbers of B that a program multiplies by a single token's products, and its warps."""
 _WIDE = 16384
 """Outputs from which on there are enough tiles for larger ones."""
 
@@ -202,6 +208,58 @@ def _expand(
         tl.store(target, (base.to(tl.float32) + sums).to(y.dtype.element_ty), mask=mine)
 
 
+@triton.jit
+def _lines_of_one(b, place, b_place, output, OUT: tl.constexpr, RANK: tl.constexpr, RANK_P: tl.constexpr):
+    """B of some outputs in one place, ``[outputs, RANK_P]``; zeros where there is no adapter."""
+    column = tl.arange(0, RANK_P)[None, :]
+    mask = ((output < OUT) & (place >= 0))[:, None] & (column < RANK)
+    return tl.load(b + tl.maximum(place, 0) * b_place + output[:, None] * RANK + column, mask=mask, other=0.0)
+
+
+@triton.jit
+def _added_to_one(y, right, low, place, output, part, OUT: tl.constexpr, RANK: tl.constexpr):
+    """Some outputs of one token and what B adds to them, rounded. ``part``: whose products each of them reads."""
+    column = tl.arange(0, right.shape[1])[None, :]
+    base = tl.load(y + output, mask=output < OUT, other=0.0)
+    mask = ((output < OUT) & (place >= 0))[:, None] & (column < RANK)
+    left = tl.load(low + part[:, None] * RANK + column, mask=mask, other=0.0)
+    return (base.to(tl.float32) + tl.sum(right.to(tl.float32) * left, 1)).to(base.dtype)
+
+
+@launched
+def _expand_one(
+    low, b, places, y, b_place: tl.int64, END_0: tl.constexpr, END_1: tl.constexpr, OUT: tl.constexpr, RANK: tl.constexpr,
+    RANK_P: tl.constexpr, OUTPUTS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Adds B to some outputs of one token, whose products with A are one share."""
+    announce(PDL)
+    place = tl.load(places)
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    right = _lines_of_one(b, place, b_place, output, OUT, RANK, RANK_P)
+    wait(PDL)
+    part = (output >= END_0).to(tl.int32) + (output >= END_1).to(tl.int32)
+    total = _added_to_one(y, right, low, place, output, part, OUT, RANK)
+    tl.store(y + output, total, mask=(output < OUT) & (place >= 0))
+
+
+@launched
+def _expand_gated(
+    low, b, places, y, out, b_place: tl.int64, WIDTH: tl.constexpr, RANK: tl.constexpr, RANK_P: tl.constexpr,
+    OUTPUTS: tl.constexpr, MODE: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """``silu_mul`` of what ``_expand_one`` would write. Its parts are gate and up, of ``WIDTH`` outputs each."""
+    announce(PDL)
+    place = tl.load(places)
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    of_gate = _lines_of_one(b, place, b_place, output, WIDTH, RANK, RANK_P)
+    of_up = _lines_of_one(b + WIDTH * RANK, place, b_place, output, WIDTH, RANK, RANK_P)
+    wait(PDL)
+    gates = tl.zeros([OUTPUTS], tl.int32)
+    gate = _added_to_one(y, of_gate, low, place, output, gates, WIDTH, RANK)
+    up = _added_to_one(y + WIDTH, of_up, low, place, output, gates + 1, WIDTH, RANK)
+    tl.store(out + output, gated_product(gate, up, False, MODE), mask=output < WIDTH)
+
+
 def shrink(
     x: torch.Tensor,
     a: torch.Tensor,
@@ -258,8 +316,16 @@ def expand(
         raise ValueError("the last axis of y, and each place of b, must be contiguous")
     if not tokens:
         return
-    tiling = tiling or expand_tiling(tokens, width, batch_invariant=batch_invariant)
     bounds = (*ends, *[width] * (PARTS - len(ends)))
+    if len(low) == tokens == 1 and tiling is None and not batch_invariant:
+        across = power_of_two(rank)
+        outputs = max(_SINGLE_TILE // across, 1)
+        _expand_one[(cdiv(width, outputs),)](
+            low, b, places, y, b.stride(0), END_0=bounds[0], END_1=bounds[1], OUT=width, RANK=rank, RANK_P=across,
+            OUTPUTS=outputs, num_warps=_SINGLE_WARPS, **options(y.device),
+        )  # fmt: skip
+        return
+    tiling = tiling or expand_tiling(tokens, width, batch_invariant=batch_invariant)
     starts = (0, *bounds[:-1])
     outputs = tiling.outputs
     across = sum(cdiv(end - start, outputs) for start, end in zip(starts, bounds, strict=True))
@@ -271,6 +337,25 @@ def expand(
         COLUMNS=inner, WHOLE=not any(end % outputs for end in bounds), PRECISION=_precision(b), num_warps=tiling.num_warps,
         num_stages=1, **options(y.device),
     )  # fmt: skip
+
+
+def expand_gated(added: LowRank, y: torch.Tensor) -> torch.Tensor:
+    """``headrace.kernels.lora.expand_gated``
+
+    Raises:
+        ValueError: a tensor does not fit the others.
+    """
+    low, b, places, width, rank = added.low, added.b, added.places, y.shape[1] // 2, added.b.shape[2]
+    if places is None or tuple(added.ends) != (width, 2 * width) or low.shape != (1, 1, 2 * rank) or y.shape != (1, b.shape[1]):
+        raise ValueError(f"these are no products of one row with gate and up: {list(low.shape)}, {list(y.shape)}, {added.ends}")
+    out = torch.empty(1, width, dtype=y.dtype, device=y.device)
+    across = power_of_two(rank)
+    outputs = max(_SINGLE_TILE // across, 1)
+    _expand_gated[(cdiv(width, outputs),)](
+        low, b, places, y, out, b.stride(0), WIDTH=width, RANK=rank, RANK_P=across, OUTPUTS=outputs, MODE=mode(y.device),
+        num_warps=_SINGLE_WARPS, **options(y.device),
+    )  # fmt: skip
+    return out
 
 
 def _whole(channels: int) -> int:

@@ -11,7 +11,8 @@
 // memory would have nothing to do.
 //
 // Constants: KIND of weight and x (0 bfloat16, 1 float16, 2 e4m3), ROWS (8, 16, 32 or 64), TILES (1 or 2), LINES (1 or 2),
-// STAGES, Y_KIND (0 bfloat16, 1 float16, 2 float32), BIAS (0 none, 1 bfloat16, 2 float16, 3 float32).
+// STAGES, Y_KIND (0 bfloat16, 1 float16, 2 float32), BIAS (0 none, 1 bfloat16, 2 float16, 3 float32), GATED (1: the weight is a
+// gate's, then as many outputs of an up projection, and y is silu(gate) up; TILES is 2, and BIAS 0).
 
 #ifdef DEBUG
 #define SPIN_BEGINS long long spun = clock64();
@@ -36,6 +37,8 @@ constexpr int CHUNKS = TILES * BLOCKS;  // of four sums of a thread
 constexpr int WEIGHT_BYTES = OUTPUTS * 128;
 constexpr int X_BYTES = ROWS * 128;
 constexpr int STAGE_BYTES = LINES * (WEIGHT_BYTES + X_BYTES);
+constexpr int GRAIN = GATED ? 2 : 1;  // chunks that are finished together
+constexpr int TILE_OUTPUTS = GATED ? 64 : OUTPUTS;  // lines of y that a tile makes
 constexpr int LINE_CHANNELS = KIND == 2 ? 128 : 64;
 
 __device__ __forceinline__ unsigned shared_address(const void* place) {
@@ -59,6 +62,12 @@ __device__ __forceinline__ void load_tile(unsigned to, const TensorMap& map, uns
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;"
         :: "r"(to), "l"(&map), "r"(barrier), "r"(channel), "r"(line), "l"(policy) : "memory");
+}
+
+// A tile of the weight, whose y begins at `output`; `out` is the number of all of y's outputs.
+__device__ __forceinline__ void load_weight(unsigned to, const TensorMap& map, unsigned barrier, int channel, int output, int out, u64 policy) {
+    load_tile(to, map, barrier, channel, output, policy);
+    if (GATED) load_tile(to + 8192, map, barrier, channel, out + output, policy);
 }
 
 __device__ __forceinline__ void fetch_near(const TensorMap& map, int channel, int line) {
@@ -159,6 +168,30 @@ __device__ __forceinline__ float bias_of(const void* bias, int output) {
 #endif
 }
 
+// Rounds to y's type.
+__device__ __forceinline__ float rounded(float value) {
+    unsigned short bits;
+#if Y_KIND == 0
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return __uint_as_float((unsigned)bits << 16);
+#elif Y_KIND == 1
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+#endif
+    return value;
+}
+
+__device__ __forceinline__ float gated(float gate, float up) {
+    float wide = rounded(gate), sigmoid;
+    asm("{\n.reg .f32 t;\nmul.ftz.f32 t, %1, 0fBFB8AA3B;\nex2.approx.ftz.f32 t, t;\nadd.ftz.f32 t, t, 0f3F800000;\n"
+        "rcp.approx.ftz.f32 %0, t;\n}\n" : "=f"(sigmoid) : "f"(wide));
+    return rounded(wide * sigmoid) * rounded(up);
+}
+
+__device__ __forceinline__ float4 gated(float4 gate, float4 up) {
+    return make_float4(gated(gate.x, up.x), gated(gate.y, up.y), gated(gate.z, up.z), gated(gate.w, up.w));
+}
+
 struct Result {
     void* y;
     const void* bias;
@@ -226,7 +259,7 @@ __device__ __forceinline__ void finish_shared(
     const Result& result, const float* parts, unsigned* turn, int tile, int first, int last
 ) {
     int count = last - first + 1, rank = (int)blockIdx.x - first;
-    int begin = rank * CHUNKS / count, end = (rank + 1) * CHUNKS / count;
+    int begin = rank * (CHUNKS / GRAIN) / count * GRAIN, end = (rank + 1) * (CHUNKS / GRAIN) / count * GRAIN;
     if (begin == end) {
         if (threadIdx.x == 0) {
             // Its sums are left already. The last of all to go leaves a zero.
@@ -271,10 +304,11 @@ __device__ __forceinline__ void finish_shared(
                 }
         }
 #pragma unroll
-        for (int k = 0; k < 4; ++k)
+        for (int k = 0; k < 4; k += GRAIN)
             if (chunk + k < end) {
-                int of = chunk + k;
-                result.store(sums[k], tile * OUTPUTS + of / BLOCKS * 64 + (threadIdx.x >> 5) * 16, of % BLOCKS * 8);
+                int of = chunk + k, first = tile * TILE_OUTPUTS + (threadIdx.x >> 5) * 16;
+                if (GATED) result.store(gated(sums[k], sums[k + GRAIN - 1]), first, of / 2 * 8);
+                else result.store(sums[k], first + of / BLOCKS * 64, of % BLOCKS * 8);
             }
     }
     meet();
@@ -293,7 +327,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) wide_product(
     extern __shared__ char memory[];
     unsigned base = (shared_address(memory) + 1023) & ~1023u;
     unsigned full = base + STAGES * STAGE_BYTES, empty = full + 8 * STAGES, released = empty + 8 * STAGES;
-    unsigned units = (unsigned)((out + OUTPUTS - 1) / OUTPUTS * steps), programs = gridDim.x, program = blockIdx.x;
+    unsigned units = (unsigned)((out + TILE_OUTPUTS - 1) / TILE_OUTPUTS * steps), programs = gridDim.x, program = blockIdx.x;
     int begin = (int)(units * program / programs), end = (int)(units * (program + 1) / programs);
 
     if (threadIdx.x == 128) {
@@ -332,7 +366,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) wide_product(
             asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(STAGE_BYTES) : "memory");
 #pragma unroll
             for (int l = 0; l < LINES; ++l)
-                load_tile(to + l * WEIGHT_BYTES, weight, barrier, (step * LINES + l) * LINE_CHANNELS, tile * OUTPUTS, once);
+                load_weight(to + l * WEIGHT_BYTES, weight, barrier, (step * LINES + l) * LINE_CHANNELS, tile * TILE_OUTPUTS, out, once);
             if (++step == steps) step = 0, ++tile;
         }
         // Further units are fetched into the L2 cache, `near` of them ahead of the ring.
@@ -341,7 +375,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) wide_product(
         near &= 0xFFFF;
         auto fetch = [&]() {
 #pragma unroll
-            for (int l = 0; l < LINES; ++l) fetch_near(weight, (near_step * LINES + l) * LINE_CHANNELS, near_tile * OUTPUTS);
+            for (int l = 0; l < LINES; ++l) {
+                fetch_near(weight, (near_step * LINES + l) * LINE_CHANNELS, near_tile * TILE_OUTPUTS);
+                if (GATED) fetch_near(weight, (near_step * LINES + l) * LINE_CHANNELS, out + near_tile * TILE_OUTPUTS);
+            }
             if (++near_step == steps) near_step = 0, ++near_tile;
             ++fetched;
         };
@@ -368,7 +405,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) wide_product(
 #pragma unroll
             for (int l = 0; l < LINES; ++l) {
                 int channel = (step * LINES + l) * LINE_CHANNELS;
-                load_tile(to + l * WEIGHT_BYTES, weight, barrier, channel, tile * OUTPUTS, once);
+                load_weight(to + l * WEIGHT_BYTES, weight, barrier, channel, tile * TILE_OUTPUTS, out, once);
                 load_tile(to + LINES * WEIGHT_BYTES + l * X_BYTES, x, barrier, channel, 0, often);
             }
             if (++step == steps) step = 0, ++tile;
@@ -443,13 +480,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) wide_product(
             if (speaks) arrive(empty + 8 * stage);
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
+        auto four = [&](int t, int b) {
+            return make_float4(sums[t][4 * b], sums[t][4 * b + 1], sums[t][4 * b + 2], sums[t][4 * b + 3]);
+        };
         if (whole) {
+            int first = tile * TILE_OUTPUTS + warp * 16;
 #pragma unroll
-            for (int t = 0; t < TILES; ++t)
+            for (int t = 0; t < TILES; t += GRAIN)
 #pragma unroll
                 for (int b = 0; b < BLOCKS; ++b) {
-                    float4 four = make_float4(sums[t][4 * b], sums[t][4 * b + 1], sums[t][4 * b + 2], sums[t][4 * b + 3]);
-                    result.store(four, tile * OUTPUTS + t * 64 + warp * 16, b * 8);
+                    if (GATED) result.store(gated(four(t, b), four(t + GRAIN - 1, b)), first, b * 8);
+                    else result.store(four(t, b), first + t * 64, b * 8);
                 }
         } else {
             // A program has two places for its sums: for the tile at its beginning that others began, and for another.
@@ -457,9 +498,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) wide_product(
 #pragma unroll
             for (int t = 0; t < TILES; ++t)
 #pragma unroll
-                for (int b = 0; b < BLOCKS; ++b)
-                    own[(t * BLOCKS + b) * 128] =
-                        make_float4(sums[t][4 * b], sums[t][4 * b + 1], sums[t][4 * b + 2], sums[t][4 * b + 3]);
+                for (int b = 0; b < BLOCKS; ++b) own[(GATED ? b * 2 + t : t * BLOCKS + b) * 128] = four(t, b);
             __threadfence();
             meet();
             if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" :: "l"(turns + tile) : "memory");

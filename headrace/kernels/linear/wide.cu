@@ -499,7 +499,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) wide_product(
             for (int t = 0; t < TILES; ++t)
 #pragma unroll
                 for (int b = 0; b < BLOCKS; ++b) own[(GATED ? b * 2 + t : t * BLOCKS + b) * 128] = four(t, b);
-            __threadfence();
+            // What the others have stored before they meet is released with this thread's.
             meet();
             if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" :: "l"(turns + tile) : "memory");
         }

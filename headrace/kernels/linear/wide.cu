@@ -312,9 +312,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILE > 128 ? 1 : 3) wide_p
 
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     // What this thread will finish: eight outputs of some rows.
-    constexpr int EIGHTS = OUTPUTS / 8, AT_ONCE = 128 / EIGHTS, SHARE = ROWS / SPLIT, MINE = (SHARE + AT_ONCE - 1) / AT_ONCE;
+    constexpr int EIGHTS = OUTPUTS / 8, AT_ONCE = 128 / EIGHTS, SHARE = (ROWS + SPLIT - 1) / SPLIT, MINE = (SHARE + AT_ONCE - 1) / AT_ONCE;
     int output = threadIdx.x % EIGHTS * 8, first_row = rank * SHARE + threadIdx.x / EIGHTS;
-    auto mine = [&](int row) { return row < (rank + 1) * SHARE && threadIdx.x < AT_ONCE * EIGHTS; };
+    int last_row = (rank + 1) * SHARE < ROWS ? (rank + 1) * SHARE : ROWS;
+    auto mine = [&](int row) { return row < last_row && threadIdx.x < AT_ONCE * EIGHTS; };
     [[maybe_unused]] float factor[8], more[8], tall[MINE];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {

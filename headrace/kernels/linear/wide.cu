@@ -10,7 +10,7 @@
 // Constants: KIND of weight and x (0 bfloat16, 1 float16, 2 e4m3), ROWS (8, 16, 32 or 64), TILE (16, 32 or a multiple of 64), SPLIT (1 to 8),
 // LINES (128 bytes of channels of each line of an instruction a step), STAGES, Y_KIND (0 bfloat16, 1 float16, 2 float32),
 // BIAS (0 none, 1 bfloat16, 2 float16, 3 float32), GATED (1: the weight is a gate's, then as many outputs of an up projection,
-// and y is silu(gate) up; TILE is 128 lines of both, SPLIT 1 and BIAS 0).
+// and y is silu(gate) up; TILE, at least 64, is lines of both, SPLIT 1 and BIAS 0).
 
 #ifdef DEBUG
 #define SPIN_BEGINS long long spun = clock64();
@@ -55,7 +55,7 @@ constexpr int WEIGHT_BYTES = HEIGHT * 8192;
 constexpr int X_BYTES = WIDTH * 128;
 constexpr int STAGE_BYTES = LINES * (WEIGHT_BYTES + X_BYTES);
 constexpr int LINE_CHANNELS = KIND == 2 ? 128 : 64;
-static_assert(WIDTH <= 64 && (!GATED || (TILE == 128 && SPLIT == 1)), "sizes");
+static_assert(WIDTH <= 64 && (!GATED || (TILE >= 64 && SPLIT == 1)), "sizes");
 
 __device__ __forceinline__ unsigned shared_address(const void* place) {
     return (unsigned)__cvta_generic_to_shared(place);
@@ -260,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILE > 128 ? 1 : 3) wide_p
             for (int f = 0; f < FOLD; ++f) {
                 unsigned place = to + l * WEIGHT_BYTES + f * (TILE * 128);
                 load_tile(place, weight, barrier, channel_of(unit, l, f), first_output, once);
-                if (GATED) load_tile(place + 8192, weight, barrier, channel_of(unit, l, f), out + first_output, once);
+                if (GATED) load_tile(place + OUTPUTS * 128, weight, barrier, channel_of(unit, l, f), out + first_output, once);
             }
     };
     auto load_x = [&](int unit, unsigned to, unsigned barrier) {
@@ -420,7 +420,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILE > 128 ? 1 : 3) wide_p
 #pragma unroll
             for (int h = 0; h < HALVES; ++h) {
                 int row = first_row + i * AT_ONCE;
-                unsigned place = base + s % FOLD * RUN + row * PITCH + output * 4 + h % 2 * 16 + h / 2 * 256;
+                unsigned place = base + s % FOLD * RUN + row * PITCH + output * 4 + h % 2 * 16 + h / 2 * OUTPUTS * 4;
                 if (mine(row)) load_shared(&values[i][s][4 * h], place_of(place, s / FOLD));
             }
 #pragma unroll

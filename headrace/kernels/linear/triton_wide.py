@@ -19,7 +19,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from headrace.kernels.linear import triton_added
 from headrace.kernels.linear.triton_added import add, lines_of_b, shares_of_low
 from headrace.kernels.linear.triton_fp8_wide import gather_sums
-from headrace.kernels.linear.triton_invariant import fetch_near, turns_of
+from headrace.kernels.linear.triton_invariant import fetch_near
+from headrace.kernels.linear.turns import turns_of
 from headrace.kernels.lora.reference import LowRank
 from headrace.kernels.support import cdiv, power_of_two
 from headrace.kernels.triton_launch import launched

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import importlib.util
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,21 +19,6 @@ SOURCE = Path(__file__).parent / "tiles.cu"
 OFFSET = 100 << 10
 """Where the tile is in shared memory: past what a launch has unless it asks for more."""
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-
-
-@pytest.fixture
-def nvrtc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """NVRTC, which PyTorch for CUDA has loaded, and an empty cache."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    packages = importlib.util.find_spec("nvidia")
-    for folder in map(Path, (packages and packages.submodule_search_locations) or ()):
-        for file in sorted(folder.glob("cu13/lib/libnvrtc*.so.*")):
-            if ".alt." not in file.name:
-                ctypes.CDLL(str(file))
-    try:
-        cuda_launch.nvrtc_version()
-    except OSError as error:
-        pytest.skip(str(error))
 
 
 def copies(rows: int = 64) -> Kernel:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.kernels import gpu, support
-from headrace.kernels.linear import native
+from headrace.kernels.linear import cuda_wide, native
 from headrace.kernels.linear.reference import linear_by_head_ref, linear_float32_ref, linear_ref
 from headrace.kernels.lora import LowRank, expand
 
@@ -68,6 +68,8 @@ def linear(
     if batch_invariant and x.ndim == 2 and gpu.takes(x) and weight.dtype == x.dtype:
         return matmul_kernels.matmul(x, weight, bias, out_dtype)
     if x.ndim == 2 and weight.dtype == x.dtype and gpu.takes(x):
+        if (tiling := cuda_wide.choose(x, weight)) is not None:
+            return cuda_wide.linear(x, weight, bias, out_dtype, tiling)
         if wide(x, weight):
             return wide_kernels.linear(x, weight, bias, out_dtype)
         if few_rows(x, weight):

@@ -49,6 +49,14 @@ def choose_tiling(rows: int, out_features: int, in_features: int, itemsize: int)
     return CudaTiling(1, 1, 8) if rows <= 16 else CudaTiling(2, 1, 4)
 
 
+def choose(x: torch.Tensor, weight: torch.Tensor) -> CudaTiling | None:
+    """The tiling for the product of x ``[rows, in]`` where it is faster than others; None: others are, or it is not taken."""
+    rows, (out, inputs) = len(x), weight.shape
+    if not 1 < rows <= MAX_ROWS or weight.numel() < 1 << 24 or not takes(x, weight):
+        return None
+    return choose_tiling(max(8, support.power_of_two(rows)), out, inputs, x.itemsize)
+
+
 def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether the kernel multiplies x ``[rows, in]`` by the weight: rows of both are whole pieces of 16 bytes."""
     pieces = x.data_ptr() | weight.data_ptr() | x.stride(0) * x.itemsize | weight.stride(0) * x.itemsize

@@ -12,6 +12,8 @@ import torch
 from torch.nn.functional import ScalingType, scaled_mm
 
 from headrace.kernels import gpu, support
+from headrace.kernels.linear import cuda_wide
+from headrace.kernels.linear.cuda_wide import CudaTiling
 from headrace.kernels.linear.fp8_reference import Fp8Rows, Fp8Weight, fp8_linear_ref, round_rows_ref
 from headrace.kernels.linear.fp8_tilings import INVARIANT, FewTiling, Library, SingleTiling, WideTiling, choose
 
@@ -56,6 +58,8 @@ def fp8_linear(
     if not gpu.takes(x.codes):
         return fp8_linear_ref(x, weight, bias, dtype)
     choice = INVARIANT if batch_invariant else choose(rows, weight, hopper=support.is_hopper(x.codes.device))
+    if isinstance(choice, CudaTiling):
+        return cuda_wide.fp8_linear(x, weight, bias, dtype, choice)
     if isinstance(choice, WideTiling):
         return wide_kernels.wide(x, weight, bias, dtype, choice)
     if isinstance(choice, FewTiling | SingleTiling):

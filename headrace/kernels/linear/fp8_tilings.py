@@ -7,6 +7,7 @@ import enum
 import math
 from collections.abc import Sequence
 
+from headrace.kernels.linear.cuda_wide import CudaTiling
 from headrace.kernels.linear.fp8_reference import GROUP, Fp8Weight
 
 FEW_ROWS = 16
@@ -58,7 +59,7 @@ class Library(enum.Enum):
     BY_BLOCK = enum.auto()
 
 
-Choice = FewTiling | SingleTiling | WideTiling | Library
+Choice = FewTiling | SingleTiling | WideTiling | CudaTiling | Library
 _Table = Sequence[tuple[float, float, float, Choice]]
 """Largest numbers of rows, channels and outputs, and their choice: the first line counts in which all three fit. As measured on
 an H200 with the products of Qwen3 0.6B and 8B in the chain of a layer (see benchmarks/)."""

@@ -117,8 +117,13 @@ __device__ __forceinline__ void multiply(float (&d)[SUMS], u64 weight, u64 x) {
 
 __device__ __forceinline__ void begin_multiplying() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int LEFT>
-__device__ __forceinline__ void wait_multiplied() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT) : "memory"); }
+__device__ __forceinline__ void wait_multiplied() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+
+// The compiler moves no use of the sums past this: it does not know that they are written until the wait is over.
+__device__ __forceinline__ void settle(float (&d)[SUMS]) {
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
+}
 
 __device__ __forceinline__ void arrive(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
@@ -183,7 +188,7 @@ struct Result {
     // of two outputs, 8 apart.
     __device__ __forceinline__ void store(float4 sums, int first, int row) const {
         int lane = threadIdx.x & 31;
-        int output = first + (lane >> 2), own = row + (lane & 3) * 2;
+        [[maybe_unused]] int output = first + (lane >> 2), own = row + (lane & 3) * 2;
 #if KIND == 2
         float low = output < out ? weight_scales[output] : 0.0f, high = output + 8 < out ? weight_scales[output + 8] : 0.0f;
         float left = own < rows ? x_scales[own] : 0.0f, right = own + 1 < rows ? x_scales[own + 1] : 0.0f;
@@ -290,8 +295,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) wide_product(
     extern __shared__ char memory[];
     unsigned base = (shared_address(memory) + 1023) & ~1023u;
     unsigned full = base + STAGES * STAGE_BYTES, empty = full + 8 * STAGES, released = empty + 8 * STAGES;
-    long long units = (long long)((out + OUTPUTS - 1) / OUTPUTS) * steps;
-    int programs = gridDim.x, program = blockIdx.x;
+    unsigned units = (unsigned)((out + OUTPUTS - 1) / OUTPUTS * steps), programs = gridDim.x, program = blockIdx.x;
     int begin = (int)(units * program / programs), end = (int)(units * (program + 1) / programs);
 
     if (threadIdx.x == 128) {
@@ -377,7 +381,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) wide_product(
         for (int t = 0; t < TILES; ++t)
 #pragma unroll
             for (int i = 0; i < SUMS; ++i) sums[t][i] = 0.0f;
-        unsigned before = 0;
         for (int n = 0; n < left; ++n) {
             unsigned from = base + stage * STAGE_BYTES;
             wait_for(full + 8 * stage, parity);
@@ -395,12 +398,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) wide_product(
 #pragma unroll
                     for (int k = 1; k < 4; ++k) multiply<true>(part, left_side + 2 * k, right_side + 2 * k);
                     commit();
-                    wait_multiplied<0>();
+                    wait_multiplied();
+                    settle(part);
 #pragma unroll
                     for (int i = 0; i < SUMS; ++i) sums[t][i] += part[i];
                 }
-            if (speaks) arrive(empty + 8 * stage);
 #else
+#pragma unroll
+            for (int t = 0; t < TILES; ++t) settle(sums[t]);
             begin_multiplying();
 #pragma unroll
             for (int l = 0; l < LINES; ++l)
@@ -412,16 +417,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) wide_product(
                             sums[t], descriptor(from + l * WEIGHT_BYTES + t * 8192) + 2 * k,
                             descriptor(from + LINES * WEIGHT_BYTES + l * X_BYTES) + 2 * k);
             commit();
-            wait_multiplied<1>();
-            if (n > 0 && speaks) arrive(before);
-            before = empty + 8 * stage;
+            // Not one step later, which arrives only then, where the memory is what the program waits for.
+            wait_multiplied();
+#pragma unroll
+            for (int t = 0; t < TILES; ++t) settle(sums[t]);
 #endif
+            if (speaks) arrive(empty + 8 * stage);
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
-#if KIND != 2
-        wait_multiplied<0>();
-        if (speaks) arrive(before);
-#endif
         if (whole) {
 #pragma unroll
             for (int t = 0; t < TILES; ++t)
@@ -447,10 +450,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) wide_product(
     }
     // At most the first and the last tile are shared.
     int first_tile = begin / steps, last_tile = (end - 1) / steps;
-    for (int tile = first_tile; begin < end && tile <= last_tile; tile += last_tile > tile ? last_tile - tile : 1) {
-        long long from = (long long)tile * steps, to = from + steps;
+    for (int tile = first_tile; begin < end && tile <= last_tile; tile += max(last_tile - tile, 1)) {
+        int from = tile * steps, to = from + steps;
         if (begin <= from && to <= end) continue;
-        int first = (int)(((from + 1) * programs - 1) / units), last = (int)((to * programs - 1) / units);
+        int first = (int)(((unsigned)(from + 1) * programs - 1) / units), last = (int)(((unsigned)to * programs - 1) / units);
         finish_shared(result, parts, turns + tile, tile, first, last);
     }
 }

@@ -14,18 +14,11 @@
 // STAGES, Y_KIND (0 bfloat16, 1 float16, 2 float32), BIAS (0 none, 1 bfloat16, 2 float16, 3 float32).
 
 #ifdef DEBUG
-#ifndef __CUDACC_RTC__
-#include <stdio.h>
-#endif
-#define BOUNDED_SPIN(what) \
-    if (clock64() - spun > 4000000000ll) { \
-        printf("program %d thread %d waits for %s\n", (int)blockIdx.x, (int)threadIdx.x, what); \
-        asm volatile("trap;"); \
-    }
 #define SPIN_BEGINS long long spun = clock64();
+#define BOUNDED_SPIN if (clock64() - spun > 4000000000ll) asm volatile("trap;");
 #else
-#define BOUNDED_SPIN(what)
 #define SPIN_BEGINS
+#define BOUNDED_SPIN
 #endif
 
 struct alignas(64) TensorMap {
@@ -58,7 +51,7 @@ __device__ __forceinline__ void wait_for(unsigned barrier, unsigned parity) {
             "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
             "selp.u32 %0, 1, 0, p;\n}\n"
             : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-        BOUNDED_SPIN("a barrier")
+        BOUNDED_SPIN
     } while (!done);
 }
 
@@ -244,7 +237,7 @@ __device__ __forceinline__ void finish_shared(
         SPIN_BEGINS
         do {
             asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(arrived) : "l"(turn) : "memory");
-            BOUNDED_SPIN("the sums of others")
+            BOUNDED_SPIN
         } while ((arrived & 0xFFFF) != (unsigned)count);
     }
     meet();

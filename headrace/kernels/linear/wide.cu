@@ -61,6 +61,10 @@ __device__ __forceinline__ void load_tile(unsigned to, const TensorMap& map, uns
         :: "r"(to), "l"(&map), "r"(barrier), "r"(channel), "r"(line), "l"(policy) : "memory");
 }
 
+__device__ __forceinline__ void fetch_near(const TensorMap& map, int channel, int line) {
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" :: "l"(&map), "r"(channel), "r"(line) : "memory");
+}
+
 // Lines of 128 bytes, of which eight stand together with their pieces of 16 bytes exchanged.
 __device__ __forceinline__ u64 descriptor(unsigned address) {
     return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
@@ -283,7 +287,8 @@ __device__ __forceinline__ void finish_shared(
 
 extern "C" __global__ void __launch_bounds__(THREADS, 3) wide_product(
     const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, void* y, const void* bias,
-    const float* x_scales, const float* weight_scales, float* parts, unsigned* turns, unsigned* pace, int rows, int out, int steps
+    const float* x_scales, const float* weight_scales, float* parts, unsigned* turns, unsigned* pace, int rows, int out, int steps,
+    int near
 ) {
     extern __shared__ char memory[];
     unsigned base = (shared_address(memory) + 1023) & ~1023u;
@@ -329,6 +334,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) wide_product(
             for (int l = 0; l < LINES; ++l)
                 load_tile(to + l * WEIGHT_BYTES, weight, barrier, (step * LINES + l) * LINE_CHANNELS, tile * OUTPUTS, once);
             if (++step == steps) step = 0, ++tile;
+        }
+        for (int unit = ahead, near_tile = tile, near_step = step; unit < count && unit < ahead + near; ++unit) {
+#pragma unroll
+            for (int l = 0; l < LINES; ++l) fetch_near(weight, (near_step * LINES + l) * LINE_CHANNELS, near_tile * OUTPUTS);
+            if (++near_step == steps) near_step = 0, ++near_tile;
         }
         asm volatile("griddepcontrol.wait;" ::: "memory");
         for (int unit = 0; unit < ahead; ++unit) {

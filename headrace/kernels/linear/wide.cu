@@ -335,11 +335,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) wide_product(
                 load_tile(to + l * WEIGHT_BYTES, weight, barrier, (step * LINES + l) * LINE_CHANNELS, tile * OUTPUTS, once);
             if (++step == steps) step = 0, ++tile;
         }
-        for (int unit = ahead, near_tile = tile, near_step = step; unit < count && unit < ahead + near; ++unit) {
+        // Further units are fetched into the L2 cache, `near` of them ahead of the ring.
+        int fetched = ahead, near_tile = tile, near_step = step;
+        bool rolling = !(near >> 16), told = pace == 0;
+        near &= 0xFFFF;
+        auto fetch = [&]() {
 #pragma unroll
             for (int l = 0; l < LINES; ++l) fetch_near(weight, (near_step * LINES + l) * LINE_CHANNELS, near_tile * OUTPUTS);
             if (++near_step == steps) near_step = 0, ++near_tile;
-        }
+            ++fetched;
+        };
+        auto tell = [&]() {
+            if (!told) asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" :: "l"(pace + PACED + program) : "memory");
+            told = true;
+        };
+        for (int n = 0; n < near && fetched < count; ++n) fetch();
+        if (fetched == count) tell();
         asm volatile("griddepcontrol.wait;" ::: "memory");
         for (int unit = 0; unit < ahead; ++unit) {
             unsigned to = base + unit * STAGE_BYTES + LINES * WEIGHT_BYTES, barrier = full + 8 * unit;
@@ -362,8 +373,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) wide_product(
             }
             if (++step == steps) step = 0, ++tile;
             if (++stage == STAGES) stage = 0, parity ^= 1;
+            if (near && rolling && fetched < count) {
+                fetch();
+                if (fetched == count) tell();
+            }
         }
-        if (pace) asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" :: "l"(pace + PACED + program) : "memory");
+        tell();
         return;
     }
 

@@ -75,6 +75,7 @@ class Kernel:
         for kind in parameters:
             places.append(struct.calcsize("".join(layout)))
             layout.append(_KINDS[kind])
+        self._sizes = [struct.calcsize(part) for part in layout[1:]]
         packed = struct.Struct("".join(layout))
         self._pack = packed.pack_into
         self._buffer = ctypes.create_string_buffer(packed.size)
@@ -130,6 +131,12 @@ class Kernel:
         driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
         _check(driver.cuModuleLoadData(ctypes.byref(module), self.binary()), f"{self._source.name} was not loaded")
         _check(driver.cuModuleGetFunction(ctypes.byref(function), module, self._name.encode()), f"there is no {self._name}")
+        # A launch would read what is behind the last argument.
+        size, sizes = ctypes.c_size_t(), list[int]()
+        while not driver.cuFuncGetParamInfo(function, len(sizes), ctypes.byref(ctypes.c_size_t()), ctypes.byref(size)):
+            sizes.append(size.value)
+        if sizes != self._sizes:
+            raise RuntimeError(f"{self._name} has parameters of {sizes} bytes, and is given {self._sizes}")
         attributes = {_MAX_SHARED: self._block[3], _CARVEOUT: 100, _LARGE_CLUSTERS: int(self._cluster > 8)}
         for attribute, value in attributes.items():
             what = f"{self._name} with {self._block[3]} bytes of shared memory and clusters of {self._cluster}"
@@ -244,6 +251,7 @@ def _driver() -> ctypes.CDLL:
     pointer, number = ctypes.c_void_p, ctypes.c_int
     driver.cuLaunchKernelEx.argtypes = [pointer] * 4
     driver.cuFuncSetAttribute.argtypes = [pointer, number, number]
+    driver.cuFuncGetParamInfo.argtypes = [pointer, ctypes.c_size_t, pointer, pointer]
     dimensions = [ctypes.c_char_p] * 4
     driver.cuTensorMapEncodeTiled.argtypes = [pointer, number, ctypes.c_uint, pointer, *dimensions, *[number] * 4]
     return driver

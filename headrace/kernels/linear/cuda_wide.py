@@ -120,7 +120,7 @@ def _product(
     kernel.launch(
         (blocks, 1, 1), tensor_map(weight, outputs, columns), tensor_map(x, wide, columns), y.data_ptr(),
         0 if bias is None else bias.data_ptr(), x_scales, weight_scales, parts.data_ptr(), turns_of(device).data_ptr(),
-        _pace(device).data_ptr(), rows, out, steps,
+        _pace(device).data_ptr(), rows, out, steps, 0,
     )  # fmt: skip
     return y
 
@@ -129,7 +129,7 @@ def _product(
 def _kernel(tiling: CudaTiling, rows: int, kind: torch.dtype, result: torch.dtype, bias: torch.dtype | None) -> Kernel:
     macros = {"KIND": _KINDS[kind], "ROWS": rows, "TILES": tiling.tiles, "LINES": tiling.lines, "STAGES": tiling.stages}
     macros |= {"Y_KIND": _RESULTS[result], "BIAS": 0 if bias is None else _RESULTS[bias] + 1}
-    return Kernel(_SOURCE, "wide_product", "MMPPPPPPPiii", macros, _THREADS, tiling.shared(rows))
+    return Kernel(_SOURCE, "wide_product", "MMPPPPPPPiiii", macros, _THREADS, tiling.shared(rows))
 
 
 @functools.cache

@@ -93,6 +93,12 @@ class Driver:
         self.attributes[attribute] = value
         return 0
 
+    def cuFuncGetParamInfo(self, function: object, index: int, offset: object, size: object) -> int:
+        if index == len(self.kinds):
+            return 1
+        size._obj.value = {"M": 128, "P": 8, "q": 8}.get(self.kinds[index], 4)  # type: ignore[attr-defined]
+        return 0
+
     def cuGetErrorString(self, status: int, text: object) -> int:
         text._obj.value = b"refused"  # type: ignore[attr-defined]
         return 0
@@ -138,6 +144,12 @@ def test_what_the_driver_is_given(driver: Driver, monkeypatch: pytest.MonkeyPatc
 def test_launches_that_the_driver_refuses(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Kernel(SOURCE, "f", driver.kinds, {}, threads=384, shared=0)
     monkeypatch.setattr(kernel, "_binary", b"compiled")
+    driver.kinds = "MPPifq"
+    with pytest.raises(
+        RuntimeError, match=r"f has parameters of \[128, 8, 8, 4, 4, 8\] bytes, and is given \[128, 8, 4, 4, 8\]"
+    ):
+        kernel.launch((1, 1, 1), bytes(128), 0, 0, 0.0, 0)
+    driver.kinds = "MPifq"
     driver.status = 1
     with pytest.raises(RuntimeError, match=r"f was not launched with grid \(0, 1, 1\): refused \(1\)"):
         kernel.launch((0, 1, 1), bytes(128), 0, 0, 0.0, 0)
@@ -208,6 +220,7 @@ def test_captured_launches_follow_late_writes(nvrtc: None) -> None:
         assert started < ended
 
     base.copy_(x)
+    run(0)  # Loads them.
     before = base.view(torch.int16).clone()
     torch.cuda.synchronize()
     run(300_000)

@@ -49,9 +49,9 @@ def test_what_the_kernel_is_given(rows: int, monkeypatch: pytest.MonkeyPatch) ->
     x, weight, bias = torch.ones(rows, 1024).bfloat16()[:, :520], torch.ones(100, 520).bfloat16(), torch.ones(100)
     y = linear(x, weight, bias, torch.float32, CudaTiling(1, 2, 3))
     assert (y.shape, y.dtype) == ((rows, 100), torch.float32)
-    ((kernel, grid, *maps, at, bias_at, x_scales, weight_scales, parts, turns, pace, given, out, steps),) = launches
+    ((kernel, grid, *maps, at, bias_at, x_scales, weight_scales, parts, turns, pace, given, out, steps, near),) = launches
     wide = max(8, 1 << (rows - 1).bit_length())
-    assert grid == (8, 1, 1) and (given, out, steps) == (rows, 100, math.ceil(520 / 128))
+    assert grid == (8, 1, 1) and (given, out, steps, near) == (rows, 100, math.ceil(520 / 128), 0)
     assert maps == [((100, 520), 520, 64, 64), ((rows, 520), 1024, wide, 64)]
     assert (at, bias_at, x_scales, weight_scales) == (y.data_ptr(), bias.data_ptr(), 0, 0)
     assert turns == turns_of(x.device).data_ptr() and parts and pace

@@ -1,8 +1,7 @@
 """Products of 2 to 64 rows with a weight in 16 bits or in FP8, on Hopper GPUs: the kernel of ``wide.cu``. References:
 ``torch.nn.functional.linear`` and ``headrace.kernels.linear.fp8_reference``.
 
-The tiles of a weight and their steps along the channels are one line, of which each block takes an equal share. Blocks that
-share a tile add up their sums in the order of their channels.
+Blocks that share the channels of a tile are a cluster, and add up their sums in the order of these channels.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import torch
 from headrace.kernels import support
 from headrace.kernels.cuda_launch import Kernel, refusals, tensor_map
 from headrace.kernels.linear.fp8_reference import Fp8Rows, Fp8Weight
-from headrace.kernels.linear.turns import MOST_TILES, turns_of
 from headrace.kernels.support import cdiv
 
 MAX_ROWS = 64
@@ -32,21 +30,29 @@ _LINE, _OUTPUTS, _THREADS = 128, 64, 160
 class CudaTiling:
     """Sizes of a block and its steps."""
 
-    tiles: int
-    """1 or 2: 64 or 128 outputs."""
+    tile: int
+    """Outputs of a block: 16, 32, 64 or 128. With fewer than 64, an instruction takes so many channels more."""
+    split: int
+    """Blocks that share the channels of a tile, as a cluster: 1, 2, 4 or 8."""
     lines: int
-    """1 or 2: 128 or 256 bytes of each row and output a step."""
+    """1 or 2: 128 or 256 bytes a step of each row and output, and more with fewer outputs than 64."""
     stages: int
     """Steps in flight."""
 
+    @property
+    def fold(self) -> int:
+        return max(_OUTPUTS // self.tile, 1)
+
     def shared(self, rows: int) -> int:
         """Bytes of shared memory that a block takes."""
-        return 1024 + self.stages * self.lines * (_OUTPUTS * self.tiles + rows) * _LINE + 256
+        height = max(self.tile // _OUTPUTS, 1)
+        return 1024 + self.stages * self.lines * (height * _OUTPUTS + rows * self.fold) * _LINE + 256
 
 
 def choose_tiling(rows: int, out_features: int, in_features: int, itemsize: int) -> CudaTiling:
     """Of so few bytes that blocks of two products are on a multiprocessor at once."""
-    return CudaTiling(1, 1, 8) if rows <= 16 else CudaTiling(2, 1, 4)
+    split = next(split for split in (8, 4, 2, 1) if split == 1 or cdiv(out_features, 128) * split <= 144)
+    return CudaTiling(128, split, 1, 4)
 
 
 def choose(x: torch.Tensor, weight: torch.Tensor) -> CudaTiling | None:
@@ -61,11 +67,7 @@ def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether the kernel multiplies x ``[rows, in]`` by the weight: rows of both are whole pieces of 16 bytes."""
     pieces = x.data_ptr() | weight.data_ptr() | x.stride(0) * x.itemsize | weight.stride(0) * x.itemsize
     return (
-        1 < len(x) <= MAX_ROWS
-        and x.dtype in _KINDS
-        and not (pieces | x.shape[1] * x.itemsize) & 15
-        and len(weight) <= MOST_TILES * _OUTPUTS
-        and not refusals(x.device)
+        1 < len(x) <= MAX_ROWS and x.dtype in _KINDS and not (pieces | x.shape[1] * x.itemsize) & 15 and not refusals(x.device)
     )
 
 
@@ -108,31 +110,27 @@ def _product(
     x_scales: int,
     weight_scales: int,
 ) -> torch.Tensor:
-    (rows, inputs), out, device = x.shape, len(weight), x.device
+    (rows, inputs), out = x.shape, len(weight)
     wide = max(8, support.power_of_two(rows))
     tiling = tiling or choose_tiling(wide, out, inputs, x.itemsize)
-    outputs, columns = _OUTPUTS * tiling.tiles, _LINE // x.itemsize
-    steps = cdiv(inputs, columns * tiling.lines)
-    blocks = min(support.resources(device).multiprocessors, cdiv(out, outputs) * steps)
-    y = torch.empty(rows, out, dtype=dtype, device=device)
-    parts = torch.empty(2 * blocks * outputs * wide, dtype=torch.float32, device=device)
+    columns = _LINE // x.itemsize
+    y = torch.empty(rows, out, dtype=dtype, device=x.device)
     kernel = _kernel(tiling, wide, x.dtype, dtype, None if bias is None else bias.dtype)
     kernel.launch(
-        (blocks, 1, 1), tensor_map(weight, outputs, columns), tensor_map(x, wide, columns), y.data_ptr(),
-        0 if bias is None else bias.data_ptr(), x_scales, weight_scales, parts.data_ptr(), turns_of(device).data_ptr(),
-        _pace(device).data_ptr(), rows, out, steps, 0,
+        (cdiv(out, tiling.tile) * tiling.split, 1, 1), tensor_map(weight, tiling.tile, columns), tensor_map(x, wide, columns),
+        y.data_ptr(), 0 if bias is None else bias.data_ptr(), x_scales, weight_scales, rows, out,
+        cdiv(inputs, tiling.lines * tiling.fold * columns),
     )  # fmt: skip
     return y
 
 
 @functools.cache
 def _kernel(tiling: CudaTiling, rows: int, kind: torch.dtype, result: torch.dtype, bias: torch.dtype | None) -> Kernel:
-    macros = {"KIND": _KINDS[kind], "ROWS": rows, "TILES": tiling.tiles, "LINES": tiling.lines, "STAGES": tiling.stages}
-    macros |= {"Y_KIND": _RESULTS[result], "BIAS": 0 if bias is None else _RESULTS[bias] + 1}
-    return Kernel(_SOURCE, "wide_product", "MMPPPPPPPiiii", macros, _THREADS, tiling.shared(rows))
-
-
-@functools.cache
-def _pace(device: torch.device) -> torch.Tensor:
-    """Counts the blocks that have asked for all of their weights, so that those of the next product wait for them."""
-    return torch.zeros(512, dtype=torch.int32, device=device)
+    macros = {"KIND": _KINDS[kind], "ROWS": rows, "TILE": tiling.tile, "SPLIT": tiling.split, "LINES": tiling.lines}
+    macros |= {
+        "STAGES": tiling.stages,
+        "Y_KIND": _RESULTS[result],
+        "BIAS": 0 if bias is None else _RESULTS[bias] + 1,
+        "GATED": 0,
+    }
+    return Kernel(_SOURCE, "wide_product", "MMPPPPiii", macros, _THREADS, tiling.shared(rows), tiling.split)

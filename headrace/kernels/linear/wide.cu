@@ -1,17 +1,16 @@
 // Products of up to 64 rows with a weight, y^T = W x^T, for Hopper GPUs (sm_90a), compiled by NVRTC without any include.
 //
-// A unit of work is a tile of 64 TILES outputs times a step of LINES lines of 128 bytes of channels. The units of a weight are
-// one line, of which each of the grid's programs takes an equal run (Osama et al., 2023, "Stream-K"). A program whose tile
-// others share leaves its sums in the L2 cache, and at its end adds up a share of that tile in the programs' order, so that
-// results are the same from run to run. All programs of a grid run at once: it has no more than there are multiprocessors.
+// A block makes TILE outputs. SPLIT of them, a cluster, share the channels of a tile and add up their sums in their order, by way
+// of their shared memory. One warp asks the tensor memory accelerator for weights and rows in a ring of STAGES steps, four
+// multiply them. The first weights are asked for before the kernel before is complete (programmatic dependent launch).
 //
-// One warp asks the tensor memory accelerator for weights and rows in a ring of STAGES steps, four multiply them. Weights are
-// asked for before the kernel before is complete (programmatic dependent launch), but not before the last kernel of this sort has
-// asked for all of its own (`pace`): sooner they would only take its place in the queue of the memory, and at its end the
-// memory would have nothing to do.
+// An instruction takes 64 lines of weights. Where TILE is less, they are several runs of the channels of the same outputs,
+// multiplied by the rows of all of these runs: a quarter or half of what it sums up is what is wanted.
 //
-// Constants: KIND of weight and x (0 bfloat16, 1 float16, 2 e4m3), ROWS (8, 16, 32 or 64), TILES (1 or 2), LINES (1 or 2),
-// STAGES, Y_KIND (0 bfloat16, 1 float16, 2 float32), BIAS (0 none, 1 bfloat16, 2 float16, 3 float32).
+// Constants: KIND of weight and x (0 bfloat16, 1 float16, 2 e4m3), ROWS (8, 16, 32 or 64), TILE (16 to 128), SPLIT (1 to 8),
+// LINES (128 bytes of channels of each line of an instruction a step), STAGES, Y_KIND (0 bfloat16, 1 float16, 2 float32),
+// BIAS (0 none, 1 bfloat16, 2 float16, 3 float32), GATED (1: the weight is a gate's, then as many outputs of an up projection,
+// and y is silu(gate) up; TILE is 128 lines of both, SPLIT 1 and BIAS 0).
 
 #ifdef DEBUG
 #define SPIN_BEGINS long long spun = clock64();
@@ -20,6 +19,19 @@
 #define SPIN_BEGINS
 #define BOUNDED_SPIN
 #endif
+#ifndef ONCE
+#define ONCE "evict_first"
+#endif
+#ifdef TRACE
+#define STAMP(i) \
+    { \
+        u64 now; \
+        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); \
+        trace[blockIdx.x * 8 + i] = now; \
+    }
+#else
+#define STAMP(i)
+#endif
 
 struct alignas(64) TensorMap {
     char bytes[128];
@@ -27,16 +39,23 @@ struct alignas(64) TensorMap {
 
 typedef unsigned long long u64;
 
+#if TILE < 64
+#define SIZE (ROWS * 64 / TILE)
+#else
+#define SIZE ROWS
+#endif
 constexpr int THREADS = 160;
-constexpr int PACED = 256;  // places of `pace` for programs that start; as many for those that have asked for all weights
-constexpr int OUTPUTS = 64 * TILES;
+constexpr int FOLD = TILE < 64 ? 64 / TILE : 1;  // runs of channels side by side in an instruction
+constexpr int HEIGHT = TILE < 64 ? 1 : TILE / 64;  // instructions that cover a tile
+constexpr int WIDTH = SIZE;  // of an instruction
 constexpr int BLOCKS = ROWS / 8;
-constexpr int SUMS = 4 * BLOCKS;  // of a thread and 64 outputs
-constexpr int CHUNKS = TILES * BLOCKS;  // of four sums of a thread
-constexpr int WEIGHT_BYTES = OUTPUTS * 128;
-constexpr int X_BYTES = ROWS * 128;
+constexpr int SUMS = WIDTH / 2;  // of a thread and an instruction
+constexpr int OUTPUTS = GATED ? TILE / 2 : TILE;  // of y
+constexpr int WEIGHT_BYTES = HEIGHT * 8192;
+constexpr int X_BYTES = WIDTH * 128;
 constexpr int STAGE_BYTES = LINES * (WEIGHT_BYTES + X_BYTES);
 constexpr int LINE_CHANNELS = KIND == 2 ? 128 : 64;
+static_assert(WIDTH <= 64 && (!GATED || TILE == 128 && SPLIT == 1), "sizes");
 
 __device__ __forceinline__ unsigned shared_address(const void* place) {
     return (unsigned)__cvta_generic_to_shared(place);
@@ -61,10 +80,6 @@ __device__ __forceinline__ void load_tile(unsigned to, const TensorMap& map, uns
         :: "r"(to), "l"(&map), "r"(barrier), "r"(channel), "r"(line), "l"(policy) : "memory");
 }
 
-__device__ __forceinline__ void fetch_near(const TensorMap& map, int channel, int line) {
-    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" :: "l"(&map), "r"(channel), "r"(line) : "memory");
-}
-
 // Lines of 128 bytes, of which eight stand together with their pieces of 16 bytes exchanged.
 __device__ __forceinline__ u64 descriptor(unsigned address) {
     return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
@@ -83,20 +98,20 @@ __device__ __forceinline__ u64 descriptor(unsigned address) {
 #define D4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D16(d, i) D4(d, i), D4(d, i + 4), D4(d, i + 8), D4(d, i + 12)
 
-// Adds the product of 64 outputs and ROWS rows over 32 bytes of channels to the sums, or puts it in their place.
+// Adds the product of 64 lines and WIDTH rows over 32 bytes of channels to the sums, or puts it in their place.
 template <bool ADD>
 __device__ __forceinline__ void multiply(float (&d)[SUMS], u64 weight, u64 x) {
-#if ROWS == 8
+#if SIZE == 8
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %6, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n8" INPUTS_16 " {%0, %1, %2, %3}, %4, %5, p, 1, 1" MAJORS ";\n}\n"
         : D4(d, 0) : "l"(weight), "l"(x), "n"(ADD ? 1 : 0));
-#elif ROWS == 16
+#elif SIZE == 16
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %10, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n16" INPUTS_16 " {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, p, 1, 1" MAJORS ";\n}\n"
         : D4(d, 0), D4(d, 4) : "l"(weight), "l"(x), "n"(ADD ? 1 : 0));
-#elif ROWS == 32
+#elif SIZE == 32
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n32" INPUTS_16 " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
@@ -159,6 +174,30 @@ __device__ __forceinline__ float bias_of(const void* bias, int output) {
 #endif
 }
 
+// Rounds to y's type.
+__device__ __forceinline__ float rounded(float value) {
+    [[maybe_unused]] unsigned short bits;
+#if Y_KIND == 0
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return __uint_as_float((unsigned)bits << 16);
+#elif Y_KIND == 1
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+#endif
+    return value;
+}
+
+__device__ __forceinline__ float gated(float gate, float up) {
+    float wide = rounded(gate), sigmoid;
+    asm("{\n.reg .f32 t;\nmul.ftz.f32 t, %1, 0fBFB8AA3B;\nex2.approx.ftz.f32 t, t;\nadd.ftz.f32 t, t, 0f3F800000;\n"
+        "rcp.approx.ftz.f32 %0, t;\n}\n" : "=f"(sigmoid) : "f"(wide));
+    return rounded(wide * sigmoid) * rounded(up);
+}
+
+__device__ __forceinline__ float4 gated(float4 gate, float4 up) {
+    return make_float4(gated(gate.x, up.x), gated(gate.y, up.y), gated(gate.z, up.z), gated(gate.w, up.w));
+}
+
 struct Result {
     void* y;
     const void* bias;
@@ -215,93 +254,43 @@ struct Result {
     }
 };
 
-__device__ __forceinline__ float4 load_part(const float4* place) {
+
+__device__ __forceinline__ void store_shared(unsigned place, float4 v) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" :: "r"(place), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+
+// Of the shared memory of a block of the cluster.
+__device__ __forceinline__ float4 load_shared(unsigned place, unsigned block) {
     float4 v;
-    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(place) : "memory");
+    asm volatile(
+        "{\n.reg .u32 there;\nmapa.shared::cluster.u32 there, %4, %5;\nld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}\n"
+        : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(place), "r"(block) : "memory");
     return v;
 }
 
-// Adds up this program's share of a tile that several share, once all have left their sums.
-__device__ __forceinline__ void finish_shared(
-    const Result& result, const float* parts, unsigned* turn, int tile, int first, int last
-) {
-    int count = last - first + 1, rank = (int)blockIdx.x - first;
-    int begin = rank * CHUNKS / count, end = (rank + 1) * CHUNKS / count;
-    if (begin == end) {
-        if (threadIdx.x == 0) {
-            // Its sums are left already. The last of all to go leaves a zero.
-            unsigned before;
-            asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(turn), "r"(0x10000u) : "memory");
-            if ((before >> 16) + 1 == (unsigned)count) *(volatile unsigned*)turn = 0;
-        }
-        return;
-    }
-    if (threadIdx.x == 0) {
-        unsigned arrived;
-        SPIN_BEGINS
-        do {
-            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(arrived) : "l"(turn) : "memory");
-            BOUNDED_SPIN
-        } while ((arrived & 0xFFFF) != (unsigned)count);
-    }
-    meet();
-    const float4* mine = (const float4*)parts + threadIdx.x;
-    for (int chunk = begin; chunk < end; chunk += 4) {
-        float4 sums[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) sums[k] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        for (int part = first; part <= last; part += 4) {
-            float4 values[4][4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-#pragma unroll
-                for (int k = 0; k < 4; ++k) {
-                    values[i][k] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                    int slot = 2 * (part + i) + (part + i == first);
-                    if (part + i <= last && chunk + k < end) values[i][k] = load_part(mine + (slot * CHUNKS + chunk + k) * 128);
-                }
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-#pragma unroll
-                for (int k = 0; k < 4; ++k) {
-                    sums[k].x += values[i][k].x;
-                    sums[k].y += values[i][k].y;
-                    sums[k].z += values[i][k].z;
-                    sums[k].w += values[i][k].w;
-                }
-        }
-#pragma unroll
-        for (int k = 0; k < 4; ++k)
-            if (chunk + k < end) {
-                int of = chunk + k;
-                result.store(sums[k], tile * OUTPUTS + of / BLOCKS * 64 + (threadIdx.x >> 5) * 16, of % BLOCKS * 8);
-            }
-    }
-    meet();
-    if (threadIdx.x == 0) {
-        unsigned before;
-        asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(turn), "r"(0x10000u) : "memory");
-        if ((before >> 16) + 1 == (unsigned)count) *(volatile unsigned*)turn = 0;
-    }
+__device__ __forceinline__ void meet_cluster() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 3) wide_product(
     const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, void* y, const void* bias,
-    const float* x_scales, const float* weight_scales, float* parts, unsigned* turns, unsigned* pace, int rows, int out, int steps,
-    int near
+    const float* x_scales, const float* weight_scales, int rows, int out, int steps
+#ifdef TRACE
+    , u64* trace
+#endif
 ) {
     extern __shared__ char memory[];
     unsigned base = (shared_address(memory) + 1023) & ~1023u;
-    unsigned full = base + STAGES * STAGE_BYTES, empty = full + 8 * STAGES, released = empty + 8 * STAGES;
-    unsigned units = (unsigned)((out + OUTPUTS - 1) / OUTPUTS * steps), programs = gridDim.x, program = blockIdx.x;
-    int begin = (int)(units * program / programs), end = (int)(units * (program + 1) / programs);
+    unsigned full = base + STAGES * STAGE_BYTES, empty = full + 8 * STAGES;
+    int rank = SPLIT > 1 ? blockIdx.x % SPLIT : 0, first_output = blockIdx.x / SPLIT * OUTPUTS;
+    int begin = steps * rank / SPLIT, count = steps * (rank + 1) / SPLIT - begin;
 
     if (threadIdx.x == 128) {
+        STAMP(0)
         for (int s = 0; s < STAGES; ++s) {
             asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(full + 8 * s) : "memory");
             asm volatile("mbarrier.init.shared::cta.b64 [%0], 4;" :: "r"(empty + 8 * s) : "memory");
         }
-        asm volatile("st.volatile.shared.u32 [%0], 0;" :: "r"(released) : "memory");
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
@@ -309,169 +298,178 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) wide_product(
 
     if (threadIdx.x >= 128) {
         if (threadIdx.x > 128) return;
-        asm volatile("prefetch.tensormap [%0];" :: "l"(&weight) : "memory");
-        asm volatile("prefetch.tensormap [%0];" :: "l"(&x) : "memory");
+        asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
         u64 once, often;
-        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+        asm volatile("createpolicy.fractional.L2::" ONCE ".b64 %0, 1.0;" : "=l"(once));
         asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(often));
-        unsigned ticket = 0;
-        if (pace) asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(ticket) : "l"(pace + program) : "memory");
-        // Once the ticket is drawn: a later product draws a later one. Without the announcement the next kernel starts late.
-        if (ticket != ~0u) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-        if (pace) {
-            unsigned asked, may;
-            do {
-                asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(asked) : "l"(pace + PACED + program) : "memory");
-                asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(may) : "r"(released) : "memory");
-            } while ((int)(asked - ticket) < 0 && !may);
-        }
-        int count = end - begin, ahead = count < STAGES ? count : STAGES;
-        int tile = begin / steps, step = begin % steps, x_step = step;
+        auto load_weight = [&](int unit, unsigned to, unsigned barrier) {
+#pragma unroll
+            for (int l = 0; l < LINES; ++l)
+#pragma unroll
+                for (int f = 0; f < FOLD; ++f) {
+                    int channel = (((begin + unit) * LINES + l) * FOLD + f) * LINE_CHANNELS;
+                    unsigned place = to + l * WEIGHT_BYTES + f * (TILE * 128);
+                    load_tile(place, weight, barrier, channel, first_output, once);
+                    if (GATED) load_tile(place + 8192, weight, barrier, channel, out + first_output, once);
+                }
+        };
+        auto load_x = [&](int unit, unsigned to, unsigned barrier) {
+#pragma unroll
+            for (int l = 0; l < LINES; ++l)
+#pragma unroll
+                for (int f = 0; f < FOLD; ++f) {
+                    int channel = (((begin + unit) * LINES + l) * FOLD + f) * LINE_CHANNELS;
+                    load_tile(to + LINES * WEIGHT_BYTES + (l * FOLD + f) * (ROWS * 128), x, barrier, channel, 0, often);
+                }
+        };
+        int ahead = count < STAGES ? count : STAGES;
         for (int unit = 0; unit < ahead; ++unit) {
             unsigned to = base + unit * STAGE_BYTES, barrier = full + 8 * unit;
             asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(STAGE_BYTES) : "memory");
-#pragma unroll
-            for (int l = 0; l < LINES; ++l)
-                load_tile(to + l * WEIGHT_BYTES, weight, barrier, (step * LINES + l) * LINE_CHANNELS, tile * OUTPUTS, once);
-            if (++step == steps) step = 0, ++tile;
+            load_weight(unit, to, barrier);
         }
-        // Further units are fetched into the L2 cache, `near` of them ahead of the ring.
-        int fetched = ahead, near_tile = tile, near_step = step;
-        bool rolling = !(near >> 16), told = pace == 0;
-        near &= 0xFFFF;
-        auto fetch = [&]() {
-#pragma unroll
-            for (int l = 0; l < LINES; ++l) fetch_near(weight, (near_step * LINES + l) * LINE_CHANNELS, near_tile * OUTPUTS);
-            if (++near_step == steps) near_step = 0, ++near_tile;
-            ++fetched;
-        };
-        auto tell = [&]() {
-            if (!told) asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" :: "l"(pace + PACED + program) : "memory");
-            told = true;
-        };
-        for (int n = 0; n < near && fetched < count; ++n) fetch();
-        if (fetched == count) tell();
+        STAMP(1)
         asm volatile("griddepcontrol.wait;" ::: "memory");
-        for (int unit = 0; unit < ahead; ++unit) {
-            unsigned to = base + unit * STAGE_BYTES + LINES * WEIGHT_BYTES, barrier = full + 8 * unit;
-#pragma unroll
-            for (int l = 0; l < LINES; ++l)
-                load_tile(to + l * X_BYTES, x, barrier, (x_step * LINES + l) * LINE_CHANNELS, 0, often);
-            if (++x_step == steps) x_step = 0;
-        }
+        STAMP(2)
+        for (int unit = 0; unit < ahead; ++unit) load_x(unit, base + unit * STAGE_BYTES, full + 8 * unit);
         int stage = 0;
         unsigned parity = 0;
         for (int unit = ahead; unit < count; ++unit) {
             unsigned to = base + stage * STAGE_BYTES, barrier = full + 8 * stage;
             wait_for(empty + 8 * stage, parity);
             asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(STAGE_BYTES) : "memory");
-#pragma unroll
-            for (int l = 0; l < LINES; ++l) {
-                int channel = (step * LINES + l) * LINE_CHANNELS;
-                load_tile(to + l * WEIGHT_BYTES, weight, barrier, channel, tile * OUTPUTS, once);
-                load_tile(to + LINES * WEIGHT_BYTES + l * X_BYTES, x, barrier, channel, 0, often);
-            }
-            if (++step == steps) step = 0, ++tile;
+            load_weight(unit, to, barrier);
+            load_x(unit, to, barrier);
             if (++stage == STAGES) stage = 0, parity ^= 1;
-            if (near && rolling && fetched < count) {
-                fetch();
-                if (fetched == count) tell();
-            }
         }
-        tell();
+        STAMP(3)
         return;
     }
 
     // What the kernel before has written is read behind this alone.
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    if (threadIdx.x == 0) asm volatile("st.volatile.shared.u32 [%0], 1;" :: "r"(released) : "memory");
     Result result = {y, bias, x_scales, weight_scales, rows, out};
-    int warp = threadIdx.x >> 5;
-    bool speaks = (threadIdx.x & 31) == 0;
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     int stage = 0;
     unsigned parity = 0;
-    float sums[TILES][SUMS];
-    for (int unit = begin; unit < end;) {
-        int tile = unit / steps, step = unit % steps;
-        int most = end - unit, left = steps - step < most ? steps - step : most;
-        bool whole = left == steps;
+    float sums[HEIGHT][SUMS];
 #pragma unroll
-        for (int t = 0; t < TILES; ++t)
+    for (int t = 0; t < HEIGHT; ++t)
 #pragma unroll
-            for (int i = 0; i < SUMS; ++i) sums[t][i] = 0.0f;
-        for (int n = 0; n < left; ++n) {
-            unsigned from = base + stage * STAGE_BYTES;
-            wait_for(full + 8 * stage, parity);
+        for (int i = 0; i < SUMS; ++i) sums[t][i] = 0.0f;
+    for (int unit = 0; unit < count; ++unit) {
+        unsigned from = base + stage * STAGE_BYTES;
+        wait_for(full + 8 * stage, parity);
+#ifdef TRACE
+        if (unit == 0 && threadIdx.x == 0) STAMP(4)
+#endif
 #if KIND == 2
-            // The matrix units keep about 14 bits of a sum: those of 128 channels are added outside of them.
+        // The matrix units keep about 14 bits of a sum: those of 128 channels are added outside of them.
 #pragma unroll
-            for (int l = 0; l < LINES; ++l)
+        for (int l = 0; l < LINES; ++l)
 #pragma unroll
-                for (int t = 0; t < TILES; ++t) {
-                    float part[SUMS];
-                    u64 left_side = descriptor(from + l * WEIGHT_BYTES + t * 8192);
-                    u64 right_side = descriptor(from + LINES * WEIGHT_BYTES + l * X_BYTES);
-                    begin_multiplying();
-                    multiply<false>(part, left_side, right_side);
+            for (int t = 0; t < HEIGHT; ++t) {
+                float part[SUMS];
+                u64 left_side = descriptor(from + l * WEIGHT_BYTES + t * 8192);
+                u64 right_side = descriptor(from + LINES * WEIGHT_BYTES + l * X_BYTES);
+                begin_multiplying();
+                multiply<false>(part, left_side, right_side);
 #pragma unroll
-                    for (int k = 1; k < 4; ++k) multiply<true>(part, left_side + 2 * k, right_side + 2 * k);
-                    commit();
-                    wait_multiplied();
-                    settle(part);
+                for (int k = 1; k < 4; ++k) multiply<true>(part, left_side + 2 * k, right_side + 2 * k);
+                commit();
+                wait_multiplied();
+                settle(part);
 #pragma unroll
-                    for (int i = 0; i < SUMS; ++i) sums[t][i] += part[i];
-                }
+                for (int i = 0; i < SUMS; ++i) sums[t][i] += part[i];
+            }
 #else
 #pragma unroll
-            for (int t = 0; t < TILES; ++t) settle(sums[t]);
-            begin_multiplying();
+        for (int t = 0; t < HEIGHT; ++t) settle(sums[t]);
+        begin_multiplying();
 #pragma unroll
-            for (int l = 0; l < LINES; ++l)
+        for (int l = 0; l < LINES; ++l)
 #pragma unroll
-                for (int k = 0; k < 4; ++k)
+            for (int k = 0; k < 4; ++k)
 #pragma unroll
-                    for (int t = 0; t < TILES; ++t)
-                        multiply<true>(
-                            sums[t], descriptor(from + l * WEIGHT_BYTES + t * 8192) + 2 * k,
-                            descriptor(from + LINES * WEIGHT_BYTES + l * X_BYTES) + 2 * k);
-            commit();
-            // Not one step later, which arrives only then, where the memory is what the program waits for.
-            wait_multiplied();
+                for (int t = 0; t < HEIGHT; ++t)
+                    multiply<true>(
+                        sums[t], descriptor(from + l * WEIGHT_BYTES + t * 8192) + 2 * k,
+                        descriptor(from + LINES * WEIGHT_BYTES + l * X_BYTES) + 2 * k);
+        commit();
+        // Not one step later, which arrives only then, where the memory is what the block waits for.
+        wait_multiplied();
 #pragma unroll
-            for (int t = 0; t < TILES; ++t) settle(sums[t]);
+        for (int t = 0; t < HEIGHT; ++t) settle(sums[t]);
 #endif
-            if (speaks) arrive(empty + 8 * stage);
-            if (++stage == STAGES) stage = 0, parity ^= 1;
-        }
-        if (whole) {
+        if (lane == 0) arrive(empty + 8 * stage);
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+#ifdef TRACE
+    if (threadIdx.x == 0) STAMP(5)
+#endif
+    auto four = [&](int t, int b) {
+        return make_float4(sums[t][4 * b], sums[t][4 * b + 1], sums[t][4 * b + 2], sums[t][4 * b + 3]);
+    };
+    if (SPLIT == 1 && FOLD == 1) {
 #pragma unroll
-            for (int t = 0; t < TILES; ++t)
+        for (int t = 0; t < HEIGHT; t += GATED + 1)
 #pragma unroll
-                for (int b = 0; b < BLOCKS; ++b) {
-                    float4 four = make_float4(sums[t][4 * b], sums[t][4 * b + 1], sums[t][4 * b + 2], sums[t][4 * b + 3]);
-                    result.store(four, tile * OUTPUTS + t * 64 + warp * 16, b * 8);
+            for (int b = 0; b < BLOCKS; ++b) {
+                if (GATED) result.store(gated(four(t, b), four(t + GATED, b)), first_output + warp * 16, b * 8);
+                else result.store(four(t, b), first_output + t * 64 + warp * 16, b * 8);
+            }
+    } else {
+        // Sums of 16 outputs and 8 rows stand together, of each run of channels. The ring is not needed any more.
+        constexpr int GROUPS = TILE / 16, PIECES = GROUPS * BLOCKS;
+        meet();
+        int run = FOLD == 1 ? 0 : warp / GROUPS;
+#pragma unroll
+        for (int t = 0; t < HEIGHT; ++t)
+#pragma unroll
+            for (int b = 0; b < BLOCKS; ++b) {
+                float4 own = four(t, b);
+#pragma unroll
+                for (int f = 1; f < FOLD; ++f) {
+                    float4 other = four(t, f * BLOCKS + b);
+                    own.x = run == f ? other.x : own.x;
+                    own.y = run == f ? other.y : own.y;
+                    own.z = run == f ? other.z : own.z;
+                    own.w = run == f ? other.w : own.w;
                 }
-        } else {
-            // A program has two places for its sums: for the tile at its beginning that others began, and for another.
-            float4* own = (float4*)parts + (2 * program + (step == 0)) * CHUNKS * 128 + threadIdx.x;
+                int group = FOLD == 1 ? t * 4 + warp : warp % GROUPS;
+                store_shared(base + (((run * GROUPS + group) * BLOCKS + b) * 32 + lane) * 16, own);
+            }
+        if (SPLIT > 1) meet_cluster();
+        else meet();
+        for (int piece = rank * 4 + warp; piece < PIECES; piece += 4 * SPLIT) {
+            float4 values[SPLIT][FOLD];
 #pragma unroll
-            for (int t = 0; t < TILES; ++t)
+            for (int s = 0; s < SPLIT; ++s)
 #pragma unroll
-                for (int b = 0; b < BLOCKS; ++b)
-                    own[(t * BLOCKS + b) * 128] =
-                        make_float4(sums[t][4 * b], sums[t][4 * b + 1], sums[t][4 * b + 2], sums[t][4 * b + 3]);
-            __threadfence();
-            meet();
-            if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" :: "l"(turns + tile) : "memory");
+                for (int f = 0; f < FOLD; ++f)
+                    values[s][f] = load_shared(base + ((f * PIECES + piece) * 32 + lane) * 16, s);
+            float4 sum = values[0][0];
+#pragma unroll
+            for (int s = 0; s < SPLIT; ++s)
+#pragma unroll
+                for (int f = 0; f < FOLD; ++f)
+                    if (s + f > 0) {
+                        sum.x += values[s][f].x;
+                        sum.y += values[s][f].y;
+                        sum.z += values[s][f].z;
+                        sum.w += values[s][f].w;
+                    }
+            result.store(sum, first_output + piece / BLOCKS * 16, piece % BLOCKS * 8);
         }
-        unit += left;
+        // No block ends while others read its memory.
+        if (SPLIT > 1) meet_cluster();
     }
-    // At most the first and the last tile are shared.
-    int first_tile = begin / steps, last_tile = (end - 1) / steps;
-    for (int tile = first_tile; begin < end && tile <= last_tile; tile += max(last_tile - tile, 1)) {
-        int from = tile * steps, to = from + steps;
-        if (begin <= from && to <= end) continue;
-        int first = (int)(((unsigned)(from + 1) * programs - 1) / units), last = (int)(((unsigned)to * programs - 1) / units);
-        finish_shared(result, parts, turns + tile, tile, first, last);
+#ifdef TRACE
+    if (threadIdx.x == 0) {
+        STAMP(6)
+        unsigned sm;
+        asm volatile("mov.u32 %0, %smid;" : "=r"(sm));
+        trace[blockIdx.x * 8 + 7] = sm;
     }
+#endif
 }

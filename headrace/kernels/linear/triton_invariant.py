@@ -12,13 +12,13 @@ adds what all have left.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 import triton
 import triton.language as tl
 
 from headrace.kernels import support
-from headrace.kernels.linear.turns import turns_of
 from headrace.kernels.support import cdiv
 from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import announce, options, wait
@@ -29,6 +29,8 @@ _STEP = 128
 """A split's channels are a multiple of this, but for the last one's: no tile takes channels of two."""
 _LEAST_CHANNELS = 64
 """Channels of a step where they are too few for any tile to take several steps."""
+_MOST_TILES = 4096
+"""Tiles whose splits are those of several programs, at most."""
 _BAND = 8
 """Tiles of rows that go through the outputs together, so that both factors stay in the cache."""
 
@@ -137,6 +139,20 @@ def _invariant_product(
             total += tl.load(bias + output, mask=output < OUT, other=0.0).to(tl.float32)[:, None]
         place = row.to(tl.int64)[None, :] * y_row + output[:, None]
         tl.store(y + place, total.to(y.dtype.element_ty), mask=(row < rows)[None, :] & (output < OUT)[:, None])
+
+
+@functools.cache
+def _turns(device: torch.device, stream: int | None) -> torch.Tensor:
+    return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
+
+
+def turns_of(device: torch.device) -> torch.Tensor:
+    """Counters of the programs of each tile that have left their sums: 0 between launches. Each stream has its own, and so have
+    graphs, which are replayed one after the other: theirs exist before the first is captured, as kernels run once before."""
+    captured = _turns(device, None)
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return captured
+    return _turns(device, torch.cuda.current_stream(device).cuda_stream)
 
 
 def splits_of(in_features: int, out_features: int) -> int:

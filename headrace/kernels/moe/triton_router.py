@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 
 from headrace.kernels.linear.triton_fp8_wide import gather_sums
-from headrace.kernels.linear.turns import turns_of
+from headrace.kernels.linear.triton_invariant import turns_of
 from headrace.kernels.support import cdiv, power_of_two
 from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import announce, begin, options, wait

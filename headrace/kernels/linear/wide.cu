@@ -7,7 +7,7 @@
 // An instruction takes 64 lines of weights. Where TILE is less, they are several runs of the channels of the same outputs,
 // multiplied by the rows of all of these runs: a quarter or half of what it sums up is what is wanted.
 //
-// Constants: KIND of weight and x (0 bfloat16, 1 float16, 2 e4m3), ROWS (8, 16, 32 or 64), TILE (16 to 128), SPLIT (1 to 8),
+// Constants: KIND of weight and x (0 bfloat16, 1 float16, 2 e4m3), ROWS (8, 16, 32 or 64), TILE (16, 32 or a multiple of 64), SPLIT (1 to 8),
 // LINES (128 bytes of channels of each line of an instruction a step), STAGES, Y_KIND (0 bfloat16, 1 float16, 2 float32),
 // BIAS (0 none, 1 bfloat16, 2 float16, 3 float32), GATED (1: the weight is a gate's, then as many outputs of an up projection,
 // and y is silu(gate) up; TILE is 128 lines of both, SPLIT 1 and BIAS 0).
@@ -55,7 +55,7 @@ constexpr int WEIGHT_BYTES = HEIGHT * 8192;
 constexpr int X_BYTES = WIDTH * 128;
 constexpr int STAGE_BYTES = LINES * (WEIGHT_BYTES + X_BYTES);
 constexpr int LINE_CHANNELS = KIND == 2 ? 128 : 64;
-static_assert(WIDTH <= 64 && (!GATED || TILE == 128 && SPLIT == 1), "sizes");
+static_assert(WIDTH <= 64 && (!GATED || (TILE == 128 && SPLIT == 1)), "sizes");
 
 __device__ __forceinline__ unsigned shared_address(const void* place) {
     return (unsigned)__cvta_generic_to_shared(place);
@@ -154,12 +154,6 @@ __device__ __forceinline__ unsigned packed(float low, float high) {
     return both;
 }
 
-__device__ __forceinline__ unsigned transposed(unsigned pair) {
-    unsigned result;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
-    return result;
-}
-
 __device__ __forceinline__ float bias_of(const void* bias, int output) {
 #if BIAS == 1
     return __uint_as_float((unsigned)((const unsigned short*)bias)[output] << 16);
@@ -194,85 +188,55 @@ __device__ __forceinline__ float gated(float gate, float up) {
     return rounded(wide * sigmoid) * rounded(up);
 }
 
-__device__ __forceinline__ float4 gated(float4 gate, float4 up) {
-    return make_float4(gated(gate.x, up.x), gated(gate.y, up.y), gated(gate.z, up.z), gated(gate.w, up.w));
+__device__ __forceinline__ void store_shared(unsigned place, float value) {
+    asm volatile("st.shared.f32 [%0], %1;" :: "r"(place), "f"(value) : "memory");
 }
 
-struct Result {
-    void* y;
-    const void* bias;
-    const float* x_scales;
-    const float* weight_scales;
-    int rows, out;
+// The address of a place in another block's shared memory.
+__device__ __forceinline__ unsigned place_of(unsigned place, unsigned block) {
+    unsigned there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(place), "r"(block));
+    return there;
+}
 
-    __device__ __forceinline__ void store_pair(unsigned pair, int row, int output) const {
-        if (row >= rows || output >= out) return;
-        unsigned short* place = (unsigned short*)y + (long long)row * out + output;
-        if (!(out & 1)) {
-            *(unsigned*)place = pair;
-        } else {
-            place[0] = (unsigned short)pair;
-            if (output + 1 < out) place[1] = (unsigned short)(pair >> 16);
-        }
-    }
+__device__ __forceinline__ void load_shared(float* four, unsigned place) {
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+        : "=f"(four[0]), "=f"(four[1]), "=f"(four[2]), "=f"(four[3]) : "r"(place) : "memory");
+}
 
-    __device__ __forceinline__ void store_float(float value, int row, int output) const {
-        if (row < rows && output < out) ((float*)y)[(long long)row * out + output] = value;
-    }
-
-    // Finishes and stores a warp's 16 outputs from `first` on of the 8 rows from `row` on. A thread has sums of two rows and
-    // of two outputs, 8 apart.
-    __device__ __forceinline__ void store(float4 sums, int first, int row) const {
-        int lane = threadIdx.x & 31;
-        [[maybe_unused]] int output = first + (lane >> 2), own = row + (lane & 3) * 2;
-#if KIND == 2
-        float low = output < out ? weight_scales[output] : 0.0f, high = output + 8 < out ? weight_scales[output + 8] : 0.0f;
-        float left = own < rows ? x_scales[own] : 0.0f, right = own + 1 < rows ? x_scales[own + 1] : 0.0f;
-        sums.x *= low * left;
-        sums.y *= low * right;
-        sums.z *= high * left;
-        sums.w *= high * right;
-#endif
-#if BIAS
-        float lower = output < out ? bias_of(bias, output) : 0.0f, upper = output + 8 < out ? bias_of(bias, output + 8) : 0.0f;
-        sums.x += lower;
-        sums.y += lower;
-        sums.z += upper;
-        sums.w += upper;
-#endif
+// Stores up to eight outputs of a row from `output` on.
+__device__ __forceinline__ void store_eight(void* y, const float* sums, int row, int output, int out) {
+    long long at = (long long)row * out + output;
+    int present = out - output < 8 ? out - output : 8;
 #if Y_KIND == 2
-        store_float(sums.x, own, output);
-        store_float(sums.y, own + 1, output);
-        store_float(sums.z, own, output + 8);
-        store_float(sums.w, own + 1, output + 8);
-#else
-        // Two outputs of one row next to each other.
-        unsigned lower_pair = transposed(packed(sums.x, sums.y)), upper_pair = transposed(packed(sums.z, sums.w));
-        store_pair(lower_pair, row + (lane >> 2), first + (lane & 3) * 2);
-        store_pair(upper_pair, row + (lane >> 2), first + 8 + (lane & 3) * 2);
-#endif
+    float* place = (float*)y + at;
+    if (present == 8 && !(out & 3)) {
+        ((float4*)place)[0] = make_float4(sums[0], sums[1], sums[2], sums[3]);
+        ((float4*)place)[1] = make_float4(sums[4], sums[5], sums[6], sums[7]);
+        return;
     }
-};
-
-
-__device__ __forceinline__ void store_shared(unsigned place, float4 v) {
-    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" :: "r"(place), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        if (i < present) place[i] = sums[i];
+#else
+    unsigned short* place = (unsigned short*)y + at;
+    unsigned pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pairs[i] = packed(sums[2 * i], sums[2 * i + 1]);
+    if (present == 8 && !(out & 7)) {
+        *(uint4*)place = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        if (i < present) place[i] = (unsigned short)(pairs[i / 2] >> i % 2 * 16);
+#endif
 }
 
-// Of the shared memory of a block of the cluster.
-__device__ __forceinline__ float4 load_shared(unsigned place, unsigned block) {
-    float4 v;
-    asm volatile(
-        "{\n.reg .u32 there;\nmapa.shared::cluster.u32 there, %4, %5;\nld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}\n"
-        : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(place), "r"(block) : "memory");
-    return v;
-}
+__device__ __forceinline__ void arrive_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wait_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-__device__ __forceinline__ void meet_cluster() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, 3) wide_product(
+extern "C" __global__ void __launch_bounds__(THREADS, TILE > 128 ? 1 : 3) wide_product(
     const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, void* y, const void* bias,
     const float* x_scales, const float* weight_scales, int rows, int out, int steps
 #ifdef TRACE
@@ -285,50 +249,50 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) wide_product(
     int rank = SPLIT > 1 ? blockIdx.x % SPLIT : 0, first_output = blockIdx.x / SPLIT * OUTPUTS;
     int begin = steps * rank / SPLIT, count = steps * (rank + 1) / SPLIT - begin;
 
+    u64 once, often;
+    asm volatile("createpolicy.fractional.L2::" ONCE ".b64 %0, 1.0;" : "=l"(once));
+    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(often));
+    auto channel_of = [&](int unit, int line, int run) { return (((begin + unit) * LINES + line) * FOLD + run) * LINE_CHANNELS; };
+    auto load_weight = [&](int unit, unsigned to, unsigned barrier) {
+#pragma unroll
+        for (int l = 0; l < LINES; ++l)
+#pragma unroll
+            for (int f = 0; f < FOLD; ++f) {
+                unsigned place = to + l * WEIGHT_BYTES + f * (TILE * 128);
+                load_tile(place, weight, barrier, channel_of(unit, l, f), first_output, once);
+                if (GATED) load_tile(place + 8192, weight, barrier, channel_of(unit, l, f), out + first_output, once);
+            }
+    };
+    auto load_x = [&](int unit, unsigned to, unsigned barrier) {
+#pragma unroll
+        for (int l = 0; l < LINES; ++l)
+#pragma unroll
+            for (int f = 0; f < FOLD; ++f)
+                load_tile(
+                    to + LINES * WEIGHT_BYTES + (l * FOLD + f) * (ROWS * 128), x, barrier, channel_of(unit, l, f), 0, often);
+    };
+    int ahead = count < STAGES ? count : STAGES;
     if (threadIdx.x == 128) {
         STAMP(0)
+        asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
         for (int s = 0; s < STAGES; ++s) {
             asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(full + 8 * s) : "memory");
             asm volatile("mbarrier.init.shared::cta.b64 [%0], 4;" :: "r"(empty + 8 * s) : "memory");
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        for (int unit = 0; unit < ahead; ++unit) {
+            unsigned barrier = full + 8 * unit;
+            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(STAGE_BYTES) : "memory");
+            load_weight(unit, base + unit * STAGE_BYTES, barrier);
+        }
+        STAMP(1)
     }
+    __syncwarp();
     __syncthreads();
 
     if (threadIdx.x >= 128) {
         if (threadIdx.x > 128) return;
-        asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-        u64 once, often;
-        asm volatile("createpolicy.fractional.L2::" ONCE ".b64 %0, 1.0;" : "=l"(once));
-        asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(often));
-        auto load_weight = [&](int unit, unsigned to, unsigned barrier) {
-#pragma unroll
-            for (int l = 0; l < LINES; ++l)
-#pragma unroll
-                for (int f = 0; f < FOLD; ++f) {
-                    int channel = (((begin + unit) * LINES + l) * FOLD + f) * LINE_CHANNELS;
-                    unsigned place = to + l * WEIGHT_BYTES + f * (TILE * 128);
-                    load_tile(place, weight, barrier, channel, first_output, once);
-                    if (GATED) load_tile(place + 8192, weight, barrier, channel, out + first_output, once);
-                }
-        };
-        auto load_x = [&](int unit, unsigned to, unsigned barrier) {
-#pragma unroll
-            for (int l = 0; l < LINES; ++l)
-#pragma unroll
-                for (int f = 0; f < FOLD; ++f) {
-                    int channel = (((begin + unit) * LINES + l) * FOLD + f) * LINE_CHANNELS;
-                    load_tile(to + LINES * WEIGHT_BYTES + (l * FOLD + f) * (ROWS * 128), x, barrier, channel, 0, often);
-                }
-        };
-        int ahead = count < STAGES ? count : STAGES;
-        for (int unit = 0; unit < ahead; ++unit) {
-            unsigned to = base + unit * STAGE_BYTES, barrier = full + 8 * unit;
-            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(STAGE_BYTES) : "memory");
-            load_weight(unit, to, barrier);
-        }
-        STAMP(1)
         asm volatile("griddepcontrol.wait;" ::: "memory");
         STAMP(2)
         for (int unit = 0; unit < ahead; ++unit) load_x(unit, base + unit * STAGE_BYTES, full + 8 * unit);
@@ -346,10 +310,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) wide_product(
         return;
     }
 
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    // What this thread will finish: eight outputs of some rows.
+    constexpr int EIGHTS = OUTPUTS / 8, AT_ONCE = 128 / EIGHTS, SHARE = ROWS / SPLIT, MINE = (SHARE + AT_ONCE - 1) / AT_ONCE;
+    int output = threadIdx.x % EIGHTS * 8, first_row = rank * SHARE + threadIdx.x / EIGHTS;
+    auto mine = [&](int row) { return row < (rank + 1) * SHARE && threadIdx.x < AT_ONCE * EIGHTS; };
+    [[maybe_unused]] float factor[8], more[8], tall[MINE];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        int at = first_output + output + i;
+        factor[i] = KIND == 2 && at < out ? weight_scales[at] : 0.0f;
+        more[i] = BIAS && at < out ? bias_of(bias, at) : 0.0f;
+    }
     // What the kernel before has written is read behind this alone.
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    Result result = {y, bias, x_scales, weight_scales, rows, out};
-    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+#pragma unroll
+    for (int i = 0; i < MINE; ++i) {
+        int row = first_row + i * AT_ONCE;
+        tall[i] = KIND == 2 && row < rows ? x_scales[row] : 0.0f;
+    }
     int stage = 0;
     unsigned parity = 0;
     float sums[HEIGHT][SUMS];
@@ -407,63 +386,67 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) wide_product(
 #ifdef TRACE
     if (threadIdx.x == 0) STAMP(5)
 #endif
-    auto four = [&](int t, int b) {
-        return make_float4(sums[t][4 * b], sums[t][4 * b + 1], sums[t][4 * b + 2], sums[t][4 * b + 3]);
-    };
-    if (SPLIT == 1 && FOLD == 1) {
+    // Sums go through the memory of the ring, which is not needed any more: rows of a tile's outputs, for each run of channels.
+    // With four more numbers a row, the warp's 32 sums stand in as many banks.
+    constexpr int PITCH = 4 * (TILE + 4), RUN = ROWS * PITCH, GROUPS = TILE / 16;
+    static_assert(FOLD * RUN <= STAGES * STAGE_BYTES, "the ring is too small for the sums");
+    meet();
+    int run = FOLD == 1 ? 0 : warp / GROUPS;
+    unsigned own = base + run * RUN + (FOLD == 1 ? warp : warp % GROUPS) * 64 + (lane >> 2) * 4 + (lane & 3) * 2 * PITCH;
 #pragma unroll
-        for (int t = 0; t < HEIGHT; t += GATED + 1)
+    for (int t = 0; t < HEIGHT; ++t)
 #pragma unroll
-            for (int b = 0; b < BLOCKS; ++b) {
-                if (GATED) result.store(gated(four(t, b), four(t + GATED, b)), first_output + warp * 16, b * 8);
-                else result.store(four(t, b), first_output + t * 64 + warp * 16, b * 8);
+        for (int b = 0; b < BLOCKS; ++b)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float sum = sums[t][4 * b + i];
+#pragma unroll
+                for (int f = 1; f < FOLD; ++f) sum = run == f ? sums[t][4 * (f * BLOCKS + b) + i] : sum;
+                store_shared(own + (b * 8 + i % 2) * PITCH + t * 256 + i / 2 * 32, sum);
             }
+    if (SPLIT > 1) {
+        arrive_cluster();
+        wait_cluster();
     } else {
-        // Sums of 16 outputs and 8 rows stand together, of each run of channels. The ring is not needed any more.
-        constexpr int GROUPS = TILE / 16, PIECES = GROUPS * BLOCKS;
         meet();
-        int run = FOLD == 1 ? 0 : warp / GROUPS;
-#pragma unroll
-        for (int t = 0; t < HEIGHT; ++t)
-#pragma unroll
-            for (int b = 0; b < BLOCKS; ++b) {
-                float4 own = four(t, b);
-#pragma unroll
-                for (int f = 1; f < FOLD; ++f) {
-                    float4 other = four(t, f * BLOCKS + b);
-                    own.x = run == f ? other.x : own.x;
-                    own.y = run == f ? other.y : own.y;
-                    own.z = run == f ? other.z : own.z;
-                    own.w = run == f ? other.w : own.w;
-                }
-                int group = FOLD == 1 ? t * 4 + warp : warp % GROUPS;
-                store_shared(base + (((run * GROUPS + group) * BLOCKS + b) * 32 + lane) * 16, own);
-            }
-        if (SPLIT > 1) meet_cluster();
-        else meet();
-        for (int piece = rank * 4 + warp; piece < PIECES; piece += 4 * SPLIT) {
-            float4 values[SPLIT][FOLD];
-#pragma unroll
-            for (int s = 0; s < SPLIT; ++s)
-#pragma unroll
-                for (int f = 0; f < FOLD; ++f)
-                    values[s][f] = load_shared(base + ((f * PIECES + piece) * 32 + lane) * 16, s);
-            float4 sum = values[0][0];
-#pragma unroll
-            for (int s = 0; s < SPLIT; ++s)
-#pragma unroll
-                for (int f = 0; f < FOLD; ++f)
-                    if (s + f > 0) {
-                        sum.x += values[s][f].x;
-                        sum.y += values[s][f].y;
-                        sum.z += values[s][f].z;
-                        sum.w += values[s][f].w;
-                    }
-            result.store(sum, first_output + piece / BLOCKS * 16, piece % BLOCKS * 8);
-        }
-        // No block ends while others read its memory.
-        if (SPLIT > 1) meet_cluster();
     }
+    constexpr int HALVES = GATED ? 4 : 2;
+    float values[MINE][SPLIT * FOLD][4 * HALVES];
+#pragma unroll
+    for (int i = 0; i < MINE; ++i)
+#pragma unroll
+        for (int s = 0; s < SPLIT * FOLD; ++s)
+#pragma unroll
+            for (int h = 0; h < HALVES; ++h) {
+                int row = first_row + i * AT_ONCE;
+                unsigned place = base + s % FOLD * RUN + row * PITCH + output * 4 + h % 2 * 16 + h / 2 * 256;
+                if (mine(row)) load_shared(&values[i][s][4 * h], place_of(place, s / FOLD));
+            }
+#pragma unroll
+    for (int i = 0; i < MINE; ++i) {
+#pragma unroll
+        for (int s = 1; s < SPLIT * FOLD; ++s)
+#pragma unroll
+            for (int j = 0; j < 4 * HALVES; ++j) values[i][0][j] += values[i][s][j];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            float& sum = values[i][0][j];
+            if (KIND == 2) sum *= factor[j] * tall[i];
+            if (BIAS) sum += more[j];
+            if (GATED) sum = gated(sum, values[i][0][(8 + j) % (4 * HALVES)]);
+            // What was loaded has come before the block says so.
+            asm volatile("" : "+f"(sum) :: "memory");
+        }
+    }
+    // No block ends while others read its memory.
+    if (SPLIT > 1) arrive_cluster();
+#pragma unroll
+    for (int i = 0; i < MINE; ++i) {
+        int row = first_row + i * AT_ONCE;
+        if (mine(row) && row < rows && first_output + output < out)
+            store_eight(y, values[i][0], row, first_output + output, out);
+    }
+    if (SPLIT > 1) wait_cluster();
 #ifdef TRACE
     if (threadIdx.x == 0) {
         STAMP(6)

@@ -33,6 +33,8 @@ from triton.compiler.compiler import make_backend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, KernelParam
 
+from headrace.kernels import cuda_launch
+
 _only_compiles = ContextVar("_only_compiles", default=False)
 """Whether launches compile the kernel and no more."""
 
@@ -159,7 +161,7 @@ def compile_launches(threads: int) -> Iterator[None]:
 
     What a kernel would have written is zeros, or what was there before: results are of no use, and must decide nothing.
     """
-    with ThreadPoolExecutor(threads, "triton") as pool, AsyncCompileMode(pool), _Zeros():
+    with ThreadPoolExecutor(threads, "triton") as pool, AsyncCompileMode(pool), cuda_launch.compiling_on(pool), _Zeros():
         before = _only_compiles.set(True)
         try:
             yield

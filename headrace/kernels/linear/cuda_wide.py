@@ -1,0 +1,156 @@
+"""Products of 2 to 64 rows with a weight in 16 bits or in FP8, on Hopper GPUs: the kernel of ``wide.cu``. References:
+``torch.nn.functional.linear`` and ``headrace.kernels.linear.fp8_reference``.
+
+Blocks that share the channels of a tile are a cluster, and add up their sums in the order of these channels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from headrace.kernels import support
+from headrace.kernels.cuda_launch import Kernel, refusals, tensor_map
+from headrace.kernels.linear.fp8_reference import Fp8Rows, Fp8Weight
+from headrace.kernels.support import cdiv
+
+MAX_ROWS = 64
+MIN_NUMBERS = 1 << 24
+"""Numbers of a weight in 16 bits from which the kernel is the fastest of all, as measured."""
+_SOURCE = Path(__file__).with_name("wide.cu")
+_KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2}
+"""Numbers that ``wide.cu`` has for the factors' dtypes."""
+_RESULTS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_LINE, _OUTPUTS, _THREADS, _FIXED = 128, 64, 160, 1024 + 256
+"""Bytes of a line of shared memory, outputs of an instruction, threads of a block, and bytes that it needs beside stages."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CudaTiling:
+    """Sizes of a block and its steps."""
+
+    tile: int
+    """Outputs of a block: 16, 32, 64 or 128. With fewer than 64, an instruction takes several runs of channels."""
+    split: int
+    """Blocks that share the channels of a tile, as a cluster: 1, 2, 4 or 8."""
+    kilobytes: int
+    """Shared memory of a block, at most; it settles how many steps are in flight."""
+    lines: int = 1
+    """1 or 2: lines of 128 bytes a step of each row and output."""
+
+    @property
+    def fold(self) -> int:
+        """Runs of channels in an instruction."""
+        return max(_OUTPUTS // self.tile, 1)
+
+    def stages(self, rows: int) -> int:
+        """Steps in flight."""
+        return ((self.kilobytes << 10) - _FIXED) // self._stage(rows)
+
+    def shared(self, rows: int) -> int:
+        """Bytes of shared memory that a block takes."""
+        return _FIXED + self.stages(rows) * self._stage(rows)
+
+    def _stage(self, rows: int) -> int:
+        return self.lines * (max(self.tile, _OUTPUTS) + rows * self.fold) * _LINE
+
+
+_ANY = math.inf
+_Table = Sequence[tuple[float, float, float, CudaTiling]]
+_TABLE: _Table = (
+    (8, _ANY, 4096, CudaTiling(16, 1, 108)),
+    (8, _ANY, 16384, CudaTiling(32, 1, 72)),
+    (8, _ANY, _ANY, CudaTiling(64, 1, 72)),
+    (16, _ANY, 16384, CudaTiling(32, 2, 108)),
+    (16, _ANY, _ANY, CudaTiling(32, 1, 72)),
+    (32, 8192, 4096, CudaTiling(32, 1, 72)),
+    (32, _ANY, 4096, CudaTiling(32, 1, 216)),
+    (32, _ANY, 16384, CudaTiling(64, 2, 54)),
+    (32, _ANY, _ANY, CudaTiling(128, 1, 108)),
+    (64, _ANY, 4096, CudaTiling(64, 2, 216)),
+    (64, _ANY, 16384, CudaTiling(64, 1, 216)),
+    (64, _ANY, _ANY, CudaTiling(64, 1, 72)),
+)
+"""Largest numbers of rows, channels and outputs, and their tiling in 16 bits: the first line counts in which all three fit. As
+measured on an H200 with the products of Qwen3 8B in the chain of a layer (see benchmarks/)."""
+
+
+def choose(x: torch.Tensor, weight: torch.Tensor) -> CudaTiling | None:
+    """The tiling for the product of x ``[rows, in]`` where it is faster than others; None: others are, or it is not taken."""
+    rows, (out, inputs) = len(x), weight.shape
+    if not 1 < rows <= MAX_ROWS or out * inputs < MIN_NUMBERS or not takes(x, weight):
+        return None
+    return next(tiling for most, widest, longest, tiling in _TABLE if rows <= most and inputs <= widest and out <= longest)
+
+
+def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the kernel multiplies x ``[rows, in]`` by the weight: rows of both are whole pieces of 16 bytes."""
+    size = x.itemsize
+    places = x.data_ptr() | weight.data_ptr() | x.stride(0) * size | weight.stride(0) * size | x.shape[1] * size
+    return x.dtype in _KINDS and not places & 15 and not refusals(x.device)
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    tiling: CudaTiling,
+) -> torch.Tensor:
+    """``x W^T + bias`` for rows and a weight that the kernel ``takes``.
+
+    Args:
+        x: ``[rows, in]``; last axis contiguous, as of all that follow.
+        weight: ``[out, in]`` of x's dtype.
+        bias: ``[out]``
+        out_dtype: what the product is rounded to; None: x's dtype.
+        tiling: of at most 64 rows, each a multiple of 8, times its ``fold``.
+
+    Returns:
+        ``[rows, out]``
+    """
+    return _product(x, weight, bias, out_dtype or x.dtype, tiling, 0, 0)
+
+
+def fp8_linear(
+    x: Fp8Rows, weight: Fp8Weight, bias: torch.Tensor | None, out_dtype: torch.dtype, tiling: CudaTiling
+) -> torch.Tensor:
+    """Kernel version of ``headrace.kernels.linear.fp8_reference.fp8_linear_ref``, for a scale for each row and output."""
+    scales = x.scales.data_ptr(), weight.scales.data_ptr()
+    return _product(x.codes[: x.rows], weight.codes, bias, out_dtype, tiling, *scales)
+
+
+def _product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    tiling: CudaTiling,
+    x_scales: int,
+    weight_scales: int,
+) -> torch.Tensor:
+    (rows, inputs), out = x.shape, len(weight)
+    wide = max(8, support.power_of_two(rows))
+    columns = _LINE // x.itemsize
+    y = torch.empty(rows, out, dtype=dtype, device=x.device)
+    kernel = _kernel(tiling, wide, x.dtype, dtype, None if bias is None else bias.dtype)
+    kernel.launch(
+        (cdiv(out, tiling.tile) * tiling.split, 1, 1), tensor_map(weight, tiling.tile, columns), tensor_map(x, wide, columns),
+        y.data_ptr(), 0 if bias is None else bias.data_ptr(), x_scales, weight_scales, rows, out,
+        cdiv(inputs, tiling.lines * tiling.fold * columns),
+    )  # fmt: skip
+    return y
+
+
+@functools.cache
+def _kernel(tiling: CudaTiling, rows: int, kind: torch.dtype, result: torch.dtype, bias: torch.dtype | None) -> Kernel:
+    macros = {"KIND": _KINDS[kind], "ROWS": rows, "TILE": tiling.tile, "SPLIT": tiling.split, "LINES": tiling.lines}
+    macros["GATED"] = 0
+    macros |= {"STAGES": tiling.stages(rows), "Y_KIND": _RESULTS[result], "BIAS": 0 if bias is None else _RESULTS[bias] + 1}
+    return Kernel(_SOURCE, "wide_product", "MMPPPPiii", macros, _THREADS, tiling.shared(rows), tiling.split)

@@ -84,6 +84,13 @@ def linear(
     return linear_ref(x, weight, bias, out_dtype)
 
 
+def linear_gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    """``silu(gate) * up`` of the halves of ``x W^T``: ``[T, K] -> [T, N / 2]``; None where no kernel computes both faster."""
+    if x.ndim != 2 or weight.dtype != x.dtype or not gpu.takes(x):
+        return None
+    return cuda_wide.gated(x, weight)
+
+
 def chosen_by_lt(rows: int, weight: torch.Tensor) -> bool:
     """Whether cuBLASLt's choice for so many rows is faster than cuBLAS's."""
     outputs, inputs = weight.shape

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from headrace.kernels import linear as product
+from headrace.kernels.activation import silu_mul
 from headrace.kernels.cuda_launch import Kernel
 from headrace.kernels.linear import cuda_wide
-from headrace.kernels.linear.cuda_wide import MAX_ROWS, MIN_NUMBERS, CudaTiling, choose, choose_tiling, linear, takes
+from headrace.kernels.linear.cuda_wide import MAX_ROWS, MIN_NUMBERS, CudaTiling, choose, choose_tiling, gated, linear, takes
 from headrace.kernels.linear.fp8 import fp8_linear, round_rows
 from headrace.kernels.linear.fp8_reference import Fp8Weight
 
@@ -37,6 +38,8 @@ def test_kernels_compile(kind: torch.dtype, nvrtc: None) -> None:
     results = itertools.cycle([(BF16, None), (torch.float16, torch.float16), (torch.float32, BF16)])
     for (rows, tiling), (result, bias) in zip(TILINGS, results, strict=False):
         assert cuda_wide._kernel.__wrapped__(tiling, rows, kind, result, bias).binary().startswith(b"\x7fELF")
+    if kind != E4M3:
+        assert cuda_wide._kernel.__wrapped__(cuda_wide._GATED, 64, kind, kind, None, True).binary().startswith(b"\x7fELF")
 
 
 def test_each_tiling_takes_its_rows() -> None:
@@ -75,6 +78,24 @@ def test_what_the_kernel_is_given(rows: int, monkeypatch: pytest.MonkeyPatch) ->
         "KIND": 0, "ROWS": wide, "TILE": 32, "SPLIT": 4, "LINES": 2, "STAGES": tiling.stages(wide), "Y_KIND": 2, "BIAS": 3,
         "GATED": 0,
     }  # fmt: skip
+
+
+def test_halves_that_are_gated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block has as many lines of the gate as of what it gates. Products of another tiling are left alone."""
+    launches: list[tuple[object, ...]] = []
+    monkeypatch.setattr(Kernel, "launch", lambda self, *arguments: launches.append((self, *arguments)))
+    monkeypatch.setattr(cuda_wide, "tensor_map", lambda x, height, width: (tuple(x.shape), height, width))
+    monkeypatch.setattr(cuda_wide, "refusals", lambda device: ())
+    x, weight = torch.empty(8, 1024).bfloat16(), torch.empty(20_000, 1024).bfloat16()
+    y = gated(x, weight)
+    assert y is not None and (y.shape, y.dtype) == ((8, 10_000), BF16)
+    ((kernel, grid, *maps, _, _, _, _, rows, out, steps),) = launches
+    assert (grid, rows, out, steps) == ((313, 1, 1), 8, 10_000, 16)
+    assert maps == [((20_000, 1024), 32, 64), ((8, 1024), 8, 64)]
+    assert isinstance(kernel, Kernel) and kernel._macros["GATED"] == 1
+    assert gated(x[:1], weight) is None and gated(x, weight[:-1]) is None
+    monkeypatch.setattr(cuda_wide, "choose_tiling", lambda rows, out, multiprocessors: CudaTiling(32, 2, 72))
+    assert gated(x, weight) is None
 
 
 def test_which_products_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +161,22 @@ def test_chosen_tilings(shape: tuple[int, int], rows: int) -> None:
     floats = rounded.codes[:rows].double() * rounded.scales[:rows].double()
     got = fp8_linear(rounded, codes, bias)
     torch.testing.assert_close(got.double(), floats @ codes.codes.double().t() + bias.double(), atol=2e-2, rtol=1e-2)
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("rows", [2, 16, 29, 64])
+@pytest.mark.parametrize(("inputs", "out"), [(4096, 24576), (1000, 16_802)])
+def test_gated(rows: int, inputs: int, out: int) -> None:
+    """Rounded where the product and the activation are. 16,802 outputs are no whole tiles, and 8,401 are stored one by one."""
+    x, weight, _ = operands(rows, inputs, out)
+    got = product.linear_gated(x, weight)
+    wanted = silu_mul(torch.nn.functional.linear(x.double(), weight.double()).bfloat16())
+    assert got is not None and got.shape == (rows, out // 2)
+    torch.testing.assert_close(got, wanted, atol=2e-2, rtol=2e-2)
+    for _ in range(3):
+        again = product.linear_gated(x, weight)
+        assert again is not None and torch.equal(again, got)
 
 
 @pytest.mark.gpu

@@ -72,6 +72,8 @@ _BY_OUTPUT: _Table = (
     (1, _ANY, _ANY, SingleTiling(2, 1024, 2, 2)),
     (8, _DEEP, _NARROW, FewTiling(16, 4, 8)),
     (FEW_ROWS, _DEEP, _NARROW, FewTiling(16, 4, 6)),
+    (FEW_ROWS, _DEEP, _ANY, WideTiling(64, 16, 4, 6)),
+    (FEW_ROWS, _ANY, _ANY, WideTiling(64, 16, 4, 8, split=4)),
     (32, _DEEP, 4096, WideTiling(64, 32, 4, 13, split=2)),
     (32, _DEEP, _NARROW, WideTiling(64, 32, 4, 10)),
     (256, _ANY, 4096, Library.UNSCALED),

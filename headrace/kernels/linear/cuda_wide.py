@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -21,7 +20,7 @@ from headrace.kernels.support import cdiv
 
 MAX_ROWS = 64
 MIN_NUMBERS = 1 << 24
-"""Numbers of a weight in 16 bits from which the kernel is the fastest of all, as measured."""
+"""Numbers of a weight from which the kernel is the fastest of all, as measured."""
 _SOURCE = Path(__file__).with_name("wide.cu")
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2}
 """Numbers that ``wide.cu`` has for the factors' dtypes."""
@@ -60,24 +59,26 @@ class CudaTiling:
         return self.lines * (max(self.tile, _OUTPUTS) + rows * self.fold) * _LINE
 
 
-_ANY = math.inf
-_Table = Sequence[tuple[float, float, float, CudaTiling]]
-_TABLE: _Table = (
-    (8, _ANY, 4096, CudaTiling(16, 1, 108)),
-    (8, _ANY, 16384, CudaTiling(32, 1, 72)),
-    (8, _ANY, _ANY, CudaTiling(64, 1, 72)),
-    (16, _ANY, 16384, CudaTiling(32, 2, 108)),
-    (16, _ANY, _ANY, CudaTiling(32, 1, 72)),
-    (32, 8192, 4096, CudaTiling(32, 1, 72)),
-    (32, _ANY, 4096, CudaTiling(32, 1, 216)),
-    (32, _ANY, 16384, CudaTiling(64, 2, 54)),
-    (32, _ANY, _ANY, CudaTiling(128, 1, 108)),
-    (64, _ANY, 4096, CudaTiling(64, 2, 216)),
-    (64, _ANY, 16384, CudaTiling(64, 1, 216)),
-    (64, _ANY, _ANY, CudaTiling(64, 1, 72)),
+_TILINGS = (
+    (8, (CudaTiling(16, 1, 108), CudaTiling(32, 2, 72), CudaTiling(64, 1, 72))),
+    (32, (CudaTiling(32, 2, 108), CudaTiling(32, 2, 72), CudaTiling(64, 1, 72))),
+    (64, (CudaTiling(64, 2, 216, 2), CudaTiling(64, 1, 216, 2), CudaTiling(64, 1, 72))),
 )
-"""Largest numbers of rows, channels and outputs, and their tiling in 16 bits: the first line counts in which all three fit. As
-measured on an H200 with the products of Qwen3 8B in the chain of a layer (see benchmarks/)."""
+"""Largest numbers of rows, and the tilings to choose from: the first line that fits counts. As measured on an H200 with the
+products of Qwen3 8B in 16 bits, and in FP8 with 64 rows, in the chain of a layer (see benchmarks/)."""
+_SHARED_KB = 216
+"""Shared memory of a multiprocessor for whole blocks of 72, 108 or 216 KB."""
+
+
+@functools.cache
+def choose_tiling(rows: int, out_features: int, multiprocessors: int) -> CudaTiling:
+    """Chooses the tiling whose blocks leave the least of the multiprocessors empty, with few blocks one after the other."""
+
+    def filled(tiling: CudaTiling) -> float:
+        waves = cdiv(out_features, tiling.tile) * tiling.split / (multiprocessors * (_SHARED_KB // tiling.kilobytes))
+        return waves / math.ceil(waves) - math.ceil(waves) / 100
+
+    return max(next(tilings for most, tilings in _TILINGS if rows <= most), key=filled)
 
 
 _GATED = CudaTiling(64, 1, 72)
@@ -85,11 +86,11 @@ _GATED = CudaTiling(64, 1, 72)
 
 
 def choose(x: torch.Tensor, weight: torch.Tensor) -> CudaTiling | None:
-    """The tiling for the product of x ``[rows, in]`` where it is faster than others; None: others are, or it is not taken."""
-    rows, (out, inputs) = len(x), weight.shape
-    if not 1 < rows <= MAX_ROWS or out * inputs < MIN_NUMBERS or not takes(x, weight):
+    """The tiling for the product of x ``[rows, in]`` where the kernel is the fastest; None: another is, or it does not take
+    them."""
+    if not 1 < len(x) <= MAX_ROWS or weight.numel() < MIN_NUMBERS or not takes(x, weight):
         return None
-    return next(tiling for most, widest, longest, tiling in _TABLE if rows <= most and inputs <= widest and out <= longest)
+    return choose_tiling(len(x), len(weight), support.resources(x.device).multiprocessors)
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:

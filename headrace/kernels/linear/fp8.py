@@ -12,9 +12,7 @@ import torch
 from torch.nn.functional import ScalingType, scaled_mm
 
 from headrace.kernels import gpu, support
-from headrace.kernels.cuda_launch import refusals
 from headrace.kernels.linear import cuda_wide
-from headrace.kernels.linear.cuda_wide import CudaTiling
 from headrace.kernels.linear.fp8_reference import Fp8Rows, Fp8Weight, fp8_linear_ref, round_rows_ref
 from headrace.kernels.linear.fp8_tilings import INVARIANT, FewTiling, Library, SingleTiling, WideTiling, choose
 
@@ -58,11 +56,11 @@ def fp8_linear(
         return x.scales.new_empty(0, len(weight.codes), dtype=dtype)
     if not gpu.takes(x.codes):
         return fp8_linear_ref(x, weight, bias, dtype)
-    device = x.codes.device
-    able = {"hopper": support.is_hopper(device), "cuda": not refusals(device)}
-    choice = INVARIANT if batch_invariant else choose(rows, weight, **able)
-    if isinstance(choice, CudaTiling):
-        return cuda_wide.fp8_linear(x, weight, bias, dtype, choice)
+    if not (batch_invariant or weight.in_blocks):
+        tiling = cuda_wide.choose(x.codes[:rows], weight.codes)
+        if tiling is not None:
+            return cuda_wide.fp8_linear(x, weight, bias, dtype, tiling)
+    choice = INVARIANT if batch_invariant else choose(rows, weight, hopper=support.is_hopper(x.codes.device))
     if isinstance(choice, WideTiling):
         return wide_kernels.wide(x, weight, bias, dtype, choice)
     if isinstance(choice, FewTiling | SingleTiling):

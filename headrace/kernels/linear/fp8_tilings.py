@@ -7,7 +7,6 @@ import enum
 import math
 from collections.abc import Sequence
 
-from headrace.kernels.linear.cuda_wide import CudaTiling
 from headrace.kernels.linear.fp8_reference import GROUP, Fp8Weight
 
 FEW_ROWS = 16
@@ -59,7 +58,7 @@ class Library(enum.Enum):
     BY_BLOCK = enum.auto()
 
 
-Choice = FewTiling | SingleTiling | WideTiling | CudaTiling | Library
+Choice = FewTiling | SingleTiling | WideTiling | Library
 _Table = Sequence[tuple[float, float, float, Choice]]
 """Largest numbers of rows, channels and outputs, and their choice: the first line counts in which all three fit. As measured on
 an H200 with the products of Qwen3 0.6B and 8B in the chain of a layer (see benchmarks/)."""
@@ -73,16 +72,10 @@ _BY_OUTPUT: _Table = (
     (1, _ANY, _ANY, SingleTiling(2, 1024, 2, 2)),
     (8, _DEEP, _NARROW, FewTiling(16, 4, 8)),
     (FEW_ROWS, _DEEP, _NARROW, FewTiling(16, 4, 6)),
-    (FEW_ROWS, _DEEP, _ANY, WideTiling(64, 16, 4, 6)),
-    (FEW_ROWS, _ANY, _ANY, WideTiling(64, 16, 4, 8, split=4)),
     (32, _DEEP, 4096, WideTiling(64, 32, 4, 13, split=2)),
     (32, _DEEP, _NARROW, WideTiling(64, 32, 4, 10)),
-    (32, _DEEP, _ANY, WideTiling(64, 32, 4, 6)),
-    (32, _ANY, _ANY, WideTiling(64, 32, 4, 8, split=4)),
-    (64, _DEEP, 4096, CudaTiling(64, 4, 72)),
-    (64, _ANY, _NARROW, CudaTiling(128, 4, 108, lines=2)),
-    (64, _ANY, _ANY, CudaTiling(64, 1, 72)),
     (256, _ANY, 4096, Library.UNSCALED),
+    (64, _DEEP, _NARROW, WideTiling(64, 64, 4, 10)),
     (128, 1024, _NARROW, WideTiling(64, 128, 4, 6)),
     (256, _ANY, _NARROW, Library.UNSCALED),
     (_ANY, _ANY, _ANY, Library.BY_ROW),
@@ -117,13 +110,12 @@ INVARIANT = WideTiling(64, 64, 4, 4)
 """The tiling of any number of rows where no row's result may depend on the others: one instruction, and one order of sums."""
 
 
-def choose(rows: int, weight: Fp8Weight, *, hopper: bool, cuda: bool) -> Choice:
-    """Returns how so many rows are multiplied by the weight. ``WideTiling`` is for Hopper: others leave these lines out, as do
-    those without kernels in ``cuda`` C++ theirs."""
+def choose(rows: int, weight: Fp8Weight, *, hopper: bool) -> Choice:
+    """Returns how so many rows are multiplied by the weight. ``WideTiling`` is for Hopper: others leave these lines out."""
     outputs, inputs = weight.codes.shape
     for most, widest, longest, choice in _BY_BLOCK if weight.in_blocks else _BY_OUTPUT:
         fits = rows <= most and inputs <= widest and outputs <= longest
-        if fits and (hopper or not isinstance(choice, WideTiling)) and (cuda or not isinstance(choice, CudaTiling)):
+        if fits and (hopper or not isinstance(choice, WideTiling)):
             # cuBLASLt takes scales of channels in fours.
             return _LONG_ROWS if choice is Library.BY_BLOCK and hopper and inputs % (4 * GROUP) else choice
     raise AssertionError("the last line of a table fits everything")

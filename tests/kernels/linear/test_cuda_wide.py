@@ -12,8 +12,8 @@ from headrace.kernels import linear as product
 from headrace.kernels.activation import silu_mul
 from headrace.kernels.cuda_launch import Kernel
 from headrace.kernels.linear import cuda_wide
-from headrace.kernels.linear.cuda_wide import MAX_ROWS, MIN_NUMBERS, CudaTiling, choose, gated, linear, takes
-from headrace.kernels.linear.fp8 import round_rows
+from headrace.kernels.linear.cuda_wide import MAX_ROWS, MIN_NUMBERS, CudaTiling, choose, choose_tiling, gated, linear, takes
+from headrace.kernels.linear.fp8 import fp8_linear, round_rows
 from headrace.kernels.linear.fp8_reference import Fp8Weight
 
 from .captured import check_captured
@@ -44,11 +44,19 @@ def test_kernels_compile(kind: torch.dtype, nvrtc: None) -> None:
 
 def test_each_tiling_takes_its_rows() -> None:
     """Shared memory of a multiprocessor of Hopper: 228 KB, of which a block takes 1 KB more than it asks for."""
-    for rows, _, _, tiling in cuda_wide._TABLE:
-        assert int(rows) * tiling.fold <= MAX_ROWS
-        for padded in (8, 16, 32, 64):
-            if padded <= rows:
-                assert tiling.stages(padded) >= 4 and tiling.shared(padded) + 1024 <= 228 << 10
+    for most, tilings in cuda_wide._TILINGS:
+        for tiling in tilings:
+            assert most * tiling.fold <= MAX_ROWS and tiling.stages(most) >= 4
+            assert (216 // tiling.kilobytes) * (tiling.shared(8) + 1024) <= 228 << 10
+
+
+@pytest.mark.parametrize(("rows", "out", "wanted"), [
+    (8, 4096, (16, 1, 108)), (8, 6144, (32, 2, 72)), (8, 24576, (64, 1, 72)), (9, 4096, (32, 2, 108)), (32, 6144, (32, 2, 72)),
+    (32, 151936, (64, 1, 72)), (33, 4096, (64, 2, 216, 2)), (64, 6144, (64, 1, 216, 2)), (64, 24576, (64, 1, 72)),
+])  # fmt: skip
+def test_tilings_that_were_fastest(rows: int, out: int, wanted: tuple[int, ...]) -> None:
+    """Those of an 8B on an H200."""
+    assert choose_tiling(rows, out, 132) == CudaTiling(*wanted)
 
 
 @pytest.mark.parametrize("rows", [2, 13, 32])
@@ -86,7 +94,8 @@ def test_halves_that_are_gated(monkeypatch: pytest.MonkeyPatch) -> None:
     assert maps == [((20_000, 1024), 32, 64), ((8, 1024), 8, 64)]
     assert isinstance(kernel, Kernel) and kernel._macros["GATED"] == 1
     assert gated(x[:1], weight) is None and gated(x, weight[:-1]) is None
-    assert gated(x, torch.empty(16_384, 1024).bfloat16()) is None
+    monkeypatch.setattr(cuda_wide, "choose_tiling", lambda rows, out, multiprocessors: CudaTiling(32, 2, 72))
+    assert gated(x, weight) is None
 
 
 def test_which_products_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,12 +150,17 @@ def test_fp8(most: int, tiling: CudaTiling) -> None:
 @pytest.mark.parametrize("shape", [(4096, 4096), (12288, 4096), (4096, 6144), (4096, 24576)], ids=str)
 @pytest.mark.parametrize("rows", [2, 16, 17, 64])
 def test_chosen_tilings(shape: tuple[int, int], rows: int) -> None:
-    """Large weights take the kernel, which rounds once."""
+    """Large weights take the kernel, in FP8 too, which rounds once."""
     x, weight, bias = operands(rows, *shape)
     wanted = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
     assert cuda_wide.choose(x, weight) is not None
     torch.testing.assert_close(product.linear(x, weight, bias).double(), wanted, atol=2e-2, rtol=1e-2)
     torch.testing.assert_close(product.linear(x, weight, bias, torch.float32).double(), wanted, atol=1e-4, rtol=1e-4)
+    one = torch.ones((), device="cuda")
+    codes, rounded = Fp8Weight(weight.to(E4M3), one.expand(len(weight), 1).contiguous(), one, one), round_rows(x, shape[0])
+    floats = rounded.codes[:rows].double() * rounded.scales[:rows].double()
+    got = fp8_linear(rounded, codes, bias)
+    torch.testing.assert_close(got.double(), floats @ codes.codes.double().t() + bias.double(), atol=2e-2, rtol=1e-2)
 
 
 @pytest.mark.gpu

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace.kernels.linear.cuda_wide import CudaTiling
 from headrace.kernels.linear.fp8_reference import GROUP, Fp8Weight
 from headrace.kernels.linear.fp8_tilings import FEW_ROWS, FewTiling, Library, SingleTiling, WideTiling, choose
 
@@ -19,13 +18,13 @@ def weight_of(outputs: int, inputs: int, *, in_blocks: bool) -> Fp8Weight:
     return Fp8Weight(torch.empty(outputs, inputs, dtype=torch.float8_e4m3fn, device="meta"), scales, scales, turns)
 
 
-@pytest.mark.parametrize(("hopper", "cuda"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("hopper", [False, True])
 @pytest.mark.parametrize("in_blocks", [False, True], ids=["outputs", "blocks"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_each_choice_takes_its_rows(shape: tuple[int, int], in_blocks: bool, hopper: bool, cuda: bool) -> None:
+def test_each_choice_takes_its_rows(shape: tuple[int, int], in_blocks: bool, hopper: bool) -> None:
     weight = weight_of(*shape, in_blocks=in_blocks)
     for rows in (*range(1, 300), 1000, 100_000):
-        match choose(rows, weight, hopper=hopper, cuda=cuda):
+        match choose(rows, weight, hopper=hopper):
             case SingleTiling():
                 assert rows == 1
             case FewTiling() as few:
@@ -36,9 +35,6 @@ def test_each_choice_takes_its_rows(shape: tuple[int, int], in_blocks: bool, hop
                 assert wide.split == 1 or tiles <= len(weight.turns)
                 # Stages of both factors fit into the memory of a multiprocessor.
                 assert wide.stages * (wide.outputs + wide.rows) * GROUP < 227 << 10
-            case CudaTiling() as tiling:
-                padded = max(8, 1 << (rows - 1).bit_length())
-                assert cuda and rows > 1 and padded * tiling.fold <= 64 and tiling.stages(padded) > 1
             case library:
                 assert in_blocks == (library == Library.BY_BLOCK)
 
@@ -46,4 +42,4 @@ def test_each_choice_takes_its_rows(shape: tuple[int, int], in_blocks: bool, hop
 @pytest.mark.parametrize(("inputs", "library"), [(4096, True), (1408, False), (128, False)])
 def test_cublaslt_has_blocks_of_channels_in_fours(inputs: int, library: bool) -> None:
     weight = weight_of(4096, inputs, in_blocks=True)
-    assert (choose(4096, weight, hopper=True, cuda=True) == Library.BY_BLOCK) == library
+    assert (choose(4096, weight, hopper=True) == Library.BY_BLOCK) == library

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from headrace.kernels import support
-from headrace.kernels.cuda_launch import Kernel, refusals
+from headrace.kernels.cuda_launch import CudaKernel, refusals
 from headrace.kernels.linear.wna16_reference import RUN, PackedWeight
 from headrace.kernels.support import cdiv
 
@@ -82,7 +82,7 @@ def choose(
         # Blocks that run at the same time: clusters of many do not find room for the third on each multiprocessor.
         fitting = (parts for parts in _OF_16 if blocks * parts <= (2 if parts > 2 else 3) * multiprocessors)
         tiling = next((_OF_16[parts] for parts in fitting if 4 * parts <= runs), None)
-    return None if tiling is None or gated and outputs % tiling.outputs else tiling
+    return None if tiling is None or (gated and outputs % tiling.outputs) else tiling
 
 
 def wide_rows(rows: int) -> int:
@@ -129,9 +129,9 @@ def linear(
 @functools.cache
 def _kernel(
     tiling: CudaPackedTiling, rows: int, runs: int, kind: torch.dtype, scales: torch.dtype, middles: bool, gated: bool
-) -> Kernel:
+) -> CudaKernel:
     macros = {"ROWS": rows, "TEAMS": tiling.teams, "PARTS": tiling.parts, "DEPTH": tiling.depth, "BUFFERS": tiling.buffers}
     macros |= {"TOGETHER": tiling.together, "HALVES": int(tiling.halves), "HALF": _KINDS[kind], "HALF_SCALES": _KINDS[scales]}
     macros |= {"MIDDLES": int(middles), "GATED": int(gated)}
     threads, shared = 128 * tiling.teams, tiling.shared(rows, runs, middles)
-    return Kernel(_SOURCE, "wna16_product", "PPPPPPiiiqi", macros, threads, shared, tiling.parts)
+    return CudaKernel(_SOURCE, "wna16_product", "PPPPPPiiiqi", macros, threads, shared, tiling.parts)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headrace.kernels.activation.reference import silu_mul_ref
-from headrace.kernels.cuda_launch import Kernel
+from headrace.kernels.cuda_launch import CudaKernel
 from headrace.kernels.linear import cuda_wna16
 from headrace.kernels.linear.cuda_wna16 import MAX_ROWS, CudaPackedTiling, choose, linear, takes
 from headrace.kernels.linear.wna16 import wna16_gated, wna16_linear
@@ -73,7 +73,7 @@ def test_which_products_it_takes(monkeypatch: pytest.MonkeyPatch, on_hopper: Non
 
 def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[tuple[object, ...]] = []
-    monkeypatch.setattr(Kernel, "launch", lambda self, *arguments: launches.append((self, *arguments)))
+    monkeypatch.setattr(CudaKernel, "launch", lambda self, *arguments: launches.append((self, *arguments)))
     weight, _ = packed_weight(200, 520, 4, 256, middles=True)
     x, bias, tiling = torch.ones(13, 1024, dtype=HALF)[:, :520], torch.ones(200, dtype=HALF), CudaPackedTiling(2, 3, 4, 4, 1)
     y = linear(x, weight, bias, tiling)
@@ -84,7 +84,7 @@ def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     pointers = [tensor.data_ptr() for tensor in (x, weight.words, weight.scales, weight.middles, bias, y)]
     assert given == [*pointers, 13, 200, 520, 1024, 256]
     assert others[3:5] == [0, 0] and others[5] == gates.data_ptr()
-    assert isinstance(kernel, Kernel) and isinstance(gating, Kernel)
+    assert isinstance(kernel, CudaKernel) and isinstance(gating, CudaKernel)
     shape = {"ROWS": 16, "TEAMS": 2, "PARTS": 3, "DEPTH": 4, "BUFFERS": 4, "TOGETHER": 1, "HALVES": 0}
     assert kernel._macros == shape | {"HALF": 1, "HALF_SCALES": 1, "MIDDLES": 1, "GATED": 0}
     assert gating._macros == shape | {"HALF": 1, "HALF_SCALES": 1, "MIDDLES": 0, "GATED": 1}

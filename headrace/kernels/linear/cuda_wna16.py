@@ -82,7 +82,7 @@ def choose(
         # Blocks that run at the same time: clusters of many do not find room for the third on each multiprocessor.
         fitting = (parts for parts in _OF_16 if blocks * parts <= (2 if parts > 2 else 3) * multiprocessors)
         tiling = next((_OF_16[parts] for parts in fitting if 4 * parts <= runs), None)
-    return None if tiling is None or gated and outputs % tiling.outputs else tiling
+    return None if tiling is None or (gated and outputs % tiling.outputs) else tiling
 
 
 def wide_rows(rows: int) -> int:

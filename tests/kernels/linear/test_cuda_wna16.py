@@ -13,6 +13,7 @@ from headrace.kernels.linear import cuda_wna16
 from headrace.kernels.linear.cuda_wna16 import MAX_ROWS, CudaPackedTiling, choose, linear, takes
 from headrace.kernels.linear.wna16 import wna16_gated, wna16_linear
 from headrace.kernels.linear.wna16_reference import PackedWeight
+from headrace.kernels.support import Resources
 
 from .captured import check_captured
 from .packed import packed_weight
@@ -31,8 +32,9 @@ def empty_weight(outputs: int, inputs: int, group: int = 128, *, bits: int = 4, 
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the kernels' own, nothing speaks against running them."""
+    """Pretends that the kernels run here, on an H200."""
     monkeypatch.setattr(cuda_wna16, "refusals", lambda device: ())
+    monkeypatch.setattr(cuda_wna16.support, "resources", lambda device: Resources(132, 227 << 10))
 
 
 def test_kernels_compile(nvrtc: None) -> None:
@@ -45,16 +47,38 @@ def test_kernels_compile(nvrtc: None) -> None:
         assert kernel.binary().startswith(b"\x7fELF")
 
 
-def test_chosen_tilings_fit(on_hopper: None) -> None:
+def chosen(rows: int, outputs: int, inputs: int, *, gated: bool = False) -> CudaPackedTiling | None:
+    return choose(torch.empty(rows, inputs, dtype=BF16), empty_weight(outputs, inputs), gated=gated)
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_chosen_tilings_fit() -> None:
     """Shared memory of a multiprocessor of Hopper: 228 KB, of which a block takes 1 KB more than it asks for."""
-    sizes = [*QWEN3_8B, (64, 128), (100, 1000), (151936, 4096), (8192, 28672)]
-    for (outputs, inputs), rows, middles in itertools.product(sizes, range(1, MAX_ROWS + 1), (False, True)):
-        weight = empty_weight(outputs, inputs)
-        tiling = choose(torch.empty(rows, inputs, dtype=BF16), weight)
-        if tiling is not None:
-            runs, wide = weight.words.shape[1], cuda_wna16.wide_rows(rows)
-            assert tiling.parts <= min(8, runs) and wide >= rows
-            assert tiling.shared(wide, runs, middles) + 1024 <= 228 << 10
+    found = 0
+    sizes = [*QWEN3_8B, (64, 128), (100, 1000), (2048, 2048), (5120, 25600), (151936, 4096), (8192, 28672)]
+    for (outputs, inputs), rows in itertools.product(sizes, range(1, MAX_ROWS + 1)):
+        if (tiling := chosen(rows, outputs, inputs)) is not None:
+            found += 1
+            runs, wide = -(-inputs // 128), cuda_wna16.wide_rows(rows)
+            assert tiling.parts <= min(8, runs) and wide >= rows and tiling.teams > 1
+            for middles in (False, True):
+                assert tiling.shared(wide, runs, middles) + 1024 <= 228 << 10
+            blocks = -(-outputs // tiling.outputs) * tiling.parts
+            assert blocks <= 132 * tiling.together
+    assert found > 100
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_what_is_left_to_other_kernels() -> None:
+    """Few rows, and products of which the kernel was slower; outputs that halve within a block where it gates."""
+    taken = {rows: [chosen(rows, *size) is not None for size in QWEN3_8B] for rows in (8, 9, 16, 17, 32, 33, 64)}
+    some = [True, True, True, False]
+    assert taken == {
+        8: [False] * 4, 9: [True] * 4, 16: [True] * 4, 17: some, 32: some, 33: [False, False, True, False],
+        64: [False, False, True, False],
+    }  # fmt: skip
+    assert chosen(16, 24576, 4096, gated=True) == chosen(16, 24576, 4096)
+    assert chosen(16, 24512, 4096) is not None and chosen(16, 24512, 4096, gated=True) is None
 
 
 def test_which_products_it_takes(monkeypatch: pytest.MonkeyPatch, on_hopper: None) -> None:

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from headrace.kernels import support
 from headrace.kernels.activation.reference import silu_mul_ref
 from headrace.kernels.cuda_launch import Kernel
 from headrace.kernels.linear import cuda_wna16
@@ -34,7 +35,7 @@ def empty_weight(outputs: int, inputs: int, group: int = 128, *, bits: int = 4, 
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretends that the kernels run here, on an H200."""
     monkeypatch.setattr(cuda_wna16, "refusals", lambda device: ())
-    monkeypatch.setattr(cuda_wna16.support, "resources", lambda device: Resources(132, 227 << 10))
+    monkeypatch.setattr(support, "resources", lambda device: Resources(132, 227 << 10))
 
 
 def test_kernels_compile(nvrtc: None) -> None:

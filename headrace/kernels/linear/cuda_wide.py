@@ -34,9 +34,9 @@ class CudaTiling:
     """Sizes of a block and its steps."""
 
     tile: int
-    """Outputs of a block: 16, 32, 64 or 128. With fewer than 64, an instruction takes several runs of channels."""
+    """Outputs of a block: 16, 32, or a multiple of 64. With fewer than 64, an instruction takes several runs of channels."""
     split: int
-    """Blocks that share the channels of a tile, as a cluster: 1, 2, 4 or 8."""
+    """Blocks that share the channels of a tile, as a cluster: 1 to 8."""
     kilobytes: int
     """Shared memory of a block, at most; it settles how many steps are in flight."""
     lines: int = 1

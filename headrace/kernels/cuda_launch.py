@@ -28,8 +28,8 @@ from headrace.sources.user_cache import cache_directory, keep
 ARCHITECTURE = "sm_90a"
 _OPTIONS = (f"--gpu-architecture={ARCHITECTURE}", "-std=c++17", "-default-device")
 
-_pool: ContextVar[Executor | None] = ContextVar("_pool", default=None)
-"""Where launches compile the kernel and do no more; None: they launch it."""
+compiling: ContextVar[Executor | None] = ContextVar("compiling", default=None)
+"""Where launches, of Triton's kernels too, compile the kernel and do no more; None: they launch it."""
 
 # The driver's numbers for attributes of launches and functions, and for tensor maps.
 _CLUSTER, _PROGRAMMATIC = 4, 6
@@ -45,7 +45,7 @@ _MAP = 128
 _KINDS = {"M": f"{_MAP}s", "P": "Q", "i": "i", "q": "q", "f": "f"}
 
 
-class Kernel:
+class CudaKernel:
     """A kernel of a source, for one set of macros.
 
     Args:
@@ -96,7 +96,7 @@ class Kernel:
         Raises:
             RuntimeError: NVRTC refuses the source, or the driver the launch.
         """
-        pool = _pool.get()
+        pool = compiling.get()
         if pool is not None:
             if self._binary is None:
                 pool.submit(self.binary)
@@ -141,8 +141,7 @@ class Kernel:
         for attribute, value in attributes.items():
             what = f"{self._name} with {self._block[3]} bytes of shared memory and clusters of {self._cluster}"
             _check(driver.cuFuncSetAttribute(function, attribute, value), what)
-        assert function.value is not None
-        return self._functions.setdefault(device, function.value)
+        return self._functions.setdefault(device, function.value or 0)
 
 
 def tensor_map(x: torch.Tensor, rows: int, columns: int) -> bytes:
@@ -181,11 +180,11 @@ def _tensor_map(pointer: int, height: int, width: int, pitch: int, size: int, ro
 @contextlib.contextmanager
 def compiling_on(pool: Executor) -> Iterator[None]:
     """Launches of this thread within it compile their kernels on the pool, and launch none."""
-    before = _pool.set(pool)
+    before = compiling.set(pool)
     try:
         yield
     finally:
-        _pool.reset(before)
+        compiling.reset(before)
 
 
 def binaries() -> Path:
@@ -212,7 +211,6 @@ def nvrtc_version() -> str:
     return f"{major.value}.{minor.value}"
 
 
-@functools.cache
 def _nvrtc() -> ctypes.CDLL:
     """The library that PyTorch has loaded: its Python package is in no folder where the loader looks."""
     name = f"libnvrtc.so.{(torch.version.cuda or '13').split('.')[0]}"
@@ -246,8 +244,8 @@ def _compile(source: bytes, name: str, options: tuple[str, ...]) -> bytes:
 
 
 @functools.cache
-def _driver() -> ctypes.CDLL:
-    driver = ctypes.CDLL("libcuda.so.1")
+def _driver(name: str = "libcuda.so.1") -> ctypes.CDLL:
+    driver = ctypes.CDLL(name)
     pointer, number = ctypes.c_void_p, ctypes.c_int
     driver.cuLaunchKernelEx.argtypes = [pointer] * 4
     driver.cuFuncSetAttribute.argtypes = [pointer, number, number]

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from headrace.kernels import support
-from headrace.kernels.cuda_launch import Kernel, refusals, tensor_map
+from headrace.kernels.cuda_launch import CudaKernel, refusals, tensor_map
 from headrace.kernels.linear.fp8_reference import Fp8Rows, Fp8Weight
 from headrace.kernels.support import cdiv
 
@@ -167,8 +167,8 @@ def _product(
 @functools.cache
 def _kernel(
     tiling: CudaTiling, rows: int, kind: torch.dtype, result: torch.dtype, bias: torch.dtype | None, gated: bool = False
-) -> Kernel:
+) -> CudaKernel:
     macros = {"KIND": _KINDS[kind], "ROWS": rows, "TILE": tiling.tile, "SPLIT": tiling.split, "LINES": tiling.lines}
     macros["GATED"] = int(gated)
     macros |= {"STAGES": tiling.stages(rows), "Y_KIND": _RESULTS[result], "BIAS": 0 if bias is None else _RESULTS[bias] + 1}
-    return Kernel(_SOURCE, "wide_product", "MMPPPPiii", macros, _THREADS, tiling.shared(rows), tiling.split)
+    return CudaKernel(_SOURCE, "wide_product", "MMPPPPiii", macros, _THREADS, tiling.shared(rows), tiling.split)

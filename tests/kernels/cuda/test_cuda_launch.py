@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from headrace.kernels import cuda_launch
-from headrace.kernels.cuda_launch import Kernel, compiling_on, tensor_map
+from headrace.kernels.cuda_launch import CudaKernel, compiling_on, tensor_map
 
 SOURCE = Path(__file__).parent / "tiles.cu"
 OFFSET = 100 << 10
@@ -21,13 +21,13 @@ OFFSET = 100 << 10
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
 
-def copies(rows: int = 64) -> Kernel:
+def copies(rows: int = 64) -> CudaKernel:
     macros = {"ROWS": rows, "OFFSET": OFFSET}
-    return Kernel(SOURCE, "copy_tiles", "MPPii", macros, threads=128, shared=OFFSET + rows * 128)
+    return CudaKernel(SOURCE, "copy_tiles", "MPPii", macros, threads=128, shared=OFFSET + rows * 128)
 
 
-def adds() -> Kernel:
-    return Kernel(SOURCE, "add_late", "PPii", {"ROWS": 64, "OFFSET": 0}, threads=256, shared=0)
+def adds() -> CudaKernel:
+    return CudaKernel(SOURCE, "add_late", "PPii", {"ROWS": 64, "OFFSET": 0}, threads=256, shared=0)
 
 
 # ------------------------------------------------------------------ compiling
@@ -43,7 +43,7 @@ def test_binaries_are_kept_by_all_they_depend_on(nvrtc: None, tmp_path: Path, mo
     assert copies(32).binary() != binary
     changed = tmp_path / SOURCE.name
     changed.write_text(SOURCE.read_text() + "\n")
-    Kernel(changed, "copy_tiles", "MPPii", {"ROWS": 64, "OFFSET": OFFSET}, 128, 0).binary()
+    CudaKernel(changed, "copy_tiles", "MPPii", {"ROWS": 64, "OFFSET": OFFSET}, 128, 0).binary()
     monkeypatch.setattr(cuda_launch, "nvrtc_version", lambda: "99.0")
     assert copies().binary() == binary
     assert len(list(cuda_launch.binaries().iterdir())) == 4
@@ -58,7 +58,7 @@ def test_what_nvrtc_says_of_a_source(nvrtc: None, tmp_path: Path) -> None:
     source = tmp_path / "wrong.cu"
     source.write_text('extern "C" __global__ void f() { nothing(); }')
     with pytest.raises(RuntimeError, match=r"NVRTC refuses wrong\.cu: (.|\n)*\"nothing\" is undefined"):
-        Kernel(source, "f", "", {}, 32, 0).binary()
+        CudaKernel(source, "f", "", {}, 32, 0).binary()
 
 
 def test_launches_compile_ahead(nvrtc: None) -> None:
@@ -125,7 +125,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def test_what_the_driver_is_given(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = Kernel(SOURCE, "f", driver.kinds, {}, threads=384, shared=200_000, cluster=2)
+    kernel = CudaKernel(SOURCE, "f", driver.kinds, {}, threads=384, shared=200_000, cluster=2)
     monkeypatch.setattr(kernel, "_binary", b"compiled")
     kernel.launch((132, 2, 1), bytes(range(128)), 1 << 40, -5, 0.5, -(1 << 40))
     kernel.launch((4, 1, 1), bytes(128), 0, 1, 2.0, 3)
@@ -142,7 +142,7 @@ def test_what_the_driver_is_given(driver: Driver, monkeypatch: pytest.MonkeyPatc
 
 
 def test_launches_that_the_driver_refuses(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = Kernel(SOURCE, "f", driver.kinds, {}, threads=384, shared=0)
+    kernel = CudaKernel(SOURCE, "f", driver.kinds, {}, threads=384, shared=0)
     monkeypatch.setattr(kernel, "_binary", b"compiled")
     driver.kinds = "MPPifq"
     with pytest.raises(
@@ -182,7 +182,7 @@ class Copy:
         x = torch.randn(rows, columns + 24, device=device).bfloat16()[:, 8 : 8 + columns]
         return cls(x, torch.empty_like(x).contiguous(), torch.zeros(2, dtype=torch.int64, device=device))
 
-    def run(self, kernel: Kernel, tile: int) -> None:
+    def run(self, kernel: CudaKernel, tile: int) -> None:
         rows, columns = self.x.shape
         grid = (-(-columns // 64), -(-rows // tile), 1)
         kernel.launch(grid, tensor_map(self.x, tile, 64), self.out.data_ptr(), self.times.data_ptr(), rows, columns)

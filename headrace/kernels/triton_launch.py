@@ -21,7 +21,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,8 +32,7 @@ from triton.compiler.compiler import make_backend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, KernelParam
 
-_only_compiles = ContextVar("_only_compiles", default=False)
-"""Whether launches compile the kernel and no more."""
+from headrace.kernels.cuda_launch import compiling, compiling_on
 
 
 class _Places(NamedTuple):
@@ -71,7 +69,7 @@ class Kernel:
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
-        if _only_compiles.get():
+        if compiling.get() is not None:
             self._function.run(*args, grid=grid, warmup=True, **named)
             return
         types = tuple(map(type, args))
@@ -159,12 +157,8 @@ def compile_launches(threads: int) -> Iterator[None]:
 
     What a kernel would have written is zeros, or what was there before: results are of no use, and must decide nothing.
     """
-    with ThreadPoolExecutor(threads, "triton") as pool, AsyncCompileMode(pool), _Zeros():
-        before = _only_compiles.set(True)
-        try:
-            yield
-        finally:
-            _only_compiles.reset(before)
+    with ThreadPoolExecutor(threads, "triton") as pool, AsyncCompileMode(pool), compiling_on(pool), _Zeros():
+        yield
 
 
 def ask_compiler(device: int) -> None:

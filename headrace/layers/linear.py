@@ -13,7 +13,7 @@ from torch import nn
 
 from headrace.config import MemoryLine
 from headrace.errors import ConfigError
-from headrace.kernels.linear import linear, linear_adapted, linear_adapted_gated
+from headrace.kernels.linear import linear, linear_adapted, linear_adapted_gated, linear_gated
 from headrace.kernels.linear.fp8_reference import Activations, Fp8Rows
 from headrace.kernels.lora import Factors, expand, shrink
 from headrace.layers.embedding import Embedding
@@ -204,6 +204,9 @@ class UnquantizedMethod(LinearMethod):
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         options = {"batch_invariant": layer.batch_invariant, "exact": layer.exact}
         return linear(x, layer.weight, layer.bias, layer.out_dtype, **options)
+
+    def apply_gated(self, layer: Linear, x: torch.Tensor) -> torch.Tensor | None:
+        return None if layer.batch_invariant else linear_gated(x, layer.weight)
 
     def apply_adapted(self, layer: Linear, x: Activations, factors: Factors) -> torch.Tensor:
         if isinstance(x, Fp8Rows):  # Of a subclass that rounds.

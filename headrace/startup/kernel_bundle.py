@@ -1,9 +1,10 @@
 """A bundle of compiled kernels: what one machine has compiled, for others with the same device and versions.
 
 A zip file. ``manifest.json`` says what the kernels are for, and the size and SHA-256 of each file; ``triton/KEY/FILE`` are
-binaries of headrace's Triton kernels and launchers under the keys of Triton's cache, ``flashinfer/NAME.so`` modules that
-FlashInfer has compiled, and ``profiles/DIGEST.json`` what starts have measured (``known.py``). Nothing is unpickled, and no
-path comes from the file: names consist of parts that are checked.
+binaries of headrace's Triton kernels and launchers under the keys of Triton's cache, ``cuda/NAME.cubin`` those of kernels in
+CUDA C++ (``kernels/cuda_launch.py``), ``flashinfer/NAME.so`` modules that FlashInfer has compiled, and ``profiles/DIGEST.json``
+what starts have measured (``known.py``). Nothing is unpickled, and no path comes from the file: names consist of parts that are
+checked.
 
 The digests tell a damaged file from a whole one. They are no signature: who imports a bundle runs its code.
 """
@@ -33,6 +34,7 @@ import headrace.kernels
 from headrace.attention.flashinfer.kernels import imported_modules
 from headrace.errors import ConfigError
 from headrace.kernels import support
+from headrace.kernels.cuda_launch import binaries
 from headrace.sources.user_cache import cache_directory
 
 MOST_FILES, MOST_BYTES, MOST_MANIFEST = 20_000, 2**30, 2**23
@@ -40,7 +42,8 @@ MOST_FILES, MOST_BYTES, MOST_MANIFEST = 20_000, 2**30, 2**23
 _MANIFEST = "manifest.json"
 _TRITON = re.compile(r"triton/([A-Z2-7]{52})/(?!\.)([\w.-]{1,200})", re.ASCII)
 _FLASHINFER = re.compile(r"flashinfer/(\w{1,240})\.so", re.ASCII)
-_PROFILE = re.compile(r"profiles/([0-9a-f]{32}\.json)", re.ASCII)
+_KEPT = re.compile(r"profiles/[0-9a-f]{32}\.json|cuda/\w{1,100}-[0-9a-f]{24}\.cubin", re.ASCII)
+"""Files of the user's cache, by their paths in it."""
 _LAUNCHERS = ("__triton_launcher", "cuda_utils")
 """Modules that Triton compiles to launch kernels."""
 _DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError)
@@ -58,7 +61,7 @@ class KernelTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     python: str
     """Suffix of extension modules, which names the interpreter and the platform."""
     sources: str
-    """Digest of headrace's Triton kernels."""
+    """Digest of the sources of headrace's kernels for GPUs."""
 
     def differences(self, other: KernelTarget) -> list[str]:
         """Says what ``other`` has otherwise. An architecture that is not there differs from none."""
@@ -146,8 +149,9 @@ def export(machine: KernelTarget, caches: Caches) -> tuple[bytes, Content]:
         for path in sorted(folder.glob("*/*.so")) if folder is not None else ():
             if path.stem == path.parent.name and _FLASHINFER.fullmatch(name := f"flashinfer/{path.name}"):
                 paths.setdefault(name, path)
-    found = {f"profiles/{path.name}": path for path in sorted(profiles().glob("*.json"))}
-    paths |= {name: path for name, path in found.items() if _PROFILE.fullmatch(name)}
+    found = [*sorted(profiles().glob("*.json")), *sorted(binaries().glob("*.cubin"))]
+    kept = {path.relative_to(cache_directory()).as_posix(): path for path in found}
+    paths |= {name: path for name, path in kept.items() if _KEPT.fullmatch(name)}
     contents = {name: path.read_bytes() for name, path in paths.items()}
     manifest = Manifest(1, machine, {name: (len(data), _digest(data)) for name, data in contents.items()})
     content = _check(manifest)
@@ -180,8 +184,8 @@ def install(file: BinaryIO, machine: KernelTarget, caches: Caches) -> Content:
         _install_triton(contents, caches.triton)
         folder = imported_modules(manifest.machine.architecture, machine.flashinfer)
         for name, data in contents.items():
-            if found := _PROFILE.fullmatch(name):
-                _install_file(profiles() / found[1], data)
+            if _KEPT.fullmatch(name):
+                _install_file(cache_directory() / name, data)
             elif found := _FLASHINFER.fullmatch(name):
                 _install_file(folder / found[1] / f"{found[1]}.so", data)
     except OSError as error:
@@ -224,7 +228,7 @@ def _check(manifest: Manifest) -> Content:
         most = f"{MOST_FILES:,} of {MOST_BYTES:,}"
         raise ConfigError(f"{len(sizes):,} files of {nbytes:,} bytes are more than a bundle may have, {most}")
     for name in manifest.files:
-        if not any(pattern.fullmatch(name) for pattern in (_TRITON, _FLASHINFER, _PROFILE)):
+        if not any(pattern.fullmatch(name) for pattern in (_TRITON, _FLASHINFER, _KEPT)):
             raise ConfigError(f"{name!r} is no name of a compiled kernel")
     binaries = sum(name.endswith(".cubin") for name in manifest.files)
     return Content(binaries, sum(name.startswith("flashinfer/") for name in manifest.files), nbytes)
@@ -277,7 +281,8 @@ def _install_file(target: Path, data: bytes) -> None:
 
 
 def _sources() -> list[Path]:
-    return sorted(Path(headrace.kernels.__path__[0]).rglob("triton*.py"))
+    here = Path(headrace.kernels.__path__[0])
+    return sorted((*here.rglob("triton*.py"), *here.rglob("*.cu")))
 
 
 def _digest(data: bytes) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from headrace.kernels import support
+from headrace.kernels import cuda_launch, support
 from headrace.kernels.native import NativeKernels, load
 
 HERE = importlib.util.find_spec("triton") is not None
@@ -43,3 +45,18 @@ def no_access_out_of_bounds(request: pytest.FixtureRequest) -> Iterator[None]:
             yield
     else:
         yield
+
+
+@pytest.fixture
+def nvrtc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """NVRTC, which PyTorch loads where it is built for CUDA, and an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    packages = importlib.util.find_spec("nvidia")
+    for folder in map(Path, (packages and packages.submodule_search_locations) or ()):
+        for file in sorted(folder.glob("cu13/lib/libnvrtc*.so.*")):
+            if ".alt." not in file.name:
+                ctypes.CDLL(str(file))
+    try:
+        cuda_launch.nvrtc_version()
+    except OSError as error:
+        pytest.skip(str(error))

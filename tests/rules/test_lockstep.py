@@ -20,6 +20,7 @@ ALLOWED = {
     "headrace/kernels/support.py": "TRITON_INTERPRET runs kernels on a CPU, for tests",
     "headrace/kernels/native/build.py": "finds or compiles the CPU's kernels before the first step",
     "headrace/kernels/native/library.py": "finds the CPU's kernels and OpenMP's library before the first step",
+    "headrace/kernels/cuda_launch.py": "finds compiled kernels, or compiles them",
     "headrace/attention/compiled.py": "measures how long compiling takes; ranks wait for it before the first step",
     "headrace/runner/clock.py": "measures steps for statistics",
     "headrace/runner/graphs.py": "counts the memory of graphs for the report",

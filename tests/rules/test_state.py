@@ -20,7 +20,7 @@ ALLOWED = {
     # FlashInfer is imported once a process, and the start of the process's engine holds that back.
     "headrace/attention/compiled.py:_may_begin",
     # Launches are made by whoever computes, models of others among them, and none can be told what to do instead.
-    "headrace/kernels/triton_launch.py:_only_compiles",
+    "headrace/kernels/cuda_launch.py:compiling",
 }
 """``path:name``, each with its reason."""
 

@@ -17,6 +17,7 @@ import pytest
 from triton.runtime.cache import FileCacheManager
 
 from headrace.errors import ConfigError
+from headrace.kernels import cuda_launch
 from headrace.startup import kernel_bundle
 from headrace.startup.kernel_bundle import Caches, KernelTarget, export, install
 
@@ -27,6 +28,7 @@ HERE = KernelTarget(
 KERNEL, OTHERS, OLD, BLACKWELL, LAUNCHER = (letter * 52 for letter in "ABCDE")
 """Keys of Triton's cache."""
 PROFILE = "0123456789abcdef" * 2
+CUBIN = f"few_rows-{'0123456789ab' * 2}.cubin"
 MODULE = "batch_prefill_with_kv_cache_dtype_q_bf16_head_dim_qk_128_use_swa_False_sm90"
 
 
@@ -47,6 +49,9 @@ def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Caches:
     kernel_bundle.profiles().mkdir(parents=True)
     (kernel_bundle.profiles() / f"{PROFILE}.json").write_bytes(b"measured")
     (kernel_bundle.profiles() / "half.tmp").touch()
+    cuda_launch.binaries().mkdir()
+    (cuda_launch.binaries() / CUBIN).write_bytes(b"a binary")
+    (cuda_launch.binaries() / f"{CUBIN}.tmp").touch()
     return Caches(tmp_path / "triton", tmp_path / "flashinfer")
 
 
@@ -61,7 +66,7 @@ def compile_triton(key: str, name: str, *, arch: int = 90, triton_version: str =
 
 def test_kernels_travel(caches: Caches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, content = export(HERE, caches)
-    assert (content.triton, content.flashinfer) == (1, 1)
+    assert (content.triton, content.flashinfer) == (2, 1)
     there = tmp_path / "other machine"
     monkeypatch.setenv("TRITON_CACHE_DIR", str(there / "triton"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(there / "user"))
@@ -80,6 +85,8 @@ def test_kernels_travel(caches: Caches, tmp_path: Path, monkeypatch: pytest.Monk
     assert (folder / MODULE / f"{MODULE}.so").read_bytes() == b"a module"
     (profile,) = kernel_bundle.profiles().iterdir()
     assert profile.is_relative_to(there / "user") and (profile.name, profile.read_bytes()) == (f"{PROFILE}.json", b"measured")
+    (binary,) = cuda_launch.binaries().iterdir()
+    assert binary.is_relative_to(there / "user") and (binary.name, binary.read_bytes()) == (CUBIN, b"a binary")
     # A machine that imported kernels passes them on.
     assert export(HERE, Caches(there / "triton", None))[0] == data
 

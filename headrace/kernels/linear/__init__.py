@@ -1,4 +1,4 @@
-"""The matrix product of a layer: the library's, or a Triton kernel's for few rows, where it is faster."""
+"""The matrix product of a layer: the library's, or a kernel's for few rows, where it is faster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.kernels import gpu, support
-from headrace.kernels.linear import native
+from headrace.kernels.linear import cuda_wide, native
 from headrace.kernels.linear.reference import linear_by_head_ref, linear_float32_ref, linear_ref
 from headrace.kernels.lora import Factors, expand, expand_gated, shrink
 
@@ -37,8 +37,8 @@ _ADAPTED_ROWS = range(2, 65)
 _LT_OUTPUTS = 4224
 """Most outputs of a weight for which cuBLASLt chooses better kernels than cuBLAS, ..."""
 _LT_ROWS: tuple[tuple[float, tuple[range, ...]], ...] = (
-    (8192, (range(33, 513),)),
-    (math.inf, (range(33, 113), range(177, 193))),
+    (8192, (range(65, 513),)),
+    (math.inf, (range(65, 113), range(177, 193))),
 )
 """... by its largest number of channels: the rows for which they do, as measured on an H200 (see benchmarks/). The first line
 that a weight fits in counts."""
@@ -68,8 +68,8 @@ def linear(
     if batch_invariant and x.ndim == 2 and gpu.takes(x) and weight.dtype == x.dtype:
         return matmul_kernels.matmul(x, weight, bias, out_dtype)
     if x.ndim == 2 and weight.dtype == x.dtype and gpu.takes(x):
-        if wide(x, weight):
-            return wide_kernels.linear(x, weight, bias, out_dtype)
+        if (tiling := cuda_wide.choose(x, weight)) is not None:
+            return cuda_wide.linear(x, weight, bias, out_dtype, tiling=tiling)
         if few_rows(x, weight):
             return kernels.linear(x, weight, bias, out_dtype=out_dtype)
         if chosen_by_lt(len(x), weight):
@@ -84,10 +84,17 @@ def linear(
     return linear_ref(x, weight, bias, out_dtype)
 
 
+def linear_gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    """``silu(gate) * up`` of the halves of ``x W^T``: ``[T, K] -> [T, N / 2]``; None where no kernel computes both faster."""
+    if x.ndim != 2 or weight.dtype != x.dtype or not gpu.takes(x):
+        return None
+    return cuda_wide.gated(x, weight)
+
+
 def chosen_by_lt(rows: int, weight: torch.Tensor) -> bool:
     """Whether cuBLASLt's choice for so many rows is faster than cuBLAS's."""
     outputs, inputs = weight.shape
-    if outputs > _LT_OUTPUTS or weight.itemsize != 2 or weight.numel() < wide_kernels.MIN_NUMBERS:
+    if outputs > _LT_OUTPUTS or weight.itemsize != 2 or weight.numel() < cuda_wide.MIN_NUMBERS:
         return False
     spans = next(spans for most, spans in _LT_ROWS if inputs <= most)
     return any(rows in span for span in spans) and support.is_hopper(weight.device)
@@ -160,12 +167,6 @@ def linear_by_head(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, 
         torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
     else:
         linear_by_head_ref(x, weight, out)
-
-
-def wide(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the kernel for large weights and some rows on Hopper computes the product of x ``[rows, in]``."""
-    some = wide_kernels.fast(len(x), len(weight)) and weight.numel() >= wide_kernels.MIN_NUMBERS
-    return some and support.is_hopper(x.device) and wide_kernels.takes(x, weight)
 
 
 def few_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -1,4 +1,5 @@
-"""Products of 2 to 64 rows with a weight in 16 bits, on Hopper GPUs. Reference: ``torch.nn.functional.linear``.
+"""Products of 2 to 64 rows with a weight in 16 bits, and what adapters add to them, on Hopper GPUs. Reference:
+``torch.nn.functional.linear``.
 
 Outputs are the side of which an instruction takes 64, rows of x the other, so that few rows need little padding. The tensor
 memory accelerator keeps many tiles of the weight on their way, and the first channels are fetched into the L2 cache while the
@@ -25,10 +26,6 @@ from headrace.kernels.support import cdiv, power_of_two
 from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import announce, options, wait
 
-MAX_ROWS, FEW_ROWS = 64, 32
-"""Up to how many rows the kernel beats cuBLAS on an H200: where its programs leave none of it idle, and with any weight."""
-MIN_NUMBERS = 1 << 24
-"""Numbers of a weight from which it beats the kernel for several rows of any weight there."""
 _OUTPUTS, _PROGRAMS, _WARPS = 64, 132, 4
 """Outputs of a program, programs that fill an H200, and warps of each."""
 _NEAR = 256
@@ -48,9 +45,8 @@ class SplitTiling:
 
 def choose_tiling(rows: int, out_features: int) -> SplitTiling:
     """Chooses what was fastest on an H200 with the products of Qwen3 8B and Qwen3.5 9B, one after the other: three programs on
-    each multiprocessor, or where there are too few tiles for that, one with all of its memory. Of more than ``FEW_ROWS`` most
-    are multiplied where adapters add to the product."""
-    tiles, wide, many = cdiv(out_features, _OUTPUTS), max(16, power_of_two(rows)), rows > FEW_ROWS
+    each multiprocessor, or where there are too few tiles for that, one with all of its memory."""
+    tiles, wide, many = cdiv(out_features, _OUTPUTS), max(16, power_of_two(rows)), rows > 32
     if 2 * tiles <= _PROGRAMS:
         splits = min(_PROGRAMS // tiles, 4)
         return SplitTiling(wide, 128, 4, splits) if many else SplitTiling(wide, 256, 3, splits)
@@ -105,12 +101,6 @@ def _wide(
             sums += tl.load(bias + output, mask=present, other=0.0).to(tl.float32)[:, None]
         place = y + row.to(tl.int64)[:, None] * out + output[None, :]
         tl.store(place, tl.trans(sums).to(y.dtype.element_ty), mask=(row < rows)[:, None] & present[None, :])
-
-
-def fast(rows: int, out_features: int) -> bool:
-    """Whether the kernel beats cuBLAS with so many rows of x and a large weight."""
-    tiles = cdiv(out_features, _OUTPUTS)
-    return 1 < rows <= (MAX_ROWS if tiles <= _PROGRAMS < 2 * tiles else FEW_ROWS)
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:

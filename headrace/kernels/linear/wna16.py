@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.kernels import gpu
+from headrace.kernels.linear import cuda_wna16
 from headrace.kernels.linear.reference import linear_ref
 from headrace.kernels.linear.wna16_reference import PackedWeight, wna16_linear_ref
 from headrace.kernels.linear.wna16_tilings import invariant_tiling, many_rows
@@ -45,6 +46,8 @@ def wna16_linear(
         return kernels.many(x, weight, bias, dtype, invariant_tiling(weight))
     if rows <= FEW_ROWS:
         return kernels.few(x, weight, bias, dtype)
+    if dtype == x.dtype and (tiling := cuda_wna16.choose(x, weight, bias)) is not None:
+        return cuda_wna16.linear(x, weight, bias, tiling)
     if rows <= many_rows(weight):
         return kernels.many(x, weight, bias, dtype)
     # The weight is dequantised, and the product is the library's.
@@ -53,6 +56,10 @@ def wna16_linear(
 
 def wna16_gated(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor | None:
     """``silu(gate) * up`` of the halves of ``x W^T``: ``[T, K] -> [T, N / 2]``; None where no kernel does both."""
-    if not gpu.takes(x) or x.dtype == torch.float32 or not 0 < len(x) <= FEW_ROWS or weight.outputs % 16:
+    if not gpu.takes(x) or x.dtype == torch.float32 or not len(x):
+        return None
+    if (tiling := cuda_wna16.choose(x, weight, gated=True)) is not None:
+        return cuda_wna16.linear(x, weight, None, tiling, gated=True)
+    if len(x) > FEW_ROWS or weight.outputs % 16:
         return None
     return kernels.few(x, weight, None, x.dtype, gated=True)

@@ -39,6 +39,6 @@ def test_several_rows_of_what_is_read_slowly_are_left_to_the_library(monkeypatch
 def test_products_that_cublaslt_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "is_hopper", lambda device: True)
     square, deep, long, small = (torch.empty(*size, dtype=torch.bfloat16, device="meta") for size in SIZES)
-    assert [product.chosen_by_lt(rows, square) for rows in (32, 33, 512, 513)] == [False, True, True, False]
-    assert [product.chosen_by_lt(rows, deep) for rows in (64, 128, 192, 256)] == [True, False, True, False]
-    assert not product.chosen_by_lt(64, long) and not product.chosen_by_lt(64, small)
+    assert [product.chosen_by_lt(rows, square) for rows in (64, 65, 512, 513)] == [False, True, True, False]
+    assert [product.chosen_by_lt(rows, deep) for rows in (65, 128, 192, 256)] == [True, False, True, False]
+    assert not product.chosen_by_lt(65, long) and not product.chosen_by_lt(65, small)

@@ -1,0 +1,174 @@
+"""Products of 2 to 64 rows with a weight in 16 bits or in FP8, on Hopper GPUs: the kernel of ``wide.cu``. References:
+``torch.nn.functional.linear`` and ``headrace.kernels.linear.fp8_reference``.
+
+Blocks that share the channels of a tile are a cluster, and add up their sums in the order of these channels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from pathlib import Path
+
+import torch
+
+from headrace.kernels import support
+from headrace.kernels.cuda_launch import CudaKernel, refusals, tensor_map
+from headrace.kernels.linear.fp8_reference import Fp8Rows, Fp8Weight
+from headrace.kernels.support import cdiv
+
+MAX_ROWS = 64
+MIN_NUMBERS = 1 << 24
+"""Numbers of a weight from which the kernel is the fastest of all, as measured."""
+_SOURCE = Path(__file__).with_name("wide.cu")
+_KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2}
+"""Numbers that ``wide.cu`` has for the factors' dtypes."""
+_RESULTS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_LINE, _OUTPUTS, _THREADS, _FIXED = 128, 64, 160, 1024 + 256
+"""Bytes of a line of shared memory, outputs of an instruction, threads of a block, and bytes that it needs beside stages."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CudaTiling:
+    """Sizes of a block and its steps."""
+
+    tile: int
+    """Outputs of a block: 16, 32, or a multiple of 64. With fewer than 64, an instruction takes several runs of channels."""
+    split: int
+    """Blocks that share the channels of a tile, as a cluster: 1 to 8."""
+    kilobytes: int
+    """Shared memory of a block, at most; it settles how many steps are in flight."""
+    lines: int = 1
+    """1 or 2: lines of 128 bytes a step of each row and output."""
+
+    @property
+    def fold(self) -> int:
+        """Runs of channels in an instruction."""
+        return max(_OUTPUTS // self.tile, 1)
+
+    def stages(self, rows: int) -> int:
+        """Steps in flight."""
+        return ((self.kilobytes << 10) - _FIXED) // self._stage(rows)
+
+    def shared(self, rows: int) -> int:
+        """Bytes of shared memory that a block takes."""
+        return _FIXED + self.stages(rows) * self._stage(rows)
+
+    def _stage(self, rows: int) -> int:
+        return self.lines * (max(self.tile, _OUTPUTS) + rows * self.fold) * _LINE
+
+
+_TILINGS = (
+    (8, (CudaTiling(16, 1, 108), CudaTiling(32, 2, 72), CudaTiling(64, 1, 72))),
+    (32, (CudaTiling(32, 2, 108), CudaTiling(32, 2, 72), CudaTiling(64, 1, 72))),
+    (64, (CudaTiling(64, 2, 216, 2), CudaTiling(64, 1, 216, 2), CudaTiling(64, 1, 72))),
+)
+"""Largest numbers of rows, and the tilings to choose from: the first line that fits counts. As measured on an H200 with the
+products of Qwen3 8B in 16 bits, and in FP8 with 64 rows, in the chain of a layer (see benchmarks/)."""
+_SHARED_KB = 216
+"""Shared memory of a multiprocessor for whole blocks of 72, 108 or 216 KB."""
+
+
+@functools.cache
+def choose_tiling(rows: int, out_features: int, multiprocessors: int) -> CudaTiling:
+    """Chooses the tiling whose blocks leave the least of the multiprocessors empty, with few blocks one after the other."""
+
+    def filled(tiling: CudaTiling) -> float:
+        waves = cdiv(out_features, tiling.tile) * tiling.split / (multiprocessors * (_SHARED_KB // tiling.kilobytes))
+        return waves / math.ceil(waves) - math.ceil(waves) / 100
+
+    return max(next(tilings for most, tilings in _TILINGS if rows <= most), key=filled)
+
+
+_GATED = CudaTiling(64, 1, 72)
+"""The tiling that finishes gate and up at once: half of a tile's outputs are a gate's. It was the fastest with any rows."""
+
+
+def choose(x: torch.Tensor, weight: torch.Tensor) -> CudaTiling | None:
+    """The tiling for the product of x ``[rows, in]`` where the kernel is the fastest; None: another is, or it does not take
+    them."""
+    if not 1 < len(x) <= MAX_ROWS or weight.numel() < MIN_NUMBERS or not takes(x, weight):
+        return None
+    return choose_tiling(len(x), len(weight), support.resources(x.device).multiprocessors)
+
+
+def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the kernel multiplies x ``[rows, in]`` by the weight: rows of both are whole pieces of 16 bytes."""
+    size = x.itemsize
+    places = x.data_ptr() | weight.data_ptr() | x.stride(0) * size | weight.stride(0) * size | x.shape[1] * size
+    return x.dtype in _KINDS and not places & 15 and not refusals(x.device)
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    tiling: CudaTiling,
+) -> torch.Tensor:
+    """``x W^T + bias`` for rows and a weight that the kernel ``takes``.
+
+    Args:
+        x: ``[rows, in]``; last axis contiguous, as of all that follow.
+        weight: ``[out, in]`` of x's dtype.
+        bias: ``[out]``
+        out_dtype: what the product is rounded to; None: x's dtype.
+        tiling: of at most 64 rows, each a multiple of 8, times its ``fold``.
+
+    Returns:
+        ``[rows, out]``
+    """
+    return _product(x, weight, bias, out_dtype or x.dtype, tiling, 0, 0)
+
+
+def gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    """``silu_mul`` of ``linear``: ``[rows, in] -> [rows, out / 2]``. None where the product's own tiling is another."""
+    if len(weight) % 2 or choose(x, weight) != _GATED:
+        return None
+    return _product(x, weight, None, x.dtype, _GATED, 0, 0, gated=True)
+
+
+def fp8_linear(
+    x: Fp8Rows, weight: Fp8Weight, bias: torch.Tensor | None, out_dtype: torch.dtype, tiling: CudaTiling
+) -> torch.Tensor:
+    """Kernel version of ``headrace.kernels.linear.fp8_reference.fp8_linear_ref``, for a scale for each row and output."""
+    scales = x.scales.data_ptr(), weight.scales.data_ptr()
+    return _product(x.codes[: x.rows], weight.codes, bias, out_dtype, tiling, *scales)
+
+
+def _product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    tiling: CudaTiling,
+    x_scales: int,
+    weight_scales: int,
+    *,
+    gated: bool = False,
+) -> torch.Tensor:
+    (rows, inputs), out, height = x.shape, len(weight), tiling.tile
+    if gated:
+        out, height = out // 2, height // 2
+    wide = max(8, support.power_of_two(rows))
+    columns = _LINE // x.itemsize
+    y = torch.empty(rows, out, dtype=dtype, device=x.device)
+    kernel = _kernel(tiling, wide, x.dtype, dtype, None if bias is None else bias.dtype, gated)
+    kernel.launch(
+        (cdiv(out, height) * tiling.split, 1, 1), tensor_map(weight, height, columns), tensor_map(x, wide, columns),
+        y.data_ptr(), 0 if bias is None else bias.data_ptr(), x_scales, weight_scales, rows, out,
+        cdiv(inputs, tiling.lines * tiling.fold * columns),
+    )  # fmt: skip
+    return y
+
+
+@functools.cache
+def _kernel(
+    tiling: CudaTiling, rows: int, kind: torch.dtype, result: torch.dtype, bias: torch.dtype | None, gated: bool = False
+) -> CudaKernel:
+    macros = {"KIND": _KINDS[kind], "ROWS": rows, "TILE": tiling.tile, "SPLIT": tiling.split, "LINES": tiling.lines}
+    macros["GATED"] = int(gated)
+    macros |= {"STAGES": tiling.stages(rows), "Y_KIND": _RESULTS[result], "BIAS": 0 if bias is None else _RESULTS[bias] + 1}
+    return CudaKernel(_SOURCE, "wide_product", "MMPPPPiii", macros, _THREADS, tiling.shared(rows), tiling.split)

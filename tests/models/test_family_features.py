@@ -105,3 +105,29 @@ def test_preempted_samples_say_what_transformers_says(name: str, depth: int, tmp
             assert tokens_of(asked(llm, requests)) == pairs
             assert llm.stats.num_preemptions > preempted
         llm.check_integrity()
+
+
+@families
+def test_new_weights_and_logprobs_of_prompts_are_transformers(name: str, tmp_path: Path) -> None:
+    """Nothing that older weights computed is found; a prompt with logprobs is computed whole, and found later."""
+    theirs, tokens = saved(name, tmp_path), PROMPTS[2]
+    options = {"dtype": "float32", "max_model_len": 256, "num_threads": 1, "kv_cache_memory": 8 << 20}
+    with LLM(str(tmp_path), max_num_batched_tokens=100, **options) as llm:
+        before = tokens_of(asked(llm, [(tokens, GREEDY)]))
+        redraw(theirs)
+        theirs.tie_weights()
+        llm.update_weights(theirs.state_dict())
+        (output,) = asked(llm, [(tokens, GREEDY)])
+        wanted = [greedy(theirs, tokens, STEPS)[0]]
+        assert tokens_of([output]) == [wanted] != before and output.num_cached_tokens == 0
+        llm.reset_prefix_cache()
+        for found in (False, True):
+            (output,) = asked(llm, [(tokens, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))])
+            assert output.prompt_logprobs is not None and not output.num_cached_tokens
+            with torch.no_grad():
+                logprobs = theirs(torch.tensor([tokens])).logits[0].log_softmax(-1)
+            for place, entry in enumerate(output.prompt_logprobs[1:]):
+                assert entry is not None
+                assert entry[tokens[place + 1]].logprob == pytest.approx(logprobs[place, tokens[place + 1]].item(), abs=2e-4)
+            assert found or asked(llm, [([*tokens, 3], GREEDY)])[0].num_cached_tokens
+        llm.check_integrity()

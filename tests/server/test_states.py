@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -50,7 +49,9 @@ def ask(http: httpx.Client, *messages: dict[str, str], **fields: Any) -> tuple[d
     found = http.post("/v1/chat/completions", json=body).json()
     assert [one["message"] for one in found["choices"]] == [one["message"] for one in cold["choices"]]
     explained = http.get(f"/v1/explain/{found['id']}").json()
-    assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == explained["cached_tokens"] == explained["cache"]["reused"]
+    assert (
+        found["usage"]["prompt_tokens_details"]["cached_tokens"] == explained["cached_tokens"] == explained["cache"]["reused"]
+    )
     return found, explained
 
 

@@ -59,7 +59,7 @@ PLAIN = [
     request(f"plain {length}", prompt(length, length), temperature=float(length % 2), max_tokens=30, ignore_eos=True)
     for length in (1, 2, 6, 9, 15, 16, 17, 28, 31, 32, 33, 48, 60, 63, 65)
 ]
-"""Nothing but a temperature: steps of such rows alone are those that a whole graph may hold. States are found after 64 tokens."""
+"""Nothing but a temperature: steps of such rows alone are those that a whole graph may hold. The longest finds a state."""
 BY_NAME = {each.request_id: each for each in (*REQUESTS, *PLAIN)}
 
 

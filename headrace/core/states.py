@@ -55,26 +55,40 @@ class StateSchedule:
         """Decides where the chunks of a waiting sequence end, which would start at ``start``."""
         identity, states, length = seq.blocks.identity, self._states, len(seq.token_ids)
         kept = [self._kv.fork_boundary(seq.blocks, seq.num_prompt)] if seq.siblings else []
-        others: list[int] = []
+        others: tuple[int, ...] = ()
 
         def boundary(count: int) -> int:
             return states.boundary(count, identity.uncut)
 
         if states.most:
-            turns, others = seq.request.boundaries, [seq.num_prompt - 1]
-            kept += turns
-            if hit is not None and hit.attention_tokens - start >= MERGE:
-                others.append(hit.attention_tokens)
+            turns, last = seq.request.boundaries, [seq.num_prompt - 1]
+            # What lies behind a branch is this prompt's alone: no later point stands for it.
+            branch = [hit.attention_tokens] if hit is not None and hit.attention_tokens - start >= MERGE else []
+            kept += [*turns, *branch]
             periodic = range(self.period, length, self.period)
             own = seq.blocks.states
             own.turns = tuple(count for turn in turns if (count := boundary(turn)))
-            for point, counts in (("period", periodic), ("branch", others[1:]), ("prompt", others[:1]), ("turn", turns)):
+            for point, counts in (("period", periodic), ("branch", branch), ("prompt", last), ("turn", turns)):
                 own.points |= dict.fromkeys(map(boundary, counts), point)
-            others += periodic
+            others = (*last, *periodic)
         points = snapshot_points(kept, others, start, length, boundary)
         seq.chunks = ChunkGrid(states.grid, points)
         found = start if hit is None else hit.attention_tokens
-        seq.cache = PrefixReport(attention=found, reused=start, points=list(points), why=_why(found, start, points))
+        why = "" if found == start else self._why(start, found, boundary(found), points)
+        seq.cache = PrefixReport(attention=found, reused=start, points=list(points), why=why)
+
+    def _why(self, reused: int, found: int, nearest: int, points: tuple[int, ...]) -> str:
+        """Says why fewer tokens were reused than found. ``nearest``: a snapshot could lie here at the latest."""
+        if nearest <= reused:
+            return f"snapshots of the states are taken at multiples of {self._states.grid} tokens"
+        taken = next((point for point in points if reused < point <= found), None)
+        if taken is not None:
+            saved = f"one is taken now at {taken:,}"
+        elif self._states.most:
+            saved = f"a branch is worth one from {MERGE} tokens on"
+        else:
+            saved = "state_snapshot_bytes leaves no room for one"
+        return f"there is no snapshot of the states between {reused + 1:,} and {found:,} tokens: {saved}"
 
     def started(self, seq: Sequence, start: int) -> None:
         """Called when the sequence has its state block: other samples of its request are to start from its state."""
@@ -146,14 +160,6 @@ class MissedStates:
         self._prompts += found > 0
         self._found += found
         self._reused += reused
-
-
-def _why(found: int, reused: int, points: tuple[int, ...]) -> str:
-    if found == reused:
-        return ""
-    taken = next((point for point in points if reused < point <= found), None)
-    saved = f"one is taken now at {taken:,}" if taken is not None else f"a branch is worth one from {MERGE} tokens on"
-    return f"there is no snapshot of the states between {reused + 1:,} and {found:,} tokens: {saved}"
 
 
 def snapshot_period(cache: CacheConfig) -> int:

@@ -75,7 +75,11 @@ def note_sizes(cache: CacheConfig, num_seqs: int, log: DecisionLog) -> None:
     size, per_token = cache.states.block_bytes, sum(group.bytes_per_token for group in cache.groups)
     dtypes = ", ".join(dict.fromkeys(plane.dtype for planes in cache.states.planes for plane in planes))
     log.note("state of a sequence", f"{size:,} bytes", f"{dtypes}: as much as the KV of {size // per_token:,} tokens")
-    log.note("states of all sequences", human_size(num_seqs * size), f"of {human_size(cache.arena.capacity)} with KV")
+    capacity = cache.arena.capacity
+    room = f"of {human_size(capacity)} with KV"
+    if num_seqs * size > capacity:
+        room = f"more than the {human_size(capacity)} that there are: at most {capacity // size} run at a time, others wait"
+    log.note("states of all sequences", human_size(num_seqs * size), room)
     if not cache.enable_prefix_caching:
         log.note("state snapshots", "none", "the prefix cache is off")
         return

@@ -55,16 +55,14 @@ class TokenBytes:
         """Returns the numbers of tokens of a rendered conversation before its second turn and before that of the answer.
 
         Others share the first turn where it has instructions or tools; and templates may write the answer's turn in another way
-        when the next prompt repeats it. A turn begins with the special token with which that of the answer does. Prompts
+        when the next prompt repeats it. A turn begins with the last special token that is not the first of its kind. Prompts
         without such turns have no boundaries.
         """
-        tail = range(len(token_ids) - 1, max(-1, len(token_ids) - 1 - _ANSWER_TOKENS), -1)
-        answer = next((place for place in tail if token_ids[place] in self.special), None)
-        if answer is None:
-            return ()
-        mark = token_ids[answer]
-        first = token_ids.index(mark)
-        return () if first == answer else tuple(sorted({token_ids.index(mark, first + 1), answer}))
+        for answer in range(len(token_ids) - 1, max(-1, len(token_ids) - 1 - _ANSWER_TOKENS), -1):
+            mark = token_ids[answer]
+            if mark in self.special and (first := token_ids.index(mark)) < answer:
+                return tuple(sorted({token_ids.index(mark, first + 1), answer}))
+        return ()
 
 
 class VocabularyIndex:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -43,7 +44,7 @@ def play(folder: Path, options: AgentOptions = SMALL, **changes: object) -> dict
     with LLM(str(folder), **values | changes) as llm:
         report = agent.run(llm, options, tell=lambda text: None)
         llm.check_integrity()
-    return report
+        return report | {"preemptions": llm.stats.num_preemptions}
 
 
 def test_agents_reuse_what_an_endless_cache_has(folder: Path) -> None:
@@ -59,7 +60,8 @@ def test_agents_reuse_what_an_endless_cache_has(folder: Path) -> None:
 @pytest.mark.slow
 def test_answers_do_not_depend_on_the_cache(folder: Path) -> None:
     """Preempted in a small cache, without one, with one snapshot or none, and in other steps."""
-    ample = play(folder)
+    options = dataclasses.replace(SMALL, conversations=6)
+    ample = play(folder, options)
     wanted = ample["answers"]
     assert ample["prefix_cache"]["share_of_ideal"] >= 0.97
     for changes in (
@@ -67,10 +69,14 @@ def test_answers_do_not_depend_on_the_cache(folder: Path) -> None:
         {"enable_prefix_caching": False},
         {"state_snapshot_bytes": STATE},
         {"state_snapshot_bytes": 0},
-        {"kv_cache_memory": 2 << 20},
+        {"kv_cache_memory": 600 << 10},
         {"max_num_batched_tokens": 100, "block_size": 32},
+        {"pipeline_depth": 2},
+        {"pipeline_depth": 2, "kv_cache_memory": 600 << 10},
     ):
-        assert play(folder, **changes)["answers"] == wanted, changes
+        report = play(folder, options, **{"max_num_seqs": 8} | changes)
+        assert report["answers"] == wanted, changes
+        assert report["preemptions"] > 0 or "kv_cache_memory" not in changes, changes
 
 
 def test_a_context_that_is_too_short_is_refused(folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import msgspec
@@ -118,9 +118,12 @@ RESETS = 17
 """The prefix cache is forgotten every so many ticks."""
 
 
-def play(world: World, script: list[Arrival], collects: list[bool]) -> None:
-    """Runs the script tick by tick; ``collects`` decides at each tick whether a step is collected or another launched."""
+def play(world: World, script: list[Arrival], collects: list[bool], disturb: Callable[[int], None] = lambda tick: None) -> None:
+    """Runs the script tick by tick; ``collects`` decides at each tick whether a step is collected or another launched.
+    ``disturb`` is called with each of the first ticks."""
     for tick in range(3000):
+        if tick < 60:
+            disturb(tick)
         for arrival in script:
             if arrival.at == tick:
                 admit(world, arrival)

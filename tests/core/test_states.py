@@ -74,14 +74,27 @@ def test_a_minute_without_reuse_is_a_warning(caplog: pytest.LogCaptureFixture) -
     assert not caplog.records, "states were found"
 
 
-def test_the_third_sibling_of_a_branch_hits_at_the_fork() -> None:
+@pytest.mark.parametrize("rest", [9, 3])
+def test_the_third_sibling_of_a_branch_hits_at_the_fork(rest: int) -> None:
+    """However close behind it the prompts end, whose own snapshots no other finds."""
     own = world()
-    found = [run(own, f"{tail}", [*PROMPT[:26], *[tail] * 9]) for tail in (1, 5, 10)]
+    found = [run(own, f"{tail}", [*PROMPT[:26], *[tail] * rest]) for tail in (1, 5, 10)]
     assert found == [0, 16, 24], "periodic points are 16 tokens apart here, and a branch is worth one from 6 on"
     own.assert_right()
     stats = own.scheduler.stats()
     assert stats.prefix_limits == {"attention": 2, "state": 1}
     assert stats.state_snapshots_saved["branch"] == 1 and sum(stats.state_snapshots_saved.values()) == stats.state_snapshots
+
+
+def test_branches_in_small_chunks_leave_turns_in_a_small_budget() -> None:
+    """Ends of chunks are no points of snapshots: these would displace the turn that all branches share."""
+    own = world(states=(1, 40, 5), max_num_batched_tokens=9)
+    tails = [[1 + number % 10, 1 + number // 10, *PROMPT[:12]] for number in range(40)]
+    found = [run(own, f"{number}", [*PROMPT[:17], *tail], boundaries=(17,), max_tokens=2) for number, tail in enumerate(tails)]
+    assert found == [0, *[16] * 39]
+    own.assert_right()
+    saved = own.scheduler.stats().state_snapshots_saved
+    assert saved["turn"] == 1 and saved["prompt"] == 40 and sum(saved.values()) == 41
 
 
 def test_shared_lengths_that_fall_are_found_at_the_next() -> None:
@@ -178,6 +191,7 @@ def test_a_cache_for_the_live_states_alone_serves() -> None:
             own.add(make_request(f"{turn} {start}", PROMPT[: 20 + start], max_tokens=8))
         own.run()
     own.assert_right()
+    assert own.scheduler.stats().state_snapshots_skipped["memory"] > 0
 
 
 def test_a_lone_snapshot_becomes_the_state_where_there_is_no_room_for_a_copy() -> None:

@@ -36,23 +36,48 @@ def worlds(draw: st.DrawFn) -> tuple[World, list[Arrival]]:
     return world, [draw(arrivals(number, config)) for number in range(draw(st.integers(1, 9)))]
 
 
-def check(world: World, script: list[Arrival], collects: list[bool]) -> None:
+DISTURBANCES = st.lists(st.sampled_from(["", "", "preempt"]), min_size=1, max_size=9) | st.lists(
+    st.sampled_from(["", "", "preempt", "update"]), min_size=1, max_size=30
+)
+
+
+def check(world: World, script: list[Arrival], collects: list[bool], disturbances: list[str]) -> None:
+    """``disturbances``: what happens in turn, a tick after the other: a sequence is preempted, or the weights change."""
     states = world.scheduler.kv.states
     assert states is not None
+    if "update" in disturbances:
+        # Samples that begin behind an update share the KV that their first one has.
+        script = [arrival for arrival in script if arrival.request.sampling.n == 1]
+
+    def disturb(tick: int) -> None:
+        running, what = list(world.scheduler._running), disturbances[tick % len(disturbances)]
+        if what == "preempt" and running:
+            world.scheduler._preempt(running[tick % len(running)])
+        elif what == "update":
+            world.scheduler.kv.bump_weight_version()
+            world.runner.weights += 1
+
     with small_tiles():
-        play(world, script, collects)
-    world.assert_right()
+        play(world, script, collects, disturb)
+    if world.runner.weights:
+        # Outputs are those of several weights. That no KV and no state is another's has been checked step by step.
+        world.scheduler.check_integrity()
+        assert world.scheduler.kv.num_used == 0
+    else:
+        world.assert_right()
     assert states.num_findable <= states.most
 
 
 @settings(max_examples=30, derandomize=True, deadline=None, database=None, suppress_health_check=QUIET)
-@given(worlds(), st.lists(st.booleans(), min_size=1, max_size=7))
-def test_every_row_finds_its_state(drawn: tuple[World, list[Arrival]], collects: list[bool]) -> None:
-    check(*drawn, collects)
+@given(worlds(), st.lists(st.booleans(), min_size=1, max_size=7), DISTURBANCES)
+def test_every_row_finds_its_state(drawn: tuple[World, list[Arrival]], collects: list[bool], disturbances: list[str]) -> None:
+    check(*drawn, collects, disturbances)
 
 
 @pytest.mark.slow
 @settings(max_examples=900, derandomize=True, deadline=None, database=None, suppress_health_check=QUIET)
-@given(worlds(), st.lists(st.booleans(), min_size=1, max_size=7))
-def test_every_row_finds_its_state_in_many_worlds(drawn: tuple[World, list[Arrival]], collects: list[bool]) -> None:
-    check(*drawn, collects)
+@given(worlds(), st.lists(st.booleans(), min_size=1, max_size=7), DISTURBANCES)
+def test_every_row_finds_its_state_in_many_worlds(
+    drawn: tuple[World, list[Arrival]], collects: list[bool], disturbances: list[str]
+) -> None:
+    check(*drawn, collects, disturbances)

@@ -49,6 +49,35 @@ GEMMA3 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     },
 }
+DELTA_RULE = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": {
+        "rope_type": "default",
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1e4,
+        "mrope_section": [3, 3, 2],
+        "mrope_interleaved": True,
+    },
+}
+STATE_SPACE = {
+    "architectures": ["BambaForCausalLM"],
+    "model_type": "bamba",
+    "attn_layer_indices": [1],
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 64},
     "qwen3": QWEN3 | {"head_dim": 128, "num_key_value_heads": 1, "tie_word_embeddings": True},
@@ -61,6 +90,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     # All experts of every token: which are the best few is a matter of rounding.
     "mla": DEEPSEEK | {"kv_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 20},
     "latent, full width": DEEPSEEK | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128},
+    "delta rule": DELTA_RULE,
+    "state space": STATE_SPACE,
 }
 EVERY_EXPERT = "mixture, every expert"
 MODELS = FAMILIES | {EVERY_EXPERT: FAMILIES["mixture"] | {"num_experts_per_tok": FAMILIES["mixture"]["num_experts"]}}

@@ -52,7 +52,8 @@ PAIRS = [
         pytest.param(name, form, marks=pytest.mark.slow)
         for name, form in (
             *((name, form) for name in SEVERAL for form in FORMATS if (name, form) not in QUICK),
-            *(("v3.2", "blocks"), ("glm-dsa", "outputs"), ("minimax-m3", "blocks"), ("dots3", "blocks"), ("llama4", "outputs")),
+            *(("v3.2", "blocks"), ("axk2", "blocks"), ("glm-dsa", "outputs"), ("minimax-m3", "blocks"), ("dots3", "blocks")),
+            ("llama4", "outputs"),
             *(
                 (name, "blocks")
                 for name in ("bamba", "lfm2", "lfm2-moe", "kimi-linear", "minimax", "qwen3.5", "nemotron-h-latent")

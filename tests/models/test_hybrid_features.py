@@ -114,6 +114,17 @@ def test_a_cache_without_room_for_a_state_is_refused_with_numbers(tmp_path: Path
         engine(tmp_path, kv_cache_memory=16 << 10)
 
 
+def test_more_sequences_than_states_fit_wait_and_the_report_says_so(tmp_path: Path) -> None:
+    theirs, _ = pair("bamba")
+    theirs.save_pretrained(tmp_path)
+    with engine(tmp_path, max_model_len=64, kv_cache_memory=200 << 10, max_num_seqs=16) as llm:
+        (line,) = [line for line in llm.info.decisions if line.name == "states of all sequences"]
+        assert line.value == "474 KiB" and line.reason.endswith("that there are: at most 5 run at a time, others wait")
+        prompts = [prompt(20 + length) for length in range(8)]
+        assert tokens_of(llm, prompts) == [[greedy(theirs, one, STEPS)[0]] for one in prompts]
+        llm.check_integrity()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3.5", "lfm2"])
 def test_shared_parts_and_turns_are_found_from_the_third_prompt_on(name: str, tmp_path: Path) -> None:

@@ -77,6 +77,19 @@ def test_links_between_pages_lead_somewhere() -> None:
     assert not missing, "\n".join(missing)
 
 
+def test_tests_that_pages_name_exist() -> None:
+    """`` `tests/a.py::test_b` ``, or `` `::test_b` `` behind another of the same file."""
+    missing = []
+    for page in (ROOT / "docs").rglob("*.md"):
+        file = ""
+        for named, test in re.findall(r"`(tests/[\w/]+\.py)?(?:::(test_\w+))?`", page.read_text(encoding="utf-8")):
+            file = named or file
+            path = ROOT / file
+            if file and not (path.is_file() and f"def {test}" in path.read_text(encoding="utf-8")):
+                missing.append(f"{page.name}: {file}::{test}")
+    assert missing == []
+
+
 def test_links_of_the_site_stay_within_it() -> None:
     """mkdocs, which refuses others, is not installed everywhere. Files elsewhere are named as code."""
     docs = ROOT / "docs"

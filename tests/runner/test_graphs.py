@@ -335,6 +335,27 @@ def test_graphs_that_are_dropped_leave_nothing_behind(monkeypatch: pytest.Monkey
     assert all(result.replayed for result in engine.results)
 
 
+def test_captures_between_steps_leave_states_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their rows are padding: no live state, snapshot, KV or null block changes."""
+    world = World(family="delta rule", depth=2, caching=True)
+    made, _ = runner(world, monkeypatch)
+    blocks = made._blocks
+    assert blocks is not None
+
+    def capture(step: int) -> None:
+        if step % 4 == 3:
+            before = blocks.arena.clone()
+            made.drop_graphs()
+            while (count := made.capture_next()).captured < count.total:
+                pass
+            assert torch.equal(blocks.arena, before)
+
+    engine = Engine(world, made)
+    engine.add(*PLAIN)
+    with torch.inference_mode():
+        same(engine.run(before_step=capture), serve(world, PLAIN))
+
+
 def test_a_failed_capture_leaves_the_graphs_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing more is captured, steps without a graph run kernel by kernel, and the reason names the module."""
 

@@ -221,11 +221,15 @@ def test_a_replay_equals_the_run(family: str, tmp_path: Path) -> None:
     engine.add(*shuffled(1))
     engine.run()
     engine.runner.close()
-    again = list(replay(path, World(family, depth=2, num_blocks=30, max_num_batched_tokens=24, caching=True).runner()))
+    runner = World(family, depth=2, num_blocks=30, max_num_batched_tokens=24, caching=True).runner()
+    again = list(replay(path, runner))
     timeless = {"forward_seconds": 0.0, "sample_seconds": 0.0}
     assert [msgspec.structs.replace(result, **timeless) for result in again] == [
         msgspec.structs.replace(result, **timeless) for result in engine.results
     ]
+    if engine.runner._blocks is not None:
+        assert runner._blocks is not None
+        assert torch.equal(runner._blocks.arena, engine.runner._blocks.arena), "KV and states have the same bits"
 
 
 @pytest.mark.parametrize("family", [pytest.param("llama", marks=slow), "windows between", "uneven", STATES])

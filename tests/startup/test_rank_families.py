@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.models import hybrids, indexed
 from support.models.cases import CASES, SMALL
-from support.models.hybrids import CASES as HYBRID_CASES
 from support.thread_ranks import ThreadAgreement, on_ranks
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -29,12 +29,16 @@ REFUSED = ("llama-head-dim",)
 TEXT = [name for name in CASES if name not in REFUSED and not any(word in name for word in ("vl", "images", "uneven"))]
 PROCESSES = ["llama", "mistral-window", "qwen3", "gemma3", "mimo", "gpt-oss", "qwen3-moe", "deepseek-v2", "qwen3.5-moe"]
 """Also run as processes over gloo: each kind of layer once."""
-HYBRIDS = ("qwen3-next-uneven", "qwen3.5-moe", "bamba", "lfm2-moe", "olmo-hybrid", "nemotron-h", "falcon-h1-norm")
+HYBRIDS = (
+    *("qwen3-next-uneven", "qwen3.5", "qwen3.5-moe", "nemotron-h-experts", "granite-moe", "lfm2", "lfm2-moe", "kimi-linear"),
+    *("olmo-hybrid", "bamba", "falcon-h1-norm", "minimax", "v3.2", "axk2", "glm-dsa", "minimax-m3", "dots3"),
+)
+"""Each family that has states, and each that has indexers."""
 Tokens = dict[tuple[str, int], list[int]]
 
 
 def write_hybrid(folder: Path, name: str) -> None:
-    kind, values = HYBRID_CASES[name]
+    kind, values = (hybrids.CASES | indexed.CASES)[name]
     config = CONFIG_MAPPING[kind](**values)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
     config.save_pretrained(folder)

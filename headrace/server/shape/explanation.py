@@ -91,15 +91,20 @@ class AnswerExplanation:
             }[cause]
             yield f"It waited {self._phases()[0] or 0.0:.0f} ms for its first step: {limit}."
         computed = self._prompt_tokens - self._cached
+        without_state = self._cache is not None and self._cache.why != ""
         if self._cached:
             yield f"{self._cached} of {self._prompt_tokens} prompt tokens came from the prefix cache; {computed} were computed."
+        elif without_state:
+            yield f"All {self._prompt_tokens} prompt tokens were computed."
         else:
             yield f"All {self._prompt_tokens} prompt tokens were computed: {self._why_none_cached()}."
         if preemptions := sum(times.num_preemptions for times in self._times):
             times = "once" if preemptions == 1 else f"{preemptions} times"
             yield f"It was preempted {times}: earlier requests needed its KV blocks, and its tokens were computed again."
-        if self._cache is not None and self._cache.why:
-            yield f"Of {self._cache.attention} cached tokens {self._cache.reused} were reused: {self._cache.why}."
+        if self._cache is not None and without_state:
+            yield (
+                f"The KV of {self._cache.attention} tokens was found, and {self._cache.reused} were reused: {self._cache.why}."
+            )
         if self._attention is not None and self._attention.density is not None:
             yield f"The prompt attended to {100 * self._attention.density:.1f} % of the blocks that dense attention reads."
         for index, reason, stop, spans, error in sorted(self._samples, key=lambda sample: sample[0]):

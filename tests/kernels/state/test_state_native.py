@@ -115,6 +115,34 @@ def test_bitwise_however_it_is_cut(name: str, dtype: torch.dtype, state_dtype: t
         assert torch.equal(cut[block], whole[1])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_company_changes_no_bits(name: str, dtype: torch.dtype) -> None:
+    operation, _, inputs, weights, (states, alone) = case(name, dtype, torch.float32)
+    states.normal_()
+    alone.copy_(states)
+    out, first = operation(*inputs, *weights, states, state_step(ROWS)), 0
+    for row in ROWS:
+        at = slice(first, first := first + row[1])
+        one = operation(*(each[at] for each in inputs), *weights, alone, state_step([row]))
+        assert torch.equal(one, out[at])
+    assert torch.equal(states, alone)
+
+
+@pytest.mark.parametrize("size", [100.0, 3e-4])
+@pytest.mark.parametrize("name", ["delta", "delta-channels"])
+def test_queries_and_keys_of_any_size(name: str, size: float) -> None:
+    operation, reference, inputs, weights, states = case(name, torch.float32, torch.float32)
+    inputs[0] = inputs[0].clone()
+    inputs[0][:, :80] *= size
+    step = state_step(ROWS)
+    for state in states:
+        state.zero_()
+    out, expected = operation(*inputs, *weights, states[0], step), reference(*inputs, *weights, states[1], step)
+    torch.testing.assert_close(out, expected, atol=3e-5, rtol=1e-4)
+    torch.testing.assert_close(*states, atol=3e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("gate_first", [False, True])
 @pytest.mark.parametrize("gate", ["silu", "sigmoid"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

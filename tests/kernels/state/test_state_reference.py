@@ -28,11 +28,22 @@ def draw(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) ->
 
 
 class DeltaCase:
-    def __init__(self, key_heads: int, shared: int, dk: int, dv: int, *, by_channel: bool = False, decay: float = 0.0) -> None:
+    def __init__(
+        self,
+        key_heads: int,
+        shared: int,
+        dk: int,
+        dv: int,
+        *,
+        by_channel: bool = False,
+        decay: float = 0.0,
+        keys: float = 100.0,
+    ) -> None:
+        """``keys``: of this size."""
         torch.manual_seed(7)
         heads = key_heads * shared
         self.shape = (heads, dv, dk)
-        self.q, self.k = draw(T, key_heads, dk, scale=3), draw(T, key_heads, dk, scale=100)
+        self.q, self.k = draw(T, key_heads, dk, scale=3), draw(T, key_heads, dk, scale=keys)
         self.v = draw(T, heads, dv)
         fades = heads * dk if by_channel else heads
         self.a, self.b = draw(T, fades) + decay, draw(T, heads)
@@ -56,9 +67,11 @@ class DeltaCase:
         ).view(T, self.shape[0], -1)
 
 
+@pytest.mark.parametrize("keys", [100.0, 3e-4])
 @pytest.mark.parametrize("key_heads, shared, dk, dv", [(2, 2, 16, 16), (2, 3, 8, 24), (1, 1, 12, 4)])
-def test_delta_rule_is_transformers(key_heads: int, shared: int, dk: int, dv: int) -> None:
-    case = DeltaCase(key_heads, shared, dk, dv)
+def test_delta_rule_is_transformers(key_heads: int, shared: int, dk: int, dv: int, keys: float) -> None:
+    """Keys of such sizes show whether they are normed, and where the norm has its epsilon."""
+    case = DeltaCase(key_heads, shared, dk, dv, keys=keys)
     inputs = {"g": case.g[None], "beta": case.b[None].sigmoid(), "output_final_state": True, "use_qk_l2norm_in_kernel": True}
     exact = blocks_of(3, *case.shape, dtype=torch.float64)
     wide = case.ours(exact, 2, wide=True)
@@ -100,8 +113,9 @@ def test_delta_rule_however_it_is_cut(by_channel: bool, chunks: tuple[int, ...],
     assert not whole[1].any()
 
 
-def test_decay_by_channel_is_kimis() -> None:
-    case = DeltaCase(3, 1, 16, 16, by_channel=True)
+@pytest.mark.parametrize("keys", [100.0, 3e-4])
+def test_decay_by_channel_is_kimis(keys: float) -> None:
+    case = DeltaCase(3, 1, 16, 16, by_channel=True, keys=keys)
     expected, final = kimi.chunk_kimi_delta_attention(
         case.q[None],
         case.k[None],

@@ -131,6 +131,74 @@ def test_equal_to_the_reference(name: str, dtype: torch.dtype, state_dtype: torc
     assert torch.equal(states[0][[1, 4]], before[[1, 4]])
 
 
+@pytest.mark.parametrize("name", ["delta", "space"])
+def test_any_decay_in_a_tile(name: str, device: torch.device) -> None:
+    """Tokens that forget everything beside others that forget nothing: no factor of a tile overflows, none becomes 0 * inf."""
+    case = Case(name, torch.float32, torch.float32, device)
+    heads = case.inputs[1].shape[1]
+    case.weights = [torch.zeros(heads, device=device) for _ in case.weights]
+    case.last = [(0.0, float("inf"))] if name == "space" else case.last
+    rates = torch.tensor([1e-9, 1e-3, 8.0, 50.0], dtype=torch.float64)
+    drawn = rates[torch.randint(4, case.inputs[1].shape)]
+    drawn[:TILE] = 8.0
+    # softplus of it is the rate.
+    case.inputs[1] = torch.where(drawn > 20, drawn, drawn.expm1().log()).float().to(device)
+    step = state_step([(1, case.long, 0), (2, 11, 64)], str(device))
+    states = [case.states() for _ in range(2)]
+    states[0].normal_()
+    states[1].copy_(states[0])
+    got, expected = case.run(case.kernel, states[0], step), double(case, step, states[1])
+    for ours, wanted in ((got.double(), expected), states):
+        torch.testing.assert_close(ours, wanted, atol=1e-5 * float(wanted.abs().max()), rtol=1e-4)
+
+
+@pytest.mark.parametrize("size", [100.0, 3e-4])
+@pytest.mark.parametrize("name", ["delta", "delta-channels"])
+def test_queries_and_keys_of_any_size(name: str, size: float, device: torch.device) -> None:
+    case = Case(name, torch.float32, torch.float32, device)
+    case.inputs[0] = case.inputs[0].clone()
+    case.inputs[0][:, :24] *= size
+    rows = [(3, 1, 9), (0, case.long, 0)]
+    states, step, at = [case.states() for _ in range(2)], state_step(rows, str(device)), torch.arange(case.long + 1)
+    for state in states:
+        state.zero_()
+    got, expected = case.run(case.kernel, states[0], step, at), double(case, step, states[1], at)
+    torch.testing.assert_close(got.double(), expected, atol=3e-5, rtol=1e-4)
+    torch.testing.assert_close(*states, atol=3e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["conv", "delta", "space"])
+def test_prompts_of_all_lengths(name: str, device: torch.device) -> None:
+    """One after the other in one step, from any multiple of a tile on: what fills up a last tile changes no state."""
+    case = Case(name, torch.float32, torch.float32, device)
+    for length in range(1, 2 * TILE + 3, 9):
+        rows = [(0, 1, 130), (1, length, 0), (2, 64, 64 * length), (3, min(length + 1, 130), 640)]
+        total = sum(count for _, count, _ in rows)
+        at = torch.arange(total) % len(case.inputs[0])
+        step = state_step(rows, str(device))
+        states = [case.states() for _ in range(2)]
+        states[0].normal_()
+        states[1].copy_(states[0])
+        got, expected = case.run(case.kernel, states[0], step, at), double(case, step, states[1], at)
+        torch.testing.assert_close(got.double(), expected, atol=2e-4, rtol=1e-4)
+        torch.testing.assert_close(*states, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in SIMILAR else name for name in NAMES])
+def test_company_changes_no_bits(name: str, device: torch.device) -> None:
+    """Of decode rows, and of prompts in tiles."""
+    case = Case(name, torch.float32, torch.float32, device)
+    rows, first = [(3, 1, 9), (-1, 1, 0), (4, 1, 70), (0, case.long, 0), (2, 5, 64)], 0
+    together, alone = case.states().normal_(), case.states()
+    alone.copy_(together)
+    out = case.run(case.kernel, together, state_step(rows, str(device)), torch.arange(case.long + 8))
+    for row in rows:
+        at = torch.arange(first, first := first + row[1])
+        assert torch.equal(case.run(case.kernel, alone, state_step([row], str(device)), at), out[at])
+    assert torch.equal(together, alone)
+
+
 @pytest.mark.parametrize("name", ["conv", "delta", "space"])
 def test_bitwise_where_chunks_end_at_tiles(name: str, device: torch.device) -> None:
     """The same prompt in one chunk, and cut behind its first tile in company."""

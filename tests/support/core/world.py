@@ -236,7 +236,9 @@ class World:
             assert outcome.tokens == tokens[: len(outcome.tokens)]
             if outcome.reason == "error" and outcome.error != Failure("injected"):
                 length = len(request.prompt_token_ids) + len(outcome.tokens)
-                assert self.scheduler.kv.too_small_for(length, 1), f"{outcome.error}, but {length} tokens do fit"
+                # What comes again after a preemption needs room for a chunk.
+                least = max(1, self.cache.state_grid)
+                assert self.scheduler.kv.too_small_for(length, least), f"{outcome.error}, but {length} tokens do fit"
             return
         assert (outcome.tokens, outcome.reason) == (tokens, reason)
         if request.sampling.prompt_logprobs is not None and outcome.index == 0:

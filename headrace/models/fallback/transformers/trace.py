@@ -42,7 +42,10 @@ KNOWN = frozenset({"dropout", "is_causal", "position_ids", "s_aux", "scaling", "
 _TENSORS = frozenset({"position_ids", "s_aux"})
 """Arguments that may be tensors. Other tensor arguments change which tokens are attended to."""
 _BIASED = "it adds biases by position to the logits (ALiBi, or learned ones), which headrace does not"
-_CARRIES = "it carries a state from token to token (a convolution, a state space or a recurrence)"
+_CARRIES = (
+    "it carries a state from token to token (a convolution, a state space or a recurrence) by code of its own, for which "
+    "headrace has no kernel"
+)
 _BIASES = frozenset({"alibi", "position_bias"})
 """Arguments that bring biases on the logits to a module that computes attention by itself."""
 _QUERIES = (0, 3, 1021, 262_147)

@@ -235,6 +235,10 @@ class ServedWeights(msgspec.Struct, frozen=True, array_like=True):
     pause: PauseMode | None = None
 
 
+OF_FILES = ServedWeights()
+"""The weights of the model's files."""
+
+
 class WeightStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The state of an engine's weights."""
 
@@ -256,6 +260,11 @@ class WeightStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Names of the groups that were joined."""
     num_tensors: int = 0
     """Tensors that loads have written so far."""
+
+    @property
+    def served(self) -> ServedWeights:
+        """The weights that an engine after this one should have."""
+        return ServedWeights(self.number, self.version, None if self.own_pause else self.pause)
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, array_like=True):

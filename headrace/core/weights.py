@@ -246,6 +246,8 @@ class WeightStatus(msgspec.Struct, frozen=True, kw_only=True):
     pause: PauseMode | None = None
     own_pause: bool = False
     """The update that is open paused the engine, or sleep did: its end resumes."""
+    updating: bool = False
+    """An update has begun, whatever ``state`` tells besides."""
     asleep: tuple[SleepTag, ...] = ()
     """Parts of the engine that sleep."""
     level: int = 0

@@ -170,6 +170,7 @@ class WeightControl:
             state=state,
             pause=self._pause,
             own_pause=self._own_pause or self._own_sleep,
+            updating=self._open,
             asleep=self._sleeping,
             level=self._level,
             number=self._number,
@@ -235,6 +236,9 @@ class WeightControl:
                 case Sleep():
                     ended = self._on_sleep(command, reply)
                 case Join(group):
+                    if group.name in self._groups:
+                        # The sender of before is gone.
+                        self._fail(f"the group {group.name} was joined again")
                     self._rank(command)
                     self._groups.discard(group.name)
                     self._joins[group.name] = reply
@@ -505,8 +509,11 @@ class WeightControl:
         self._rank(Drop())
         if loaded.error:
             self._fail(loaded.error)
+        if not self._open:
+            # Given up meanwhile: what it wrote since counts for no other update.
+            self._rank(Forget())
         self._apply()
-        error = "" if self._damage is None or not loaded.error else self._damage[1]
+        error = "" if self._open or self._damage is None else self._damage[1]
         reply(WeightResult(status=503 if error else 200, error=error, weights=self.status, written=loaded.written))
 
     # In the calling process

@@ -182,6 +182,31 @@ def test_any_interleaving(text: ModelText, depth: int, times: int) -> None:
     assert states == {"serving", "paused", "open", "writing", "asleep", "hollow", "torn"}
 
 
+def test_an_update_that_is_given_up_counts_for_no_other(text: ModelText) -> None:
+    """A load goes on after its update was given up: what it writes then is not of the next update."""
+    world, results = World(text, 1), list[WeightResult]()
+
+    def do(command: WeightCommand) -> WeightResult:
+        world.core.weights.submit(command, results.append)
+        while world.core.weights.busy and not isinstance(command, Load):
+            world.turn()
+        return results[-1]
+
+    do(Begin())
+    do(Load(DiskSource("whole")))
+    assert do(Fail("its client is gone")).weights.state == "torn"
+    assert (results[-1].status, len(results)) == (503, 3), "the load is answered too"
+    do(Begin())
+    world.core.weights.submit(Load(DiskSource("half")), results.append)
+    while world.core.weights.busy:
+        world.turn()
+    assert do(Finish(0)).status == 409 and "1 tensors were not written" in results[-1].error
+    world.core.weights.submit(Load(DiskSource("whole")), results.append)
+    while world.core.weights.busy:
+        world.turn()
+    assert do(Finish(0)).weights.state == "serving"
+
+
 @pytest.mark.parametrize("mode", ["keep", "recompute"])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_samples_are_split_where_an_update_came_and_lose_nothing(text: ModelText, depth: int, mode: Any) -> None:

@@ -104,6 +104,12 @@ def test_vllms_names(http: httpx.Client) -> None:
             assert post(http, "/wake_up") == {"status": "awake", "tags": [], "state": "serving"}
         assert get(http, "/health") == {"status": "ok"} and get(http, "/is_sleeping") == {"is_sleeping": False}
         assert tokens(http) == before
+    asleep = post(http, "/release_kv_cache_memory")
+    assert asleep["tags"] == ["kv_cache", "scheduling"]
+    assert post(http, "/wake_up?tags=kv_cache")["state"] == "serving"
+    assert post(http, "/weight_checker", {"action": "reset"})["state"] == "hollow"
+    post(http, "/update_model_weight")
+    assert tokens(http) == before
     for path in ("/sleep?level=3", "/sleep?mode=halt", "/sleep?tags=all", "/wake_up?tags=lora"):
         post(http, path, status=400)
 
@@ -129,7 +135,8 @@ def test_sglangs_names(http: httpx.Client, folder: Path) -> None:
     assert answered.headers["X-Weight-Version-Start"] == "flipped"
     answer = answered.json()["choices"][0]
     assert answer["token_ids"] != before and answer["weight_versions"][0]["version"] == "flipped"
-    assert post(http, "/release_memory_occupation", {"tags": ["experts"]}, 400)["error"]["param"] is None
+    refused = post(http, "/release_memory_occupation", {"tags": ["experts"]}, 400)
+    assert refused["success"] is False and "must be one of weights, kv_cache, cuda_graph" in refused["message"]
     # Requests that run without a pause are computed again.
     stream, lines = begin_long(http)
     post(http, "/release_memory_occupation")

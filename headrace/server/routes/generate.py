@@ -1,4 +1,5 @@
-"""Tokens in, tokens out: POST /generate of SGLang, POST /inference/v1/generate of vLLM; /health_generate and /abort_request."""
+"""Tokens in, tokens out: POST /generate of SGLang, POST /inference/v1/generate of vLLM and as /v1/generate; /health_generate,
+/abort_request."""
 
 from __future__ import annotations
 
@@ -123,7 +124,7 @@ def _names(given: Any, request_id: str, count: int) -> list[str]:
     return names
 
 
-@answers(router, "/inference/v1/generate", "generate-tokens-", InferenceBody, "inference")
+@answers(router, "/inference/v1/generate", "generate-tokens-", InferenceBody, "inference", "/v1/generate")
 async def inference(state: Serving, body: InferenceBody, request_id: str, caller: Caller) -> Begun:
     """Continues tokens with tokens, in the shape of vLLM's API."""
     adapter = state.adapter(body.model)

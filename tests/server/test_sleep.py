@@ -62,9 +62,11 @@ def tokens(http: httpx.Client) -> list[int]:
 
 
 def gauges(http: httpx.Client) -> list[float]:
-    names = ("headrace_requests_running ", "headrace_requests_waiting ", "headrace_kv_cache_usage_ratio ")
-    lines = http.get("/metrics").text.splitlines()
-    return [float(line.split()[-1]) for line in lines if line.startswith(names)]
+    """Requests that run and wait, use of KV, and whether the metrics have the state that the weights are in."""
+    state = get(http, "/weight_info")["state"]
+    names = ("requests_running", "requests_waiting", "kv_cache_usage_ratio", f'weights_state{{state="{state}"}}')
+    samples = dict(line.rpartition(" ")[::2] for line in http.get("/metrics").text.splitlines())
+    return [float(samples[f"headrace_{name}"]) for name in names]
 
 
 def begin_long(http: httpx.Client) -> Any:
@@ -83,7 +85,7 @@ def test_vllms_names(http: httpx.Client) -> None:
         assert asleep["status"] == "sleeping"
         assert [(one["device"], one["pytorch"]) for one in asleep["memory"]] == [("cpu", 0)] * bool(level)
         assert all(one["used"] > 2**24 for one in asleep["memory"])
-        assert gauges(http) == [0.0, 0.0, 0.0], "who asks once sleep has answered"
+        assert gauges(http) == [0.0, 0.0, 0.0, 1.0], "who asks once sleep has answered"
         assert '"finish_reason":"abort"' in "".join(lines), "a request that ran has its end"
         stream.__exit__(None, None, None)
         assert get(http, "/is_sleeping") == {"is_sleeping": True}
@@ -152,7 +154,7 @@ def test_clear_load_weight(http: httpx.Client, folder: Path) -> None:
     for clear, update in ((get, get), (post, post)):
         for _ in range(2):
             assert clear(http, "/clear_load_weight")["state"] == "asleep"
-            assert gauges(http) == [0.0, 0.0, 0.0]
+            assert gauges(http) == [0.0, 0.0, 0.0, 1.0]
         assert update(http, "/update_model_weight")["state"] == "serving"
         assert tokens(http) == before
     get(http, "/clear_load_weight")

@@ -61,6 +61,8 @@ class RunningRequest(NamedTuple):
     tenant: str
     name: str
     """The client's name of it; empty: it has none."""
+    weights_number: int
+    """Number of the version of the weights with which it began."""
 
 
 class ServerState(abc.ABC):
@@ -313,7 +315,14 @@ class Serving(ServerState):
 
     async def abort(self, tenant: str, names: Collection[str] | None) -> int:
         """Aborts a tenant's requests of these names, or all of them; returns how many."""
-        found = [id for id, (owner, name) in self.running.items() if owner == tenant and (names is None or name in names)]
+        return await self._abort(lambda one: one.tenant == tenant and (names is None or one.name in names))
+
+    async def abort_begun_before(self, weights_number: int) -> int:
+        """Aborts the requests that began with weights of a lower number; returns how many."""
+        return await self._abort(lambda one: one.weights_number < weights_number)
+
+    async def _abort(self, chosen: Callable[[RunningRequest], bool]) -> int:
+        found = [request_id for request_id, one in self.running.items() if chosen(one)]
         for request_id in found:
             await self.llm.abort(request_id)
         return len(found)

@@ -104,13 +104,13 @@ def announced(weights: Weights) -> dict[str, Any]:
 class Rollout:
     """A completion in a thread."""
 
-    def __init__(self, http: httpx.Client, body: dict[str, Any]) -> None:
+    def __init__(self, http: httpx.Client, body: dict[str, Any], path: str = "/v1/completions") -> None:
         self.answer: dict[str, Any] = {}
-        self._thread = threading.Thread(target=self._ask, args=(http, body))
+        self._thread = threading.Thread(target=self._ask, args=(http, path, body))
         self._thread.start()
 
-    def _ask(self, http: httpx.Client, body: dict[str, Any]) -> None:
-        self.answer = http.post("/v1/completions", json=body).json()
+    def _ask(self, http: httpx.Client, path: str, body: dict[str, Any]) -> None:
+        self.answer = http.post(path, json=body).json()
 
     def wait(self) -> dict[str, Any]:
         self._thread.join(60)
@@ -355,6 +355,29 @@ def test_slime(http: httpx.Client, folder: Path, root: Path) -> None:
     answer = post(http, "/v1/chat/completions", chat)
     assert [span["version"] for span in answer["choices"][0]["weight_versions"]] == ["9"]
     trainer.close()
+
+
+def test_requests_that_began_with_old_weights_are_ended(http: httpx.Client) -> None:
+    """Numbers tell which: names of versions may be anything, and change before or after the weights."""
+
+    def generate(**fields: Any) -> Rollout:
+        sampling = {"max_new_tokens": 200, "ignore_eos": True}
+        return Rollout(http, {"input_ids": ASK["prompt"], "sampling_params": sampling, **fields}, "/generate")
+
+    post(http, "/update_weight_version", {"new_version": "now"})
+    began = http.get("/weight_info").json()["number"]
+    post(http, "/pause_generation", {"mode": "in_place"})
+    requests = [generate(), generate(start_weight_version=0), generate(start_weight_version=began + 1)]
+    until(lambda: running_requests(http) == 3)
+    refused = post(http, "/pause_generation", {"abort_below_start_weight_version": 1}, 400)
+    assert "goes with the modes retract and in_place" in refused["message"]
+    post(http, "/pause_generation", {"mode": "in_place", "abort_below_start_weight_version": began})
+    assert requests[1].wait()["meta_info"]["finish_reason"]["type"] == "abort"
+    post(http, "/update_weight_version", {"new_version": "0"})
+    post(http, "/pause_generation", {"mode": "retract", "abort_below_start_weight_version": began + 1})
+    assert requests[0].wait()["meta_info"]["finish_reason"]["type"] == "abort"
+    post(http, "/continue_generation", {})
+    assert requests[2].wait()["meta_info"]["finish_reason"]["type"] == "length"
 
 
 def test_the_router_that_a_server_stands_for(http: httpx.Client) -> None:

@@ -69,7 +69,7 @@ async def generate(state: Serving, body: GenerateBody, request_id: str, caller: 
         name = "routed_experts_start_len"
         raise RequestError(f"{name} is {body.routed_experts_start_len}, which is beyond a prompt", name)
     check_prompt_logprobs(state, requests, copies=1)
-    generation = Generation(state, requests, names=names, keeps_aborted=True)
+    generation = Generation(state, requests, names=names, keeps_aborted=True, weights_number=body.start_weight_version)
     several = several or generation.num_choices > 1
     empty = [each.empty for each in sampled]
     return generation, GenerateAnswer(body, state, generation, names, empty, several=several)

@@ -41,6 +41,7 @@ _SECTIONS = ("all", "core", "memory", "spec", "lora", "disagg", "queues")
 
 class _Pause(RlBody):
     mode: Literal["abort", "retract", "in_place"] = "abort"
+    abort_below_start_weight_version: int | None = None
 
 
 class _Disk(RlBody):
@@ -96,10 +97,15 @@ class _Version(RlBody):
 @in_sglangs_form
 async def pause_generation(request: Request) -> str:
     """Pauses generation. abort: requests end with what they have. retract: they are computed again. in_place: they are
-    frozen."""
+    frozen. With the last two, abort_below_start_weight_version ends those that began with weights of a lower number."""
     body, state = await rl_body(request, _Pause), serving(request)
+    name, lowest = "abort_below_start_weight_version", body.abort_below_start_weight_version
+    if lowest is not None and body.mode == "abort":
+        raise RequestError(f"{name} goes with the modes retract and in_place: abort ends all requests", name)
     await state.llm.weights.pause(_MODES[body.mode])
     watch_pause(state)
+    if lowest is not None:
+        await state.abort_begun_before(lowest)
     return "generation is paused"
 
 

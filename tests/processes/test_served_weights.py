@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -480,6 +481,40 @@ def test_two_replicas(folder: Path, tmp_path: Path) -> None:
 
     shared.run(kill_one())
     trainer.close()
+    shared.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["disk", "vllm's group", "torch's group"])
+def test_two_ranks(folder: Path, tmp_path: Path, transport: str) -> None:
+    """Each receives whole tensors, and keeps its parts. A rank that is killed within an update takes the engine along."""
+    args = ALONE | {"tensor_parallel_size": 2}
+    shared = Shared(AsyncLLM(EngineArgs(model=str(folder), weight_transfer_config=TRANSFER, **args)))
+    trainer = None
+    if transport != "disk":
+        trainer = Trainer(3) if transport == "vllm's group" else Trainer(3, ("g", "g/", "cpu/"))
+        joined(shared, trainer)
+    run_updates(shared, folder, tmp_path, 4, 0, trainer, args=args)
+
+    async def kill_one() -> None:
+        weights, llm = shared.llm.weights, shared.llm
+        await weights.begin()
+        assert llm.engine_pid is not None
+        ranks = [one for one in psutil.Process(llm.engine_pid).children() if "headrace.processes.rank" in one.cmdline()]
+        ranks[-1].kill()
+        with pytest.raises((WeightsError, EngineDeadError)):
+            await weights.load(DiskSource(str(folder)))
+            await weights.finish("torn")
+        await until(lambda: weights.status().state == "lost" and llm._supervisor.health().ok)
+        with pytest.raises(UnavailableError, match="version v4 was served"):
+            await rollout(llm, 1, 4)
+        await weights.update_from_disk(write(tmp_path / "five", version_of(folder, 5)), "v5")
+        assert weights.status().number == 5
+        assert spans(await rollout(llm, 1, 4)) == [("v5", 0, 4)]
+
+    shared.run(kill_one())
+    if trainer is not None:
+        trainer.close()
     shared.close()
 
 

@@ -312,6 +312,9 @@ class LoadLoraBody(RequestBody, frozen=True, kw_only=True):
     """Replace the adapter that has the name. Requests that run with it go on."""
     is_3d_lora_weight: bool | None = None
     """Whether the adapter has stacked experts (target_parameters); the files must agree. Default: as the files say."""
+    pinned: bool = False
+    """SGLang's field: must be false, since all adapters share the places on the device. None leaves the host's memory before it
+    is unloaded."""
 
 
 class UnloadLoraBody(RequestBody, frozen=True, kw_only=True):

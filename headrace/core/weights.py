@@ -233,6 +233,8 @@ class ServedWeights(msgspec.Struct, frozen=True, array_like=True):
     number: int = 0
     version: str = "0"
     pause: PauseMode | None = None
+    of_files: bool = True
+    """They are those of the model's files, which a restarted engine has."""
 
 
 OF_FILES = ServedWeights()
@@ -256,6 +258,8 @@ class WeightStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Counts the versions. It is in the identity of all KV."""
     version: str = "0"
     """Name of the version."""
+    of_files: bool = True
+    """The version is that of the model's files."""
     reason: str = ""
     """Reason why no weights can be served; empty: they can."""
     groups: list[str] = []
@@ -266,7 +270,7 @@ class WeightStatus(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def served(self) -> ServedWeights:
         """The weights that an engine after this one should have."""
-        return ServedWeights(self.number, self.version, None if self.own_pause else self.pause)
+        return ServedWeights(self.number, self.version, None if self.own_pause else self.pause, self.of_files)
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, array_like=True):

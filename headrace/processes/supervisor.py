@@ -142,7 +142,7 @@ class EngineSupervisor:
         self._device = "cpu"
         """Type of device of the last engine that was ready."""
         self._task: asyncio.Task[None] | None = None
-        self.weights = WeightStatus(number=served.number, version=served.version, pause=served.pause)
+        self.weights = WeightStatus(number=served.number, version=served.version, pause=served.pause, of_files=served.of_files)
         """State of the engine's weights, as it said last."""
         self._weight_calls: set[int] = set()
         """Commands to the weights that it has not answered."""

@@ -445,6 +445,37 @@ def test_a_killed_engine_does_not_serve_the_weights_of_its_files(shared: Shared,
     shared.run(work())
 
 
+def test_a_killed_engine_has_the_weights_of_its_files_again(shared: Shared, folder: Path, tmp_path: Path) -> None:
+    """Nothing is lost where they were served, under whatever number; and where they are accepted."""
+
+    async def killed() -> None:
+        llm = shared.llm
+        pid = llm.engine_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: llm.engine_pid not in (None, pid) and llm._supervisor.health().ok)
+
+    async def work() -> None:
+        weights = shared.llm.weights
+        await weights.update_from_disk(write(tmp_path / "new", version_of(folder, 13)))
+        await weights.reload("files")
+        number = weights.status().number
+        assert weights.status().of_files
+        await killed()
+        assert (weights.status().state, weights.status().number) == ("serving", number)
+        outputs = [await rollout(shared.llm, 1, 4)]
+        assert spans(outputs[0]) == [("files", 0, 4)]
+        await asyncio.to_thread(check, outputs, {"files": version_of(folder, 0)}, folder, tmp_path)
+        await weights.update_from_disk(write(tmp_path / "new", version_of(folder, 13)))
+        await killed()
+        assert weights.status().state == "lost"
+        await weights.accept_files()
+        await killed()
+        assert (weights.status().state, weights.status().number) == ("serving", number + 2)
+
+    shared.run(work())
+
+
 @pytest.mark.slow
 def test_two_replicas(folder: Path, tmp_path: Path) -> None:
     """They are updated together; one that is killed comes back without requests until it has the others' weights."""

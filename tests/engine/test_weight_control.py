@@ -31,6 +31,7 @@ from headrace.core.weights import (
     WeightCommand,
     WeightResult,
 )
+from headrace.engine.weights import WeightControl
 from headrace.errors import QueueFullError, UnavailableError
 from headrace.frontend.prepare import input_processor
 from headrace.frontend.streams import new_output
@@ -180,6 +181,18 @@ def test_any_interleaving(text: ModelText, depth: int, times: int) -> None:
         assert not world.open, "a request was told nothing"
         world.core.check_integrity()
     assert states == {"serving", "paused", "open", "writing", "asleep", "hollow", "torn"}
+
+
+def test_updates_that_must_be_complete(text: ModelText) -> None:
+    """A part of the weights ends no update, and more of them complete it."""
+    world, results = World(text, 1), list[WeightResult]()
+    world.core.weights = WeightControl(world.core, complete=True)
+    for command in (Begin(), Load(DiskSource("half")), Finish(0), Load(DiskSource("whole")), Finish(0)):
+        world.core.weights.submit(command, results.append)
+        while world.core.weights.busy:
+            world.turn()
+    assert [result.status for result in results] == [200, 200, 409, 200, 200]
+    assert "weights_must_be_complete" in results[2].error and "1 tensors were not written" in results[2].error
 
 
 def test_an_update_that_is_given_up_counts_for_no_other(text: ModelText) -> None:

@@ -479,6 +479,33 @@ def test_a_repeated_command_waits_for_the_first(monkeypatch: pytest.MonkeyPatch)
     assert len(calls) == 3
 
 
+def test_a_pause_that_nobody_lifts_is_in_the_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Once it has lasted, and again in intervals, until it is lifted."""
+    monkeypatch.setattr("headrace.server.routes.rl._REMINDER_SECONDS", 0.02)
+    llm, paused = FakeLLM(), [WeightStatus(pause="keep")]
+
+    class Paused(FakeWeights):
+        def status(self) -> WeightStatus:
+            return paused[-1]
+
+    monkeypatch.setattr(llm, "weights", Paused(), raising=False)
+
+    async def ask() -> None:
+        async with client(llm, ServerSettings(enable_rl_api=True, pause_timeout=0.02)) as http:
+            for _ in range(2):
+                await http.post("/pause?mode=keep")
+            while len(caplog.messages) < 3:
+                await asyncio.sleep(0.01)
+            paused.append(WeightStatus())
+            await asyncio.sleep(0.05)
+            caplog.clear()
+            await asyncio.sleep(0.05)
+
+    with caplog.at_level("WARNING", "headrace.server"):
+        asyncio.run(asyncio.wait_for(ask(), 30))
+    assert not caplog.messages
+
+
 @pytest.mark.parametrize(
     ("settings", "key", "status"),
     [

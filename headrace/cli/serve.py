@@ -9,16 +9,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+import msgspec
+
 from headrace.cli.options import ENGINE_FIELDS, Group, check_names, command
 from headrace.cli.own_options import LogOptions
 from headrace.config import EngineArgs
+from headrace.core.weights import OF_FILES, ServedWeights
 from headrace.host.clock import process_start
 from headrace.processes.early import hints
 from headrace.processes.spawn import COMMAND, spawn
 from headrace.server.listen import address, listen
 from headrace.server.models.options import ModelsOptions
 from headrace.server.settings import ServerSettings
-from headrace.server.supervisor import supervised
+from headrace.server.supervisor import KeptBytes, supervised
 
 LOG_OPTIONS: Group[LogOptions] = Group.of(LogOptions)
 SERVER_OPTIONS: Group[ServerSettings] = Group.of(ServerSettings)
@@ -52,6 +55,12 @@ def set_up_logs(level: str) -> None:
     logging.getLogger("headrace").setLevel(level.upper())
 
 
+def served_before(kept: KeptBytes) -> ServedWeights:
+    """Returns the weights that a server's process served before this one."""
+    content = kept.read()
+    return msgspec.msgpack.decode(content, type=ServedWeights) if content else OF_FILES
+
+
 @command(args=ENGINE_FIELDS, settings=SERVER_OPTIONS, models=MODELS_OPTIONS, logging=LOG_OPTIONS)
 def serve(args: EngineArgs, settings: ServerSettings, models: ModelsOptions, logging: LogOptions) -> None:
     """Serve a model over HTTP, in the shape of OpenAI's API.
@@ -75,7 +84,9 @@ def serve(args: EngineArgs, settings: ServerSettings, models: ModelsOptions, log
 
     console = Console(stderr=True)
     report = print_report if logging.report else partial(print_summary, address=address(settings, sockets))
-    llm = AnnouncedLLM(args, console, report, chat_template=settings.chat_template, spawned=spawned)
+    served = served_before(server.kept)
+    llm = AnnouncedLLM(args, console, report, chat_template=settings.chat_template, spawned=spawned, served=served)
+    llm.weights.on_change = lambda served: server.kept.write(msgspec.msgpack.encode(served))
     run_app(build_app(llm, settings), sockets, server.ready)
 
 

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from headrace.bench.report import add_row, plain_width, table
 from headrace.config import EngineArgs
+from headrace.core.weights import OF_FILES, ServedWeights
 from headrace.engine.info import EngineInfo, LayerLine, Progress
 from headrace.errors import human_size, ranges
 from headrace.frontend.async_llm import AsyncLLM
@@ -192,11 +193,12 @@ class AnnouncedLLM(AsyncLLM):
         *,
         chat_template: str | None = None,
         spawned: Spawned | None = None,
+        served: ServedWeights = OF_FILES,
     ) -> None:
         self._console = console
         self._report = report
         self._status: Status | None = None
-        super().__init__(args, on_progress=self._show, chat_template=chat_template, spawned=spawned)
+        super().__init__(args, on_progress=self._show, chat_template=chat_template, spawned=spawned, served=served)
 
     async def start(self) -> None:
         with self._console.status("starting the engine") as self._status:

@@ -233,6 +233,12 @@ class ServedWeights(msgspec.Struct, frozen=True, array_like=True):
     number: int = 0
     version: str = "0"
     pause: PauseMode | None = None
+    of_files: bool = True
+    """They are those of the model's files, which a restarted engine has."""
+
+
+OF_FILES = ServedWeights()
+"""The weights of the model's files."""
 
 
 class WeightStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -242,6 +248,8 @@ class WeightStatus(msgspec.Struct, frozen=True, kw_only=True):
     pause: PauseMode | None = None
     own_pause: bool = False
     """The update that is open paused the engine, or sleep did: its end resumes."""
+    updating: bool = False
+    """An update has begun, whatever ``state`` tells besides."""
     asleep: tuple[SleepTag, ...] = ()
     """Parts of the engine that sleep."""
     level: int = 0
@@ -250,12 +258,19 @@ class WeightStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Counts the versions. It is in the identity of all KV."""
     version: str = "0"
     """Name of the version."""
+    of_files: bool = True
+    """The version is that of the model's files."""
     reason: str = ""
     """Reason why no weights can be served; empty: they can."""
     groups: list[str] = []
     """Names of the groups that were joined."""
     num_tensors: int = 0
     """Tensors that loads have written so far."""
+
+    @property
+    def served(self) -> ServedWeights:
+        """The weights that an engine after this one should have."""
+        return ServedWeights(self.number, self.version, None if self.own_pause else self.pause, self.of_files)
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, array_like=True):

@@ -143,6 +143,10 @@ class WeightControl:
         self._joins: dict[str, Reply] = {}
         self._groups: set[str] = set()
         self._number, self._version = 0, "0"
+        self._of_files = True
+        """The version is that of the model's files."""
+        self._files_alone = True
+        """All loads of the update come from the model's files."""
         self._beat_at = 0.0
         self._num_tensors = 0
 
@@ -170,10 +174,12 @@ class WeightControl:
             state=state,
             pause=self._pause,
             own_pause=self._own_pause or self._own_sleep,
+            updating=self._open,
             asleep=self._sleeping,
             level=self._level,
             number=self._number,
             version=self._version,
+            of_files=self._of_files,
             reason=self._reason,
             groups=sorted(self._groups),
             num_tensors=self._num_tensors,
@@ -198,12 +204,15 @@ class WeightControl:
     def start(self, served: ServedWeights) -> None:
         """Takes over what the engine before this one had."""
         self._pause = served.pause
-        if served.number:
+        if served.number and served.of_files:
+            self._version = served.version
+            self._number = self._core.weights_changed(served.version, served.number)
+        elif served.number:
             self._lose(served.number, served.version)
         self._apply()
 
     def _lose(self, number: int, version: str) -> None:
-        self._number, self._version = number, version
+        self._number, self._version, self._of_files = number, version, False
         self._damage = "lost", f"weights lost: version {version} was served, and this engine has those of its files"
 
     def _apply(self) -> None:
@@ -235,6 +244,9 @@ class WeightControl:
                 case Sleep():
                     ended = self._on_sleep(command, reply)
                 case Join(group):
+                    if group.name in self._groups:
+                        # The sender of before is gone.
+                        self._fail(f"the group {group.name} was joined again")
                     self._rank(command)
                     self._groups.discard(group.name)
                     self._joins[group.name] = reply
@@ -263,6 +275,7 @@ class WeightControl:
             case AcceptFiles():
                 if self._damage is None or self._damage[0] != "lost":
                     raise WeightsError("no weights are lost", 409)
+                self._of_files = True
                 self._renew(self._number + 1, None)
             case Rename(version):
                 if self._damage is not None or self._open:
@@ -331,7 +344,7 @@ class WeightControl:
                 return
         if not self._open:
             self._num_updates += 1
-            self._open, self._changed = True, False
+            self._open, self._changed, self._files_alone = True, False, True
             if self._damage is None:
                 self._rank(Forget())
         self._apply()
@@ -345,6 +358,7 @@ class WeightControl:
             self._rank(Drop())
             raise WeightsError(error, 400)
         self._changed = True
+        self._files_alone = self._files_alone and isinstance(command.source, FilesSource)
         self._load, self._num_tensors = reply, 0
         self._rank(Receive(self._sums))
         self._apply()
@@ -362,6 +376,8 @@ class WeightControl:
             raise WeightsError(f"{what}; {len(lacking)} tensors were not written: {', '.join(lacking[:_SHOWN])}", 409)
         if command.checksums:
             self._compare(command.checksums)
+        if found.written:
+            self._of_files = self._files_alone and (self._of_files or not found.missing)
         self._renew(command.number, command.version)
         missing = found.missing
         return WeightResult(written=found.written, kept=missing[:_SHOWN], num_kept=len(missing))
@@ -505,8 +521,11 @@ class WeightControl:
         self._rank(Drop())
         if loaded.error:
             self._fail(loaded.error)
+        if not self._open:
+            # Given up meanwhile: what it wrote since counts for no other update.
+            self._rank(Forget())
         self._apply()
-        error = "" if self._damage is None or not loaded.error else self._damage[1]
+        error = "" if self._open or self._damage is None else self._damage[1]
         reply(WeightResult(status=503 if error else 200, error=error, weights=self.status, written=loaded.written))
 
     # In the calling process
@@ -520,6 +539,7 @@ class WeightControl:
             WeightsError: the weights are torn, and stay so until an update has all of them.
         """
         self.call(Begin())
+        self._files_alone = False
         try:
             count = self._core.executor.update_weights(tensors)
         except ConfigError:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from headrace.config import EngineArgs
+from headrace.core.weights import OF_FILES, ServedWeights
 from headrace.engine.info import EngineInfo, Progress
 from headrace.errors import EngineError
 from headrace.frontend.adapters import LoRARequest, NamedAdapter
@@ -47,10 +48,15 @@ class AsyncLLM(EngineClient, AsyncPooledCalls):
         chat_template: str | None = None,
         on_progress: Callable[[Progress], None] | None = None,
         spawned: Spawned | None = None,
+        served: ServedWeights = OF_FILES,
     ) -> None:
-        """``chat_template``: a template, or the path of one, in place of the tokenizer's. ``spawned``: the process for the
-        first start, started before; None: ``start`` starts it."""
-        super().__init__(args or EngineArgs(), on_progress, spawned)
+        """
+        Args:
+            chat_template: a template, or the path of one, in place of the tokenizer's.
+            spawned: the process for the first start, started before; None: ``start`` starts it.
+            served: the weights that another client's engine had. Where those were not the files', the engine has lost them.
+        """
+        super().__init__(args or EngineArgs(), on_progress, spawned, served)
         self._chat_template = chat_template
         self._info: EngineInfo | None = None
         self._text: ModelText | None = None

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from headrace.config import EngineArgs
 from headrace.core.request import Request
+from headrace.core.weights import OF_FILES, ServedWeights
 from headrace.engine.info import Progress
 from headrace.errors import (
     ConfigError,
@@ -54,14 +55,26 @@ class EngineClient:
     command: ClassVar[Sequence[str]] = COMMAND
     """Starts the engine's process."""
 
-    def __init__(self, args: EngineArgs, on_progress: Callable[[Progress], None] | None, spawned: Spawned | None) -> None:
+    def __init__(
+        self,
+        args: EngineArgs,
+        on_progress: Callable[[Progress], None] | None,
+        spawned: Spawned | None,
+        served: ServedWeights = OF_FILES,
+    ) -> None:
         self.args = args
         self._stats = EngineStats()
         single = self.args.data_parallel_size == 1
         make: type[EngineSupervisor] | type[ReplicaSet] = EngineSupervisor if single else ReplicaSet
         self._quarantine = Quarantine(self.args.quarantine_seconds)
         self._supervisor = make(
-            self.args, self, on_progress=on_progress, command=self.command, quarantine=self._quarantine, spawned=spawned
+            self.args,
+            self,
+            on_progress=on_progress,
+            command=self.command,
+            quarantine=self._quarantine,
+            spawned=spawned,
+            served=served,
         )
         self._inboxes: dict[str, Inbox] = {}
         self._calls: dict[int, tuple[ControlName, asyncio.Future[bool]]] = {}

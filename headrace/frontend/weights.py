@@ -26,6 +26,7 @@ from headrace.core.weights import (
     PauseMode,
     Rename,
     Resume,
+    ServedWeights,
     Sleep,
     SleepTag,
     Source,
@@ -70,6 +71,8 @@ class Weights:
         self._packed_bytes = packed_bytes
         self._calls: dict[int, tuple[str, asyncio.Future[WeightResult]]] = {}
         self._numbers = itertools.count(1)
+        self.on_change: Callable[[ServedWeights], None] = lambda served: None
+        """Called before each answer: the weights that an engine after this one should have."""
 
     def status(self) -> WeightStatus:
         """The state of the weights, their version, and the groups that were joined."""
@@ -94,6 +97,7 @@ class Weights:
 
     def answered(self, reply: WeightReply) -> None:
         """Called with each answer of the engine."""
+        self.on_change(self.status().served)
         _, future = self._calls.get(reply.call, (None, None))
         if future is not None and not future.done():
             future.set_result(reply.result)

@@ -108,6 +108,28 @@ def _by_replica(family: _Family, name: str, text: str, values: Sequence[float]) 
     return metric
 
 
+class WeightsCollector(Collector):
+    """Exports the state of weights that trainers change."""
+
+    def __init__(self, states: Sequence[str], weights: Callable[[], tuple[str, int]]) -> None:
+        """
+        Args:
+            states: all of them.
+            weights: returns the state that they are in, and the number of their version.
+        """
+        self._states, self._weights = states, weights
+
+    def collect(self) -> Iterator[Metric]:
+        state, number = self._weights()
+        text = "1 for the state that the weights are in, else 0, at the engine's last report."
+        states = GaugeMetricFamily("headrace_weights_state", text, labels=["state"])
+        for one in self._states:
+            states.add_metric([one], float(one == state))
+        yield states
+        text = "Number of the version of the weights, which rises with each update, at the engine's last report."
+        yield GaugeMetricFamily("headrace_weights_version", text, value=number)
+
+
 class Gaps(Collector):
     """A histogram of the seconds between tokens. It is observed for every token: ``Histogram`` would take a lock twice each
     time and try the buckets in turn."""

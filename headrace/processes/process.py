@@ -116,6 +116,9 @@ class EngineLoop:
         if core.idle():
             self._report()
             return
+        if core.has_work():
+            # While steps are held, requests come and end without them.
+            self._send(Stats(core.stats()))
         self._channel.wait(_IDLE_SECONDS if sentinels else None, sentinels)
         core.executor.check()
 

@@ -86,8 +86,8 @@ class ReplicaWeights:
         """Commands that wait until no weights are copied."""
 
     def status(self) -> WeightStatus:
-        """State of all replicas that run: the worst of them."""
-        known = [replica.weights for replica in self._replicas if replica.up] or [WeightStatus()]
+        """State of all replicas that run: the worst of them. None runs: of all."""
+        known = [one.weights for one in self._replicas if one.up] or [one.weights for one in self._replicas]
         worst = max(known, key=lambda one: _STATES.index(one.state))
         # A replica that lost its weights does not serve, and the others do.
         serving = [one for one in known if not one.reason]

@@ -15,7 +15,7 @@ import msgspec
 
 from headrace.config import EngineArgs
 from headrace.core.request import Request
-from headrace.core.weights import WeightStatus
+from headrace.core.weights import OF_FILES, ServedWeights, WeightStatus
 from headrace.engine.endings import aborted
 from headrace.engine.info import EngineInfo, Progress
 from headrace.errors import EngineDeadError, EngineError, QueueFullError, RequestError
@@ -133,6 +133,7 @@ class ReplicaSet:
         command: Sequence[str],
         quarantine: Quarantine,
         spawned: Spawned | None = None,
+        served: ServedWeights = OF_FILES,
     ) -> None:
         self._client = client
         self._timeout = args.dp_queue_timeout
@@ -151,6 +152,7 @@ class ReplicaSet:
                 command=command,
                 quarantine=quarantine,
                 spawned=spawned if replica.number == 0 else None,
+                served=served,
                 replica=replica.number,
                 on_turn=functools.partial(self._on_turn, replica.number),
             )

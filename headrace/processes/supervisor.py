@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from headrace.config import EngineArgs
 from headrace.core.request import Request
-from headrace.core.weights import ServedWeights, WeightStatus
+from headrace.core.weights import OF_FILES, ServedWeights, WeightStatus
 from headrace.engine.endings import aborted
 from headrace.engine.info import EngineInfo, Progress
 from headrace.errors import ConfigError, EngineDeadError, EngineError, listed
@@ -109,10 +109,12 @@ class EngineSupervisor:
         command: Sequence[str],
         quarantine: Quarantine,
         spawned: Spawned | None = None,
+        served: ServedWeights = OF_FILES,
         replica: int = 0,
         on_turn: Callable[[bool], None] = lambda begins: None,
     ) -> None:
-        """``quarantine``: shared by all engines that are sent the same requests. ``on_turn``: as for ``Isolation``."""
+        """``quarantine``: shared by all engines that are sent the same requests. ``served``: the weights that the engine should
+        have. ``on_turn``: as for ``Isolation``."""
         self._args = args
         self._replica = replica
         self._client = client
@@ -140,7 +142,7 @@ class EngineSupervisor:
         self._device = "cpu"
         """Type of device of the last engine that was ready."""
         self._task: asyncio.Task[None] | None = None
-        self.weights = WeightStatus()
+        self.weights = WeightStatus(number=served.number, version=served.version, pause=served.pause, of_files=served.of_files)
         """State of the engine's weights, as it said last."""
         self._weight_calls: set[int] = set()
         """Commands to the weights that it has not answered."""
@@ -270,8 +272,7 @@ class EngineSupervisor:
         """
         self._fatal, self._ready_at, self._phase = None, None, ""
         self._weight_calls.clear()
-        weights = self.weights
-        served = ServedWeights(weights.number, weights.version, None if weights.own_pause else weights.pause)
+        served = self.weights.served
         spawned, self._spawned = self._spawned or spawn(self._command), None
         self.origin = spawned.origin
         engine_process = self._engine_process = EngineProcess(spawned, self._on_message)

@@ -61,8 +61,10 @@ class AnswerRoute(Generic[B]):
         return f"{self.prefix}{uuid.uuid4().hex}"
 
 
-def answers(router: APIRouter, url: str, prefix: str, kind: type[B], endpoint: Endpoint) -> Callable[..., AnswerRoute[B]]:
-    """Decorates what begins the generation of a checked body, and makes it answer POST.
+def answers(
+    router: APIRouter, url: str, prefix: str, kind: type[B], endpoint: Endpoint, *others: str
+) -> Callable[..., AnswerRoute[B]]:
+    """Decorates what begins the generation of a checked body, and makes it answer POST, at ``url`` and at others.
 
     The function takes the server's state, the body, the id of the answer and who sent the request. It
     raises ApiError and RequestError, naming the field at fault.
@@ -70,7 +72,7 @@ def answers(router: APIRouter, url: str, prefix: str, kind: type[B], endpoint: E
 
     def decorate(build: Callable[[Serving, B, str, Caller], Awaitable[Begun]]) -> AnswerRoute[B]:
         route = AnswerRoute(url, prefix, kind, endpoint, build)
-        posts(router, url, kind=kind, endpoint=endpoint, like=build)(route.answer)
+        posts(router, url, *others, kind=kind, endpoint=endpoint, like=build)(route.answer)
         return route
 
     return decorate

@@ -49,15 +49,23 @@ class Generation:
     """
 
     def __init__(
-        self, serving: Serving, requests: Sequence[Request], *, names: Sequence[str] = (), keeps_aborted: bool = False
+        self,
+        serving: Serving,
+        requests: Sequence[Request],
+        *,
+        names: Sequence[str] = (),
+        keeps_aborted: bool = False,
+        weights_number: int | None = None,
     ) -> None:
         """
         Args:
             names: the client's names of the requests, by which it may abort them.
             keeps_aborted: whether an aborted sequence is an answer, with the tokens that it has, and not an error.
+            weights_number: of the version with which the client says that they begin; None: that which serves then.
         """
         self.requests = requests
         self._names, self._keeps_aborted = names or [""] * len(requests), keeps_aborted
+        self._weights_number = weights_number
         self.num_choices = sum(request.sampling.n for request in requests)
         self.completion_tokens = 0
         self.reasoning_tokens = 0
@@ -90,8 +98,9 @@ class Generation:
         """Wait for the first delta, so that an error before it still gets its HTTP status."""
         self._serving.enter(self.requests[0].tenant, self.num_choices)
         self._entered = True
+        number = self._serving.llm.weights.status().number if self._weights_number is None else self._weights_number
         for request, name in zip(self.requests, self._names, strict=True):
-            self._serving.running[request.request_id] = RunningRequest(request.tenant, name)
+            self._serving.running[request.request_id] = RunningRequest(request.tenant, name, number)
         self._stream = await self._serving.llm.add(*self.requests)
         if not await self._stream.more():
             raise EngineError("the engine ended the request without an answer")

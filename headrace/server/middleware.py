@@ -35,6 +35,7 @@ _GENERATES = frozenset(
         "/v1/responses",
         "/generate",
         "/inference/v1/generate",
+        "/v1/generate",
         "/api/chat",
         "/api/generate",
     }

@@ -273,6 +273,9 @@ class GenerateBody(SampledBody, frozen=True, kw_only=True):
     --enable-return-routed-experts."""
     routed_experts_start_len: Annotated[int, OptionSpec(min=0, max=INT32_MAX, apis=_GENERATE)] = 0
     """First token of routed_experts; at most the tokens of the prompt."""
+    start_weight_version: Annotated[int | None, OptionSpec(min=0, max=INT64_MAX, apis=_GENERATE)] = None
+    """Number that abort_below_start_weight_version of /pause_generation compares. Default: that of the weights that serve when
+    the request arrives."""
     lora_path: Annotated[str | None, OptionSpec(min=1, max=256, apis=_GENERATE)] = None
     """Name of a loaded LoRA adapter. Default: the model's own weights."""
 
@@ -309,6 +312,9 @@ class LoadLoraBody(RequestBody, frozen=True, kw_only=True):
     """Replace the adapter that has the name. Requests that run with it go on."""
     is_3d_lora_weight: bool | None = None
     """Whether the adapter has stacked experts (target_parameters); the files must agree. Default: as the files say."""
+    pinned: bool = False
+    """SGLang's field: must be false, since all adapters share the places on the device. None leaves the host's memory before it
+    is unloaded."""
 
 
 class UnloadLoraBody(RequestBody, frozen=True, kw_only=True):

@@ -13,20 +13,20 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import msgspec
 from fastapi import Request
 
 import headrace
 from headrace.core.request import AdapterRef
-from headrace.core.weights import WeightStatus
+from headrace.core.weights import WeightState, WeightStatus
 from headrace.engine.info import EngineInfo
 from headrace.errors import ConfigError, ConflictError, EngineDeadError, EngineError, QueueFullError, RequestError
 from headrace.frontend.adapters import LoRARequest
 from headrace.host.bounded_cache import BoundedCache
 from headrace.host.garbage import freeze_gc
-from headrace.metrics.prometheus import HttpMetrics, ReplicaReport, ServerMetrics
+from headrace.metrics.prometheus import HttpMetrics, ReplicaReport, ServerMetrics, WeightsCollector
 from headrace.outputs import AttentionReport
 from headrace.server.body import BodyBudget
 from headrace.server.errors import WEIGHTS_RETRY_SECONDS, ApiError, first_line, shown, unavailable
@@ -61,6 +61,8 @@ class RunningRequest(NamedTuple):
     tenant: str
     name: str
     """The client's name of it; empty: it has none."""
+    weights_number: int
+    """Number of the version of the weights with which it began."""
 
 
 class ServerState(abc.ABC):
@@ -128,6 +130,8 @@ class Serving(ServerState):
             None if llm.replicas is None else self._replica_reports,
             llm.args.max_loras if llm.args.enable_lora else 0,
         )
+        if settings.enable_rl_api:
+            self.metrics.registry.register(WeightsCollector(get_args(WeightState), self._weights_report))
         self.loading = False
         """The engine may be up before its client can make requests for it."""
         self.unloads = False
@@ -169,6 +173,10 @@ class Serving(ServerState):
 
     async def close(self) -> None:
         await self.llm.close()
+
+    def _weights_report(self) -> tuple[str, int]:
+        weights = self.llm.weights.status()
+        return weights.state, weights.number
 
     def _replica_reports(self) -> Sequence[ReplicaReport]:
         return [] if self.llm.replicas is None else self.llm.replicas.reported()
@@ -307,7 +315,14 @@ class Serving(ServerState):
 
     async def abort(self, tenant: str, names: Collection[str] | None) -> int:
         """Aborts a tenant's requests of these names, or all of them; returns how many."""
-        found = [id for id, (owner, name) in self.running.items() if owner == tenant and (names is None or name in names)]
+        return await self._abort(lambda one: one.tenant == tenant and (names is None or one.name in names))
+
+    async def abort_begun_before(self, weights_number: int) -> int:
+        """Aborts the requests that began with weights of a lower number; returns how many."""
+        return await self._abort(lambda one: one.weights_number < weights_number)
+
+    async def _abort(self, chosen: Callable[[RunningRequest], bool]) -> int:
+        found = [request_id for request_id, one in self.running.items() if chosen(one)]
         for request_id in found:
             await self.llm.abort(request_id)
         return len(found)

@@ -10,6 +10,7 @@ import ctypes
 import faulthandler
 import functools
 import logging
+import mmap
 import os
 import select
 import signal
@@ -29,6 +30,33 @@ _LONGEST_PAUSE = 8.0
 _CHILDREN_SECONDS = 10.0
 """Time in which child processes of a dead server end by themselves."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_KEPT_BYTES = 8192
+
+
+class KeptBytes:
+    """Bytes that outlive the server's process: they are in memory that its parent shares with it.
+
+    There are two places, so that a process that dies while it writes one leaves the other.
+    """
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 1 + 2 * _KEPT_BYTES)
+
+    def read(self) -> bytes:
+        """Returns what was written last; nothing: no bytes."""
+        start = 1 + self._memory[0] * _KEPT_BYTES
+        size = int.from_bytes(self._memory[start : start + 2], "little")
+        return self._memory[start + 2 : start + 2 + size]
+
+    def write(self, content: bytes) -> None:
+        """Raises: ValueError: there is no room for so many."""
+        stored = len(content).to_bytes(2, "little") + content
+        if len(stored) > _KEPT_BYTES:
+            raise ValueError(f"{len(content)} bytes are more than {_KEPT_BYTES - 2}")
+        other = 1 - self._memory[0]
+        start = 1 + other * _KEPT_BYTES
+        self._memory[start : start + len(stored)] = stored
+        self._memory[0] = other
 
 
 class Supervised(NamedTuple):
@@ -38,6 +66,8 @@ class Supervised(NamedTuple):
     """Processes that crashed before it."""
     ready: Callable[[], None]
     """Tells the parent that requests are taken."""
+    kept: KeptBytes
+    """Bytes that the processes before it have left."""
 
 
 def supervised() -> Supervised:
@@ -49,8 +79,9 @@ def supervised() -> Supervised:
 
     Call this while the process has one thread. Where the system is not Linux, the caller is the server, without a parent.
     """
+    kept = KeptBytes()
     if sys.platform != "linux":
-        return Supervised(0, lambda: None)
+        return Supervised(0, lambda: None, kept)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     stops: set[signal.Signals] = {signal.SIGTERM, signal.SIGINT}
     stops |= {number for number in (signal.SIGHUP, signal.SIGQUIT) if signal.getsignal(number) != signal.SIG_IGN}
@@ -65,7 +96,7 @@ def supervised() -> Supervised:
         if not pid:
             os.close(told)
             _become_server(parent, usual)
-            return Supervised(restarts, functools.partial(_tell, tell))
+            return Supervised(restarts, functools.partial(_tell, tell), kept)
         os.close(tell)
         code, stopped = _outcome(pid, stops)
         was_ready = bool(select.select([told], [], [], 0)[0] and os.read(told, 1))

@@ -23,6 +23,21 @@ from headrace.option_groups import WeightTransferConfig
 from headrace.server.settings import ServerSettings
 
 STEPS = 4
+CLIENT = """
+import json
+import sys
+from trl.generation.vllm_client import VLLMClient
+
+client = VLLMClient(base_url=sys.argv[1])
+ids = [[5, 6, 7], [8, 9]]
+greedy = {"temperature": 0.0, "top_p": 1.0, "max_tokens": 4}
+found = client.generate(ids, n=2, **greedy)
+found["again"] = client.generate(ids, **greedy)["completion_ids"]
+found["chat"] = client.chat([[{"role": "user", "content": "Hi"}]], **greedy)["completion_ids"]
+found["scores"] = client.get_sequence_logprobs([[*ids[0], *found["again"][0]]], [3], top_logprobs=2)
+client.reset_prefix_cache()
+print(json.dumps(found))
+"""
 TRL = importlib.util.find_spec("trl")
 
 
@@ -57,6 +72,15 @@ def write_qwen3(folder: Path) -> None:
     Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
+def ran(stub: Path, *arguments: str) -> Any:
+    """What a program prints in its last line, which imports TRL."""
+    path = os.pathsep.join((str(stub), str(Path(__file__).parents[1]), *filter(None, sys.path)))
+    command, environment = [sys.executable, *arguments], os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr[-20000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
 def trained(folder: Path, *more: str, settings: dict[str, Any], **args: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The trainer's log, and the server's state in the end: its weights and the names of its models."""
     model, stub = folder / "model", folder / "stub"
@@ -65,13 +89,7 @@ def trained(folder: Path, *more: str, settings: dict[str, Any], **args: Any) -> 
     engine = EngineArgs(model=str(model), dtype="float32", device="cpu", num_threads=1, num_kv_blocks=256, **args)
     served = ServerSettings(enable_rl_api=True, served_model_names=(str(model),), **settings)
     with running(AsyncLLM(engine), served) as server:
-        command = [sys.executable, "-m", "support.trl.program", str(model), server.url, str(folder / "out"), str(STEPS), *more]
-        path = os.pathsep.join((str(stub), str(Path(__file__).parents[1]), *filter(None, sys.path)))
-        done = subprocess.run(
-            command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=400, check=False
-        )
-        assert done.returncode == 0, done.stderr[-20000:]
-        log = json.loads(done.stdout.strip().splitlines()[-1])
+        log = ran(stub, "-m", "support.trl.program", str(model), server.url, str(folder / "out"), str(STEPS), *more)
         models = [card["id"] for card in httpx.get(f"{server.url}/v1/models").json()["data"]]
         return log, httpx.get(f"{server.url}/weight_info").json() | {"models": models}
 
@@ -93,3 +111,23 @@ def test_asynchronous_grpo_of_an_adapter(tmp_path: Path) -> None:
     assert sum("loss" in entry for entry in log) == STEPS
     # Adapters were sent, and no weights: the last ones are still loaded.
     assert status["number"] == 0 and f"trl-policy-v{STEPS + 1}" in status["models"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(TRL is None, reason="trl is not installed: pip install 'headrace[trl]'")
+def test_generation_on_a_server(tmp_path: Path) -> None:
+    """The client of ``GRPOTrainer``, but for its updates, which it makes from GPUs alone."""
+    model, stub = tmp_path / "model", tmp_path / "stub"
+    write_qwen3(model)
+    write_stub(stub)
+    engine = EngineArgs(model=str(model), dtype="float32", device="cpu", num_threads=1, num_kv_blocks=256, max_logprobs=-1)
+    settings = ServerSettings(enable_rl_api=True, served_model_names=(str(model),))
+    with running(AsyncLLM(engine), settings) as server:
+        found = ran(stub, "-c", CLIENT, server.url)
+    first, second = found["again"]
+    assert found["completion_ids"] == [first, first, second, second], "samples are prompt-major"
+    assert found["prompt_ids"] == [[5, 6, 7], [8, 9]] and len(found["chat"][0]) == 4
+    assert found["logprob_token_ids"][0] == [[token] for token in first]
+    [scores], [generated] = found["scores"]["actual_logprobs"], found["logprobs"][:1]
+    assert found["scores"]["actual_token_ids"] == [[[token] for token in first]]
+    assert [one[0] for one in scores] == pytest.approx([one[0] for one in generated], abs=1e-4)

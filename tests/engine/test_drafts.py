@@ -178,7 +178,7 @@ def test_features_follow_the_drafts_before_a_token(expected: Outcomes, drafts: C
             assert (one.token_ids, one.finish_reason, one.error) == (other.token_ids, other.finish_reason, None), name
             for mine, theirs in zip(one.logprobs, other.logprobs, strict=True):
                 assert (mine.token_ids, mine.rank) == (theirs.token_ids, theirs.rank), name
-                assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5), name
+                assert mine.logprobs == pytest.approx(theirs.logprobs, abs=3e-5), name
     assert engine.scheduler.stats().num_preemptions and proposer.num_drafts > 100
     if drafts is oracle:
         assert sum(kept) == proposer.num_drafts

@@ -31,6 +31,7 @@ from headrace.core.weights import (
     WeightCommand,
     WeightResult,
 )
+from headrace.engine.weights import WeightControl
 from headrace.errors import QueueFullError, UnavailableError
 from headrace.frontend.prepare import input_processor
 from headrace.frontend.streams import new_output
@@ -180,6 +181,43 @@ def test_any_interleaving(text: ModelText, depth: int, times: int) -> None:
         assert not world.open, "a request was told nothing"
         world.core.check_integrity()
     assert states == {"serving", "paused", "open", "writing", "asleep", "hollow", "torn"}
+
+
+def test_updates_that_must_be_complete(text: ModelText) -> None:
+    """A part of the weights ends no update, and more of them complete it."""
+    world, results = World(text, 1), list[WeightResult]()
+    world.core.weights = WeightControl(world.core, complete=True)
+    for command in (Begin(), Load(DiskSource("half")), Finish(0), Load(DiskSource("whole")), Finish(0)):
+        world.core.weights.submit(command, results.append)
+        while world.core.weights.busy:
+            world.turn()
+    assert [result.status for result in results] == [200, 200, 409, 200, 200]
+    assert "weights_must_be_complete" in results[2].error and "1 tensors were not written" in results[2].error
+
+
+def test_an_update_that_is_given_up_counts_for_no_other(text: ModelText) -> None:
+    """A load goes on after its update was given up: what it writes then is not of the next update."""
+    world, results = World(text, 1), list[WeightResult]()
+
+    def do(command: WeightCommand) -> WeightResult:
+        world.core.weights.submit(command, results.append)
+        while world.core.weights.busy and not isinstance(command, Load):
+            world.turn()
+        return results[-1]
+
+    do(Begin())
+    do(Load(DiskSource("whole")))
+    assert do(Fail("its client is gone")).weights.state == "torn"
+    assert (results[-1].status, len(results)) == (503, 3), "the load is answered too"
+    do(Begin())
+    world.core.weights.submit(Load(DiskSource("half")), results.append)
+    while world.core.weights.busy:
+        world.turn()
+    assert do(Finish(0)).status == 409 and "1 tensors were not written" in results[-1].error
+    world.core.weights.submit(Load(DiskSource("whole")), results.append)
+    while world.core.weights.busy:
+        world.turn()
+    assert do(Finish(0)).weights.state == "serving"
 
 
 @pytest.mark.parametrize("mode", ["keep", "recompute"])

@@ -150,7 +150,8 @@ def test_preempted_sequences_and_samples_of_one_prompt_keep_their_adapter(
                 assert abs(row[token].item() - entry[token].logprob) < 1e-4
 
 
-def test_rows_of_the_base_are_bitwise_those_without_adapters(llm: LLM, adapters: dict[str, Path]) -> None:
+def test_rows_of_the_base_do_not_depend_on_adapters_beside_them(llm: LLM, adapters: dict[str, Path]) -> None:
+    """Bit for bit. Without any, the last layer multiplies fewer rows, which some CPUs sum up in another order."""
     prompts = [prompt(10, seed) for seed in range(3)]
 
     def first(adapter: str | None) -> list[Any]:
@@ -158,7 +159,12 @@ def test_rows_of_the_base_are_bitwise_those_without_adapters(llm: LLM, adapters:
         outputs = llm.generate(prompts, params(4), lora_request=[request(adapters, adapter), None, None])
         return [(sample.token_ids, sample.logprobs) for output in outputs[1:] for sample in output.outputs]
 
-    assert first("many") == first("four") == first(None)
+    many, without = first("many"), first(None)
+    assert many == first("four")
+    for (tokens, ours), (expected, theirs) in zip(many, without, strict=True):
+        assert tokens == expected
+        for token, one, other in zip(tokens, ours, theirs, strict=True):
+            assert one[token].logprob == pytest.approx(other[token].logprob, abs=1e-5)
 
 
 def test_equal_content_shares_prefixes_under_any_name(llm: LLM, adapters: dict[str, Path]) -> None:

@@ -14,10 +14,13 @@ from safetensors.torch import load_file, save_file
 from support.models.architectures import quiet
 from support.models.tiny_llama import write_model
 from support.pages import ROOT, blocks
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from headrace import LLM, SamplingParams
 from headrace.core.request import Request
+from headrace.core.weights import Begin, DiskSource, Finish, Load, Pause, Resume, WeightResult
 from headrace.errors import ConfigError, EngineError, UnavailableError, WeightsError
+from headrace.outputs import OutputDelta
 from headrace.weights.names import Target
 
 PROMPT = list(range(40, 90))
@@ -226,6 +229,39 @@ def test_weights_are_torn_until_all_are_written(old: Path, new: Path, monkeypatc
         llm.update_weights({K_PROJ: weights_of(new)[K_PROJ]})
     assert llm.update_weights(weights_of(new)) == len(weights_of(new))
     assert tokens_of(llm) == tokens_of(build(new))
+
+
+def test_frozen_requests_go_on_with_the_kv_that_they_have(old: Path, new: Path) -> None:
+    """As a model does that gets other weights between two tokens, and keeps its cache."""
+    llm, deltas = build(old, dtype="float32"), list[OutputDelta]()
+    core = llm._engine.core
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
+    core.add(Request(request_id="one", prompt_token_ids=PROMPT, sampling=params, max_tokens=12, seed=0))
+    for _ in range(6):
+        deltas += core.step()
+    for command in (Pause("keep"), Begin(), Load(DiskSource(str(new))), Finish(0), Resume()):
+        answers = list[WeightResult]()
+        core.weights.submit(command, answers.append)
+        while not answers:
+            core.weights.poll()
+            deltas += core.step() if core.runnable() else []
+        assert answers[0].status == 200
+    while core.has_work():
+        deltas += core.step()
+    tokens = [token for delta in deltas for token in delta.token_ids]
+    logprobs = [one.logprobs[0] for delta in deltas for one in delta.logprobs or ()]
+    before, after = deltas[-1].weight_versions
+    assert (before.version, before.end, after.version, after.end) == ("0", after.start, "1", 12)
+    with torch.no_grad(), quiet():
+        first, second = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (old, new))
+        cache, ids = DynamicCache(), PROMPT
+        for place, (token, ours) in enumerate(zip(tokens, logprobs, strict=True)):
+            model = first if place < after.start else second
+            logits = model(torch.tensor([ids]), past_key_values=cache).logits[0, -1]
+            assert logits.argmax() == token
+            assert ours == pytest.approx(logits.log_softmax(-1)[token].item(), abs=1e-4)
+            ids = [token]
+    assert tokens_of(llm) == tokens_of(build(new, dtype="float32")), "its KV of two versions is found by nobody"
 
 
 @pytest.mark.slow

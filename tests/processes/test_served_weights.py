@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -444,6 +445,37 @@ def test_a_killed_engine_does_not_serve_the_weights_of_its_files(shared: Shared,
     shared.run(work())
 
 
+def test_a_killed_engine_has_the_weights_of_its_files_again(shared: Shared, folder: Path, tmp_path: Path) -> None:
+    """Nothing is lost where they were served, under whatever number; and where they are accepted."""
+
+    async def killed() -> None:
+        llm = shared.llm
+        pid = llm.engine_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: llm.engine_pid not in (None, pid) and llm._supervisor.health().ok)
+
+    async def work() -> None:
+        weights = shared.llm.weights
+        await weights.update_from_disk(write(tmp_path / "new", version_of(folder, 13)))
+        await weights.reload("files")
+        number = weights.status().number
+        assert weights.status().of_files
+        await killed()
+        assert (weights.status().state, weights.status().number) == ("serving", number)
+        outputs = [await rollout(shared.llm, 1, 4)]
+        assert spans(outputs[0]) == [("files", 0, 4)]
+        await asyncio.to_thread(check, outputs, {"files": version_of(folder, 0)}, folder, tmp_path)
+        await weights.update_from_disk(write(tmp_path / "new", version_of(folder, 13)))
+        await killed()
+        assert weights.status().state == "lost"
+        await weights.accept_files()
+        await killed()
+        assert (weights.status().state, weights.status().number) == ("serving", number + 2)
+
+    shared.run(work())
+
+
 @pytest.mark.slow
 def test_two_replicas(folder: Path, tmp_path: Path) -> None:
     """They are updated together; one that is killed comes back without requests until it has the others' weights."""
@@ -480,6 +512,40 @@ def test_two_replicas(folder: Path, tmp_path: Path) -> None:
 
     shared.run(kill_one())
     trainer.close()
+    shared.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["disk", "vllm's group", "torch's group"])
+def test_two_ranks(folder: Path, tmp_path: Path, transport: str) -> None:
+    """Each receives whole tensors, and keeps its parts. A rank that is killed within an update takes the engine along."""
+    args = ALONE | {"tensor_parallel_size": 2}
+    shared = Shared(AsyncLLM(EngineArgs(model=str(folder), weight_transfer_config=TRANSFER, **args)))
+    trainer = None
+    if transport != "disk":
+        trainer = Trainer(3) if transport == "vllm's group" else Trainer(3, ("g", "g/", "cpu/"))
+        joined(shared, trainer)
+    run_updates(shared, folder, tmp_path, 4, 0, trainer, args=args)
+
+    async def kill_one() -> None:
+        weights, llm = shared.llm.weights, shared.llm
+        await weights.begin()
+        assert llm.engine_pid is not None
+        ranks = [one for one in psutil.Process(llm.engine_pid).children() if "headrace.processes.rank" in one.cmdline()]
+        ranks[-1].kill()
+        with pytest.raises((WeightsError, EngineDeadError)):
+            await weights.load(DiskSource(str(folder)))
+            await weights.finish("torn")
+        await until(lambda: weights.status().state == "lost" and llm._supervisor.health().ok)
+        with pytest.raises(UnavailableError, match="version v4 was served"):
+            await rollout(llm, 1, 4)
+        await weights.update_from_disk(write(tmp_path / "five", version_of(folder, 5)), "v5")
+        assert weights.status().number == 5
+        assert spans(await rollout(llm, 1, 4)) == [("v5", 0, 4)]
+
+    shared.run(kill_one())
+    if trainer is not None:
+        trainer.close()
     shared.close()
 
 

@@ -168,6 +168,10 @@ def test_tokens_for_tokens(api: Api) -> None:
     assert not api.llm.seen[0].sampling.detokenize, "nobody reads the text"
 
 
+def test_a_shorter_path(api: Api) -> None:
+    assert api.post("/v1/generate", {"token_ids": IDS}).json()["choices"] == vllm(api)["choices"]
+
+
 def test_a_stream_of_tokens(api: Api) -> None:
     options = {"stream": True, "stream_options": {"include_usage": True}}
     chunks = events(api.post("/inference/v1/generate", {"token_ids": IDS, "request_id": "r", **options}))

@@ -174,7 +174,7 @@ def test_adapters_are_loaded_and_unloaded_while_the_server_runs(api: Running, ro
     assert refused["code"] == "max_cpu_loras" and "there may be 2" in refused["message"]
     assert error(unload(api, "another", lora_int_id=8), 409)["param"] == "lora_int_id"
     assert 'vllm:lora_requests_info{max_lora="2"' in get(api, "/metrics").text
-    answer = load(api, "another", str(root / "adapters" / "third"), "/load_lora_adapter")
+    answer = load(api, "another", str(root / "adapters" / "third"), "/load_lora_adapter", pinned=False)
     assert answer.json()["loaded_adapters"]["another"].endswith("third")
     third = text(api, "another")
     assert third != second
@@ -200,6 +200,7 @@ def test_clients_read_only_what_they_may(api: Running, root: Path) -> None:
     (folder / "adapter_model.safetensors").write_bytes(stored.replace(b"layers.1.", b"layers.7."))
     assert "layers.7." in error(load(api, "x", "dora"), 400)["message"], "the engine knows its matrices"
     assert error(load(api, "x", "third", is_3d_lora_weight=True), 400)["param"] == "is_3d_lora_weight"
+    assert error(load(api, "x", "third", pinned=True), 400)["param"] == "pinned"
     assert {one["id"] for one in get(api, "/v1/models").json()["data"]} == {"base", "first"}
 
 

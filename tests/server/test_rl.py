@@ -104,13 +104,13 @@ def announced(weights: Weights) -> dict[str, Any]:
 class Rollout:
     """A completion in a thread."""
 
-    def __init__(self, http: httpx.Client, body: dict[str, Any]) -> None:
+    def __init__(self, http: httpx.Client, body: dict[str, Any], path: str = "/v1/completions") -> None:
         self.answer: dict[str, Any] = {}
-        self._thread = threading.Thread(target=self._ask, args=(http, body))
+        self._thread = threading.Thread(target=self._ask, args=(http, path, body))
         self._thread.start()
 
-    def _ask(self, http: httpx.Client, body: dict[str, Any]) -> None:
-        self.answer = http.post("/v1/completions", json=body).json()
+    def _ask(self, http: httpx.Client, path: str, body: dict[str, Any]) -> None:
+        self.answer = http.post(path, json=body).json()
 
     def wait(self) -> dict[str, Any]:
         self._thread.join(60)
@@ -195,6 +195,35 @@ def test_trl(http: httpx.Client, folder: Path) -> None:
     again.close()
 
 
+def test_a_trainer_that_is_gone(http: httpx.Client, folder: Path) -> None:
+    """The next one begins as if nothing was open: by joining again, or after the update was given up."""
+    trainer, weights = joined(http), weights_of(folder, 2)
+    post(http, "/pause?mode=keep")
+    post(http, "/start_weight_update")
+    trainer.close()
+    trainer = joined(http)
+    assert sync(http, trainer, weights, "next")["version"] == "next"
+    # The next one is gone after half of the tensors: what it wrote is no part of another update.
+    half = dict(list(weights.items())[::2])
+    post(http, "/pause?mode=keep")
+    post(http, "/start_weight_update")
+    trainer.beside(lambda: trainer.send(half, PACK))
+    post(http, "/update_weights", {"update_info": announced(half)})
+    trainer.wait()
+    trainer.close()
+    trainer = joined(http)
+    torn = http.get("/weight_info").json()
+    assert torn["state"] == "torn" and "joined again" in torn["reason"]
+    post(http, "/start_weight_update")
+    assert "tensors were not written" in post(http, "/finish_weight_update", status=409)["error"]["message"]
+    sync(http, trainer, weights, "whole")
+    trainer.close()
+    post(http, "/start_weight_update")
+    post(http, "/start_weight_update", status=409)
+    assert post(http, "/abort_weight_update")["state"] == "serving"
+    assert versions(post(http, "/v1/completions", ASK)) == [("whole", 0, 6)]
+
+
 def test_prime_rl(http: httpx.Client, folder: Path, root: Path) -> None:
     path = saved(root / "prime", weights_of(folder, 4))
     rollout = Rollout(http, LONG)
@@ -217,8 +246,24 @@ def test_prime_rl(http: httpx.Client, folder: Path, root: Path) -> None:
         ({"update_info": {"names": ["a"], "dtype_names": [], "shapes": []}}, "1 names, 0 dtypes"),
     ):
         assert text in post(http, "/update_weights", body, 400)["error"]["message"]
-    for path, text in (("/pause?mode=halt", "mode must be one of abort, wait, keep"), ("/pause?kv=recompute", "mode=keep")):
-        assert text in post(http, path, status=400)["error"]["message"]
+    for path, param, text in (
+        ("/pause?mode=halt", "mode", "mode must be one of abort, wait, keep"),
+        ("/pause?kv=recompute", "kv", "mode=keep"),
+        ("/pause?modes=keep", "modes", "did you mean mode?"),
+        ("/wake_up?tag=weights", "tag", "did you mean tags?"),
+    ):
+        refused = post(http, path, status=400)["error"]
+        assert refused["param"] == param and text in refused["message"]
+    for path, body, param in (
+        ("/init_weight_transfer_engine", {"init_info": {"rank_offset": 1}}, "init_info.world_size"),
+        ("/init_weight_transfer_engine", {"init_info": {"rank_offset": "x", "world_size": 2}}, "init_info.rank_offset"),
+        ("/finish_weight_update", {"version": "7"}, "version"),
+        ("/finish_weight_update", {"weight_version": "7" * 257}, "weight_version"),
+        ("/weight_checker", {"action": "sum"}, "action"),
+    ):
+        refused = post(http, path, body, 400)["error"]
+        assert refused["param"] == param and param in refused["message"]
+    assert "checksum, compare, reset" in refused["message"]
     assert http.get("/weight_info").json()["state"] == "serving"
 
 
@@ -269,6 +314,14 @@ def test_slime(http: httpx.Client, folder: Path, root: Path) -> None:
     wrong = {"names": ["no.such"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "slime-pp_0"}
     refused = post(http, "/update_weights_from_distributed", wrong, 400)
     assert refused["success"] is False and "no.such" in refused["message"]
+    for path, body, text in (
+        ("/pause_generation", {"mode": "keep"}, "mode must be one of abort, retract, in_place"),
+        ("/update_weight_version", {}, "new_version is missing"),
+        ("/update_weights_from_disk", {"model_path": str(root / "none")}, "model_path: there is no directory"),
+        ("/update_weights_from_tensor", {"serialized_named_tensors": []}, "a pickle may run anything"),
+    ):
+        refused = post(http, path, body, 400)
+        assert refused["success"] is False and text in refused["message"]
     # Without a pause, a call is an update of its own.
     number, body = http.get("/weight_info").json()["number"], announced(dict(items))
     body = {"names": body["names"], "dtypes": body["dtype_names"], "shapes": body["shapes"], "group_name": "slime-pp_0"}
@@ -276,6 +329,19 @@ def test_slime(http: httpx.Client, folder: Path, root: Path) -> None:
     post(http, "/update_weights_from_distributed", body | {"weight_version": "8"})
     trainer.wait()
     assert http.get("/weight_info").json()["number"] == number + 1
+    # With a begin and an end, tensors of several calls are one update, whatever sleeps meanwhile.
+    post(http, "/release_memory_occupation")
+    post(http, "/begin_weight_update")
+    for bucket in (dict(items[:5]), dict(items[5:])):
+        body = announced(bucket)
+        body = {"names": body["names"], "dtypes": body["dtype_names"], "shapes": body["shapes"], "group_name": "slime-pp_0"}
+        trainer.beside(lambda bucket=bucket: trainer.send(bucket))  # type: ignore[misc]
+        post(http, "/update_weights_from_distributed", body)
+        trainer.wait()
+    post(http, "/end_weight_update", {"weight_version": "8"})
+    post(http, "/resume_memory_occupation")
+    info = http.get("/model_info").json()
+    assert (info["is_generation"], info["weight_version"]) == (True, "8")
     post(http, "/destroy_weights_update_group", {"group_name": "slime-pp_0"})
     assert http.get("/weight_info").json()["state"] == "serving"
     assert http.get("/health_generate").status_code == 200
@@ -289,6 +355,40 @@ def test_slime(http: httpx.Client, folder: Path, root: Path) -> None:
     answer = post(http, "/v1/chat/completions", chat)
     assert [span["version"] for span in answer["choices"][0]["weight_versions"]] == ["9"]
     trainer.close()
+
+
+def test_requests_that_began_with_old_weights_are_ended(http: httpx.Client) -> None:
+    """Numbers tell which: names of versions may be anything, and change before or after the weights."""
+
+    def generate(**fields: Any) -> Rollout:
+        sampling = {"max_new_tokens": 200, "ignore_eos": True}
+        return Rollout(http, {"input_ids": ASK["prompt"], "sampling_params": sampling, **fields}, "/generate")
+
+    post(http, "/update_weight_version", {"new_version": "now"})
+    began = http.get("/weight_info").json()["number"]
+    post(http, "/pause_generation", {"mode": "in_place"})
+    requests = [generate(), generate(start_weight_version=0), generate(start_weight_version=began + 1)]
+    until(lambda: running_requests(http) == 3)
+    refused = post(http, "/pause_generation", {"abort_below_start_weight_version": 1}, 400)
+    assert "goes with the modes retract and in_place" in refused["message"]
+    post(http, "/pause_generation", {"mode": "in_place", "abort_below_start_weight_version": began})
+    assert requests[1].wait()["meta_info"]["finish_reason"]["type"] == "abort"
+    post(http, "/update_weight_version", {"new_version": "0"})
+    post(http, "/pause_generation", {"mode": "retract", "abort_below_start_weight_version": began + 1})
+    assert requests[0].wait()["meta_info"]["finish_reason"]["type"] == "abort"
+    post(http, "/continue_generation", {})
+    assert requests[2].wait()["meta_info"]["finish_reason"]["type"] == "length"
+
+
+def test_the_router_that_a_server_stands_for(http: httpx.Client) -> None:
+    """slime finds the workers whose requests it aborts, and adds its engines."""
+    [worker] = http.get("/workers").json()["workers"]
+    assert worker["url"] == str(http.base_url)
+    assert http.post(f"{worker['url']}/abort_request", json={"abort_all": True}).status_code == 200
+    added = post(http, "/workers", {"url": worker["url"], "worker_type": "regular"})
+    assert added["worker_id"] == worker["id"]
+    assert post(http, "/workers", {"url": "http://127.0.0.1:1"}, 400)["error"]["param"] == "url"
+    assert [http.delete(f"/workers/{one}").status_code for one in (worker["id"], "other")] == [200, 404]
 
 
 def test_sums_of_weights(http: httpx.Client, folder: Path, root: Path) -> None:
@@ -377,6 +477,33 @@ def test_a_repeated_command_waits_for_the_first(monkeypatch: pytest.MonkeyPatch)
 
     assert asyncio.run(ask()) == [409, 409, 200, 200, 200, 200]
     assert len(calls) == 3
+
+
+def test_a_pause_that_nobody_lifts_is_in_the_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Once it has lasted, and again in intervals, until it is lifted."""
+    monkeypatch.setattr("headrace.server.routes.rl._REMINDER_SECONDS", 0.02)
+    llm, paused = FakeLLM(), [WeightStatus(pause="keep")]
+
+    class Paused(FakeWeights):
+        def status(self) -> WeightStatus:
+            return paused[-1]
+
+    monkeypatch.setattr(llm, "weights", Paused(), raising=False)
+
+    async def ask() -> None:
+        async with client(llm, ServerSettings(enable_rl_api=True, pause_timeout=0.02)) as http:
+            for _ in range(2):
+                await http.post("/pause?mode=keep")
+            while len(caplog.messages) < 3:
+                await asyncio.sleep(0.01)
+            paused.append(WeightStatus())
+            await asyncio.sleep(0.05)
+            caplog.clear()
+            await asyncio.sleep(0.05)
+
+    with caplog.at_level("WARNING", "headrace.server"):
+        asyncio.run(asyncio.wait_for(ask(), 30))
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize(

@@ -62,9 +62,11 @@ def tokens(http: httpx.Client) -> list[int]:
 
 
 def gauges(http: httpx.Client) -> list[float]:
-    names = ("headrace_requests_running ", "headrace_requests_waiting ", "headrace_kv_cache_usage_ratio ")
-    lines = http.get("/metrics").text.splitlines()
-    return [float(line.split()[-1]) for line in lines if line.startswith(names)]
+    """Requests that run and wait, use of KV, and whether the metrics have the state that the weights are in."""
+    state = get(http, "/weight_info")["state"]
+    names = ("requests_running", "requests_waiting", "kv_cache_usage_ratio", f'weights_state{{state="{state}"}}')
+    samples = dict(line.rpartition(" ")[::2] for line in http.get("/metrics").text.splitlines())
+    return [float(samples[f"headrace_{name}"]) for name in names]
 
 
 def begin_long(http: httpx.Client) -> Any:
@@ -83,7 +85,7 @@ def test_vllms_names(http: httpx.Client) -> None:
         assert asleep["status"] == "sleeping"
         assert [(one["device"], one["pytorch"]) for one in asleep["memory"]] == [("cpu", 0)] * bool(level)
         assert all(one["used"] > 2**24 for one in asleep["memory"])
-        assert gauges(http) == [0.0, 0.0, 0.0], "who asks once sleep has answered"
+        assert gauges(http) == [0.0, 0.0, 0.0, 1.0], "who asks once sleep has answered"
         assert '"finish_reason":"abort"' in "".join(lines), "a request that ran has its end"
         stream.__exit__(None, None, None)
         assert get(http, "/is_sleeping") == {"is_sleeping": True}
@@ -104,6 +106,12 @@ def test_vllms_names(http: httpx.Client) -> None:
             assert post(http, "/wake_up") == {"status": "awake", "tags": [], "state": "serving"}
         assert get(http, "/health") == {"status": "ok"} and get(http, "/is_sleeping") == {"is_sleeping": False}
         assert tokens(http) == before
+    asleep = post(http, "/release_kv_cache_memory")
+    assert asleep["tags"] == ["kv_cache", "scheduling"]
+    assert post(http, "/wake_up?tags=kv_cache")["state"] == "serving"
+    assert post(http, "/weight_checker", {"action": "reset"})["state"] == "hollow"
+    post(http, "/update_model_weight")
+    assert tokens(http) == before
     for path in ("/sleep?level=3", "/sleep?mode=halt", "/sleep?tags=all", "/wake_up?tags=lora"):
         post(http, path, status=400)
 
@@ -129,7 +137,8 @@ def test_sglangs_names(http: httpx.Client, folder: Path) -> None:
     assert answered.headers["X-Weight-Version-Start"] == "flipped"
     answer = answered.json()["choices"][0]
     assert answer["token_ids"] != before and answer["weight_versions"][0]["version"] == "flipped"
-    assert post(http, "/release_memory_occupation", {"tags": ["experts"]}, 400)["error"]["param"] is None
+    refused = post(http, "/release_memory_occupation", {"tags": ["experts"]}, 400)
+    assert refused["success"] is False and "must be one of weights, kv_cache, cuda_graph" in refused["message"]
     # Requests that run without a pause are computed again.
     stream, lines = begin_long(http)
     post(http, "/release_memory_occupation")
@@ -145,7 +154,7 @@ def test_clear_load_weight(http: httpx.Client, folder: Path) -> None:
     for clear, update in ((get, get), (post, post)):
         for _ in range(2):
             assert clear(http, "/clear_load_weight")["state"] == "asleep"
-            assert gauges(http) == [0.0, 0.0, 0.0]
+            assert gauges(http) == [0.0, 0.0, 0.0, 1.0]
         assert update(http, "/update_model_weight")["state"] == "serving"
         assert tokens(http) == before
     get(http, "/clear_load_weight")

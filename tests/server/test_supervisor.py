@@ -14,6 +14,7 @@ import psutil
 import pytest
 from support.server.harness import wait_for
 
+from headrace.server.supervisor import KeptBytes
 from server.test_run import Process, process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="servers are supervised on Linux")
@@ -105,6 +106,31 @@ sys.exit(3)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.returncode) == ("start 0\nstart 1\nstart 2\n", 3), done.stderr
+
+
+def test_bytes_outlive_the_process_that_writes_them() -> None:
+    code = """
+import headrace.server.supervisor as supervisor, os, signal, sys
+supervisor._LONGEST_PAUSE = 0.1
+server = supervisor.supervised()
+print(server.kept.read(), flush=True)
+server.ready()
+if server.restarts == 2:
+    sys.exit(0)
+server.kept.write(b"first" * 100)
+server.kept.write(b"%d" % server.restarts)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("b''\nb'0'\nb'1'\n", 0), done.stderr
+
+
+def test_bytes_that_are_not_written_whole_leave_those_before() -> None:
+    kept = KeptBytes()
+    kept.write(b"before")
+    with pytest.raises(ValueError, match="more than"):
+        kept.write(bytes(10_000))
+    assert kept.read() == b"before"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])

@@ -1,4 +1,5 @@
-"""Tokens in, tokens out: POST /generate of SGLang, POST /inference/v1/generate of vLLM; /health_generate and /abort_request."""
+"""Tokens in, tokens out: POST /generate of SGLang, POST /inference/v1/generate of vLLM and as /v1/generate; /health_generate,
+/abort_request."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ async def generate(state: Serving, body: GenerateBody, request_id: str, caller: 
         name = "routed_experts_start_len"
         raise RequestError(f"{name} is {body.routed_experts_start_len}, which is beyond a prompt", name)
     check_prompt_logprobs(state, requests, copies=1)
-    generation = Generation(state, requests, names=names, keeps_aborted=True)
+    generation = Generation(state, requests, names=names, keeps_aborted=True, weights_number=body.start_weight_version)
     several = several or generation.num_choices > 1
     empty = [each.empty for each in sampled]
     return generation, GenerateAnswer(body, state, generation, names, empty, several=several)
@@ -123,7 +124,7 @@ def _names(given: Any, request_id: str, count: int) -> list[str]:
     return names
 
 
-@answers(router, "/inference/v1/generate", "generate-tokens-", InferenceBody, "inference")
+@answers(router, "/inference/v1/generate", "generate-tokens-", InferenceBody, "inference", "/v1/generate")
 async def inference(state: Serving, body: InferenceBody, request_id: str, caller: Caller) -> Begun:
     """Continues tokens with tokens, in the shape of vLLM's API."""
     adapter = state.adapter(body.model)

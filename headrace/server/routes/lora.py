@@ -56,6 +56,8 @@ async def _load(state: Serving, body: LoadLoraBody) -> None:
     """Raises: ApiError: the path may not be read, or is no adapter that can be served."""
     if body.lora_name in state.model.names:
         raise RequestError(f"{body.lora_name!r} is a name of the model", "lora_name")
+    if body.pinned:
+        raise RequestError("pinned must be false: all adapters share the places on the device", "pinned")
     wanted = LoRARequest(
         body.lora_name, body.lora_int_id, str(_path(state, body.lora_path)), body.load_inplace, body.is_3d_lora_weight
     )

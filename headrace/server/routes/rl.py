@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+import re
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from fastapi import Request
@@ -14,7 +15,7 @@ from fastapi.routing import APIRoute
 from starlette.responses import Response
 
 from headrace.core.weights import GroupSpec
-from headrace.errors import EngineDeadError, RequestError, WeightsError
+from headrace.errors import EngineDeadError, RequestError, WeightsError, did_you_mean, missing, unknown, wrong_type
 from headrace.server.body import ADMIN, json_object
 from headrace.server.errors import JSON, ApiError, shown
 from headrace.server.state import Serving, serving
@@ -22,6 +23,9 @@ from headrace.server.state import Serving, serving
 logger = logging.getLogger("headrace.server")
 
 T = TypeVar("T", bound=msgspec.Struct)
+
+Version = Annotated[str, msgspec.Meta(max_length=256)]
+"""Name of a version of the weights."""
 
 _REMINDER_SECONDS = 60.0
 _REMEMBERED = 64
@@ -77,17 +81,23 @@ def query_word(request: Request, name: str, *words: str) -> str:
     return word
 
 
-def query_flag(request: Request, name: str) -> bool:
-    """Returns a parameter of the query that is a boolean, and true by default. Raises: RequestError: it is none."""
-    return query_word(request, name, "true", "false", "True", "False", "1", "0") in ("true", "True", "1")
+def query_flag(request: Request, name: str, *, default: bool = True) -> bool:
+    """Returns a parameter of the query that is a boolean. Raises: RequestError: it is none."""
+    words = ("true", "false", "True", "False", "1", "0")
+    return query_word(request, name, *words) in ("true", "True", "1") if name in request.query_params else default
 
 
-async def rl_body(request: Request, kind: type[T]) -> T:
+async def rl_body(request: Request, kind: type[T], *parameters: str) -> T:
     """Reads a body, which may be absent, with its Content-Type.
+
+    Args:
+        parameters: names that the query may have.
 
     Raises:
         ApiError, RequestError: it is not what the route takes.
     """
+    if other := next((name for name in request.query_params if name not in parameters), None):
+        raise unknown(shown(other), did_you_mean(shown(other), parameters))
     state, fields = serving(request), dict[str, Any]()
     empty = request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers
     if not empty:
@@ -95,14 +105,41 @@ async def rl_body(request: Request, kind: type[T]) -> T:
     try:
         return msgspec.convert(fields, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise RequestError(str(error)) from None
+        raise _named(str(error), kind) from None
+
+
+_FIELD = re.compile(r"Object (contains unknown|missing required) field `(.*?)`")
+_WHERE = re.compile(r"(.*) - at `\$\.?(.*)`")
+
+
+def _named(text: str, kind: type[msgspec.Struct]) -> RequestError:
+    """The error of a body that msgspec describes, with the parameter at fault."""
+    text, path = found.groups() if (found := _WHERE.fullmatch(text)) else (text, "")
+    if field := _FIELD.match(text):
+        name = f"{path}.{field[2]}" if path else field[2]
+        if field[1] == "missing required":
+            return missing(name)
+        return unknown(shown(name), did_you_mean(shown(field[2]), kind.__struct_fields__))
+    if text.startswith("Invalid enum value"):
+        words = _words(get_type_hints(kind)[path.partition("[")[0]])
+        return RequestError(f"{path} must be one of {', '.join(words)}", path)
+    return wrong_type(path, text[0].lower() + text[1:]) if path else RequestError(text)
+
+
+def _words(hint: Any) -> Iterator[str]:
+    """Words of the literal types in a field's type."""
+    for part in get_args(hint):
+        if get_origin(hint) is Literal:
+            yield part
+        else:
+            yield from _words(part)
 
 
 def weight_directory(state: Serving, path: str, param: str) -> Path:
     """Returns the directory of a checkpoint.
 
     Raises:
-        RequestError: it is not below --weight-root.
+        RequestError: there is none, or it is not below --weight-root.
     """
     root = state.settings.weight_root
     if root is None:
@@ -110,6 +147,8 @@ def weight_directory(state: Serving, path: str, param: str) -> Path:
     folder = Path(path).resolve()
     if not folder.is_relative_to(root.resolve()):
         raise RequestError(f"{param} must lie below {root} (--weight-root)", param)
+    if not folder.is_dir():
+        raise RequestError(f"{param}: there is no directory {folder}", param)
     return folder
 
 
@@ -135,13 +174,24 @@ def check_announced(names: list[str], dtypes: list[str], shapes: list[list[int]]
         raise RequestError(f"there are {len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes", "names")
 
 
-async def sglang_answer(work: Awaitable[object], message: str) -> Response:
-    """Answers in SGLang's form: 400 says that the command failed."""
-    try:
-        await work
-    except (WeightsError, RequestError, EngineDeadError) as error:
-        return JSON({"success": False, "message": str(error)}, 400)
-    return JSON({"success": True, "message": message})
+def in_sglangs_form(command: Callable[[Request], Awaitable[str]]) -> Callable[[Request], Awaitable[Response]]:
+    """Decorates a command, which returns the message of its answer. 400 says that it failed."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            message = await command(request)
+        except (WeightsError, RequestError, EngineDeadError) as error:
+            return JSON({"success": False, "message": str(error)}, 400)
+        return JSON({"success": True, "message": message})
+
+    answer.__name__, answer.__doc__ = command.__name__, command.__doc__
+    return answer
+
+
+async def drop_weights(state: Serving) -> None:
+    """Leaves the weights without values, until an update of all of them."""
+    await state.llm.weights.sleep(2, "keep", ["weights"])
+    await state.llm.weights.wake_up()
 
 
 async def join(state: Serving, group: GroupSpec) -> None:

@@ -4,6 +4,7 @@ writes begins one, and continue finishes it; while generation runs, each call is
 from __future__ import annotations
 
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
@@ -11,16 +12,18 @@ from starlette.responses import Response
 from headrace.core.weights import GroupSource, GroupSpec, PauseMode
 from headrace.errors import RequestError, listed
 from headrace.frontend.weights import tensor_specs
-from headrace.server.errors import JSON, shown
+from headrace.server.errors import JSON, ApiError, shown
 from headrace.server.routes.rl import (
     CommandRoute,
     RlBody,
+    Version,
     admin,
     backend_of,
     check_announced,
+    drop_weights,
+    in_sglangs_form,
     join,
     rl_body,
-    sglang_answer,
     watch_pause,
     weight_directory,
     world_size,
@@ -30,17 +33,20 @@ from headrace.server.state import Serving, serving
 router = APIRouter(dependencies=[Depends(admin)], route_class=CommandRoute)
 
 _MODES: dict[str, PauseMode] = {"abort": "abort", "retract": "recompute", "in_place": "keep"}
+_WORKER = "0"
+"""Id of this server as a worker of its own."""
 _SECTIONS = ("all", "core", "memory", "spec", "lora", "disagg", "queues")
 """Parts of SGLang's report of loads."""
 
 
 class _Pause(RlBody):
     mode: Literal["abort", "retract", "in_place"] = "abort"
+    abort_below_start_weight_version: int | None = None
 
 
 class _Disk(RlBody):
     model_path: str
-    weight_version: str | None = None
+    weight_version: Version | None = None
     load_format: Literal["auto", "safetensors"] | None = None
     flush_cache: bool = True
     abort_all_requests: bool = False
@@ -60,7 +66,7 @@ class _Distributed(RlBody):
     dtypes: list[str]
     shapes: list[list[int]]
     group_name: str
-    weight_version: str | None = None
+    weight_version: Version | None = None
     flush_cache: bool = True
     abort_all_requests: bool = False
 
@@ -69,64 +75,106 @@ class _Leave(RlBody):
     group_name: str
 
 
+class _End(RlBody):
+    weight_version: Version | None = None
+
+
+class _Worker(RlBody):
+    url: str
+    worker_type: Literal["regular"] = "regular"
+
+
 class _Check(RlBody):
     action: Literal["snapshot", "reset_tensors", "compare"]
 
 
 class _Version(RlBody):
-    new_version: str
+    new_version: Version
     abort_all_requests: bool = False
 
 
 @router.post("/pause_generation")
-async def pause_generation(request: Request) -> Response:
+@in_sglangs_form
+async def pause_generation(request: Request) -> str:
     """Pauses generation. abort: requests end with what they have. retract: they are computed again. in_place: they are
-    frozen."""
+    frozen. With the last two, abort_below_start_weight_version ends those that began with weights of a lower number."""
     body, state = await rl_body(request, _Pause), serving(request)
-    answer = await sglang_answer(state.llm.weights.pause(_MODES[body.mode]), "generation is paused")
+    name, lowest = "abort_below_start_weight_version", body.abort_below_start_weight_version
+    if lowest is not None and body.mode == "abort":
+        raise RequestError(f"{name} goes with the modes retract and in_place: abort ends all requests", name)
+    await state.llm.weights.pause(_MODES[body.mode])
     watch_pause(state)
-    return answer
+    if lowest is not None:
+        await state.abort_begun_before(lowest)
+    return "generation is paused"
 
 
 @router.post("/continue_generation")
-async def continue_generation(request: Request) -> Response:
+@in_sglangs_form
+async def continue_generation(request: Request) -> str:
     """Finishes the open update, and goes on with requests."""
     await rl_body(request, RlBody)
-    return await sglang_answer(_continue(serving(request)), "generation goes on")
-
-
-async def _continue(state: Serving) -> None:
-    weights = state.llm.weights
-    if weights.status().state not in ("serving", "paused"):
-        await weights.finish(state.next_version)
-        state.next_version = None
+    weights = serving(request).llm.weights
+    if weights.status().updating or weights.status().state in ("torn", "lost", "hollow"):
+        await _finish(serving(request), None)
     await weights.resume()
+    return "generation goes on"
+
+
+async def _finish(state: Serving, version: str | None) -> None:
+    """``version``: None: the one that came with the tensors."""
+    await state.llm.weights.finish(version or state.next_version)
+    state.next_version = None
+
+
+@router.post("/begin_weight_update")
+@in_sglangs_form
+async def begin_weight_update(request: Request) -> str:
+    """Begins an update, which /end_weight_update ends."""
+    await rl_body(request, RlBody)
+    await _begin(serving(request))
+    return "the update has begun"
+
+
+async def _begin(state: Serving) -> None:
+    await state.llm.weights.begin()
+    state.next_version = None
+
+
+@router.post("/end_weight_update")
+@in_sglangs_form
+async def end_weight_update(request: Request) -> str:
+    """Ends the update. 400 after a failure, until an update has written all weights."""
+    body = await rl_body(request, _End)
+    await _finish(serving(request), body.weight_version)
+    return "the update is finished"
 
 
 @router.get("/flush_cache")
 @router.post("/flush_cache")
-async def flush_cache(request: Request) -> Response:
+@in_sglangs_form
+async def flush_cache(request: Request) -> str:
     """Forgets every cached prefix, at once: no request that runs keeps it from that."""
     await serving(request).llm.reset_prefix_cache()
-    return JSON({"success": True, "message": "the cache was flushed"})
+    return "the cache was flushed"
 
 
 @router.post("/update_weights_from_disk")
-async def update_weights_from_disk(request: Request) -> Response:
+@in_sglangs_form
+async def update_weights_from_disk(request: Request) -> str:
     """An update from the safetensors files of a directory below --weight-root. flush_cache changes nothing: KV of other weights
     is never found."""
     body, state = await rl_body(request, _Disk), serving(request)
+    folder = weight_directory(state, body.model_path, "model_path")
     if body.abort_all_requests:
         state.llm.abort_all()
-
-    async def update() -> None:
-        await state.llm.weights.update_from_disk(weight_directory(state, body.model_path, "model_path"), body.weight_version)
-
-    return await sglang_answer(update(), "the weights were updated")
+    await state.llm.weights.update_from_disk(folder, body.weight_version)
+    return "the weights were updated"
 
 
 @router.post("/init_weights_update_group")
-async def init_weights_update_group(request: Request) -> Response:
+@in_sglangs_form
+async def init_weights_update_group(request: Request) -> str:
     """Joins a group of torch's kind, one of several. Answered once all members are there."""
     body, state = await rl_body(request, _Group), serving(request)
     group = GroupSpec(
@@ -138,47 +186,48 @@ async def init_weights_update_group(request: Request) -> Response:
         protocol="torch",
         backend=backend_of(state, body.backend),
     )
-    return await sglang_answer(join(state, group), "the group was joined")
+    await join(state, group)
+    return "the group was joined"
 
 
 @router.post("/destroy_weights_update_group")
-async def destroy_weights_update_group(request: Request) -> Response:
+@in_sglangs_form
+async def destroy_weights_update_group(request: Request) -> str:
+    """Leaves a group."""
     body = await rl_body(request, _Leave)
-    return await sglang_answer(serving(request).llm.weights.leave(body.group_name), "the group was left")
+    await serving(request).llm.weights.leave(body.group_name)
+    return "the group was left"
 
 
 @router.post("/update_weights_from_distributed")
-async def update_weights_from_distributed(request: Request) -> Response:
+@in_sglangs_form
+async def update_weights_from_distributed(request: Request) -> str:
     """Writes tensors that rank 0 of a group broadcasts, one by one."""
     body, state = await rl_body(request, _Distributed), serving(request)
+    check_announced(body.names, body.dtypes, body.shapes)
     if body.abort_all_requests:
         state.llm.abort_all()
-    check_announced(body.names, body.dtypes, body.shapes)
-    return await sglang_answer(_receive(state, body), "the weights were written")
-
-
-async def _receive(state: Serving, body: _Distributed) -> None:
     weights = state.llm.weights
     source = GroupSource(body.group_name, tensor_specs(body.names, body.dtypes, body.shapes))
     if weights.status().state == "serving":
         await weights.update(source, body.weight_version)
-        return
-    if weights.status().state != "open":
-        await weights.begin()
-        state.next_version = None
-    state.next_version = body.weight_version or state.next_version
-    await weights.load(source)
+    else:
+        if not weights.status().updating:
+            await _begin(state)
+        state.next_version = body.weight_version or state.next_version
+        await weights.load(source)
+    return "the weights were written"
 
 
 @router.post("/update_weights_from_tensor")
 @router.post("/update_weights_from_ipc")
-async def update_weights_from_pickles(request: Request) -> Response:
+@in_sglangs_form
+async def update_weights_from_pickles(request: Request) -> str:
     """400: both bring pickles."""
-    message = (
+    raise RequestError(
         "pickled tensors and handles are not read, since a pickle may run anything: use /update_weights_from_distributed or "
         "_disk, or /update_weights with shm_name or ipc_handles_json"
     )
-    return JSON({"success": False, "message": message}, 400)
 
 
 @router.get("/get_weight_version")
@@ -187,36 +236,84 @@ async def get_weight_version(request: Request) -> Response:
 
 
 @router.post("/update_weight_version")
-async def update_weight_version(request: Request) -> Response:
+@in_sglangs_form
+async def update_weight_version(request: Request) -> str:
     """Gives the present weights another version. Requests are aborted only where the body says so."""
     body, state = await rl_body(request, _Version), serving(request)
     if body.abort_all_requests:
         state.llm.abort_all()
-    return await sglang_answer(state.llm.weights.rename(body.new_version), "the weights have the version")
+    await state.llm.weights.rename(body.new_version)
+    return "the weights have the version"
 
 
 @router.post("/weights_checker")
-async def weights_checker(request: Request) -> Response:
+@in_sglangs_form
+async def weights_checker(request: Request) -> str:
     """Checks an update: snapshot keeps sums of all weights, reset_tensors drops the weights, and compare fails if the sums are
     others than the snapshot's."""
     body, state = await rl_body(request, _Check), serving(request)
-    return await sglang_answer(_check(state, body.action), f"{body.action}: done")
-
-
-async def _check(state: Serving, action: str) -> None:
-    weights = state.llm.weights
-    if action == "reset_tensors":
-        await weights.sleep(2, "keep", ["weights"])
-        await weights.wake_up()
-        return
-    sums = await weights.checksums()
-    if action == "snapshot":
+    if body.action == "reset_tensors":
+        await drop_weights(state)
+        return "the weights were dropped"
+    sums = await state.llm.weights.checksums()
+    if body.action == "snapshot":
         state.weight_sums = sums
-        return
+        return "the sums of all weights are kept"
     if state.weight_sums is None:
         raise RequestError("there is no snapshot to compare with: take one first", "action")
     if differing := sorted(name for name in sums if sums[name] != state.weight_sums.get(name)):
         raise RequestError(f"{len(differing)} weights differ from the snapshot: {listed(differing)}", "action")
+    return "all weights are those of the snapshot"
+
+
+@router.get("/model_info")
+@router.get("/get_model_info")
+async def model_info(request: Request) -> Response:
+    """SGLang's description of the model, with the version of its weights."""
+    state = serving(request)
+    return JSON(
+        {
+            "model_path": state.llm.info.model,
+            "tokenizer_path": state.llm.args.tokenizer or state.llm.info.model,
+            "is_generation": state.llm.inputs.no_text is None,
+            "weight_version": state.llm.weights.status().version,
+        }
+    )
+
+
+# SGLang's router: this server stands for one whose only worker it is.
+
+
+@router.get("/workers")
+async def workers(request: Request) -> Response:
+    """The engine's address in SGLang's router, by which trainers abort requests: that of this server."""
+    worker = {"id": _WORKER, "url": _own_url(request), "worker_type": "regular", "is_healthy": True}
+    return JSON({"workers": [worker], "total": 1})
+
+
+@router.post("/workers")
+async def add_worker(request: Request) -> Response:
+    """Takes this server for a worker. 400: it is another one, to which nothing would be sent."""
+    body = await rl_body(request, _Worker)
+    if urlsplit(body.url).netloc not in (urlsplit(_own_url(request)).netloc, _listens_at(request)):
+        raise RequestError(f"url must be {_own_url(request)}: this server sends requests to its own engines alone", "url")
+    return JSON({"status": "accepted", "worker_id": _WORKER, "url": body.url})
+
+
+@router.delete("/workers/{worker_id}")
+async def remove_worker(request: Request, worker_id: str) -> Response:
+    """Takes leave of a worker that ends: this server ends by itself."""
+    if worker_id != _WORKER:
+        raise ApiError(404, f"there is no worker {shown(worker_id)!r}")
+    return JSON({"status": "accepted", "worker_id": _WORKER})
+
+
+def _own_url(request: Request) -> str:
+    return str(request.base_url).rstrip("/")
+
+
+def _listens_at(request: Request) -> str:
+    return f"{serving(request).settings.host}:{request.url.port}"
 
 
 @router.get("/v1/loads")

@@ -11,7 +11,7 @@ from starlette.responses import PlainTextResponse, Response
 from headrace.core.weights import MEMORY_TAGS, PauseMode, SleepTag
 from headrace.errors import RequestError
 from headrace.server.errors import JSON, shown
-from headrace.server.routes.rl import CommandRoute, RlBody, admin, query_word, rl_body, sglang_answer
+from headrace.server.routes.rl import CommandRoute, RlBody, admin, in_sglangs_form, query_word, rl_body
 from headrace.server.state import Serving, serving
 
 router = APIRouter(dependencies=[Depends(admin)], route_class=CommandRoute)
@@ -37,7 +37,7 @@ def _query_tags(request: Request) -> list[SleepTag] | None:
 async def sleep(request: Request) -> Response:
     """Gives memory back. level 0: generation alone sleeps; 1 (default): the host's memory keeps the weights; 2: they are
     dropped. mode: what becomes of requests that run, as of /pause. tags: weights, kv_cache, cuda_graph; all by default."""
-    await rl_body(request, RlBody)
+    await rl_body(request, RlBody, "level", "mode", "tags")
     level = cast(Literal[0, 1, 2], int(query_word(request, "level", "1", "0", "2")))
     mode = cast(PauseMode, query_word(request, "mode", "abort", "wait", "keep"))
     result = await serving(request).llm.weights.sleep(level, mode, _query_tags(request) or MEMORY_TAGS)
@@ -47,7 +47,7 @@ async def sleep(request: Request) -> Response:
 @router.post("/wake_up")
 async def wake_up(request: Request) -> Response:
     """Takes memory again: that of ``tags``, which may be given several times; all by default."""
-    await rl_body(request, RlBody)
+    await rl_body(request, RlBody, "tags")
     await serving(request).llm.weights.wake_up(_query_tags(request))
     return _state(serving(request))
 
@@ -62,17 +62,30 @@ async def is_sleeping(request: Request) -> Response:
     return JSON({"is_sleeping": bool(serving(request).llm.weights.status().asleep)})
 
 
+@router.post("/release_kv_cache_memory")
+async def release_kv_cache_memory(request: Request) -> Response:
+    """Gives the memory of KV back. Requests that run are computed again once it was woken."""
+    await rl_body(request, RlBody)
+    await serving(request).llm.weights.sleep(1, "keep", ["kv_cache"])
+    return _state(serving(request))
+
+
 @router.post("/release_memory_occupation")
-async def release_memory_occupation(request: Request) -> Response:
+@in_sglangs_form
+async def release_memory_occupation(request: Request) -> str:
     """Gives memory back, while the host's memory keeps the weights. Requests that run are computed again afterwards."""
-    body, state = await rl_body(request, _Memory), serving(request)
-    return await sglang_answer(state.llm.weights.sleep(1, "keep", body.tags or MEMORY_TAGS), "the memory is free")
+    body = await rl_body(request, _Memory)
+    await serving(request).llm.weights.sleep(1, "keep", body.tags or MEMORY_TAGS)
+    return "the memory is free"
 
 
 @router.post("/resume_memory_occupation")
-async def resume_memory_occupation(request: Request) -> Response:
-    body, state = await rl_body(request, _Memory), serving(request)
-    return await sglang_answer(state.llm.weights.wake_up(body.tags), "the memory is taken")
+@in_sglangs_form
+async def resume_memory_occupation(request: Request) -> str:
+    """Takes memory again: that of ``tags``; all by default."""
+    body = await rl_body(request, _Memory)
+    await serving(request).llm.weights.wake_up(body.tags)
+    return "the memory is taken"
 
 
 @router.get("/clear_load_weight")

@@ -17,9 +17,11 @@ from headrace.server.errors import JSON
 from headrace.server.routes.rl import (
     CommandRoute,
     RlBody,
+    Version,
     admin,
     backend_of,
     check_announced,
+    drop_weights,
     join,
     query_flag,
     query_word,
@@ -42,7 +44,7 @@ class _Start(RlBody):
 
 
 class _Finish(RlBody):
-    weight_version: str | None = None
+    weight_version: Version | None = None
     checksums: dict[str, int] = {}
 
 
@@ -80,7 +82,7 @@ class _Abort(RlBody):
 
 
 class _Checker(RlBody):
-    action: Literal["checksum", "compare"] = "checksum"
+    action: Literal["checksum", "compare", "reset"] = "checksum"
     baseline: dict[str, int] = {}
 
 
@@ -95,9 +97,12 @@ def _done(message: str, result: WeightResult) -> Response:
 @router.post("/pause")
 async def pause(request: Request) -> Response:
     """Pauses generation, with mode abort (default): requests end with what they have; wait: they run to their ends; keep: they
-    are frozen, and with kv=recompute computed again. clear_cache changes nothing: KV of other weights is never found."""
-    await rl_body(request, RlBody)
+    are frozen, and with kv=recompute computed again. wait_for_inflight_requests is vLLM's older name of wait. clear_cache
+    changes nothing: KV of other weights is never found."""
+    await rl_body(request, RlBody, "mode", "kv", "clear_cache", "wait_for_inflight_requests")
     mode, kv = query_word(request, "mode", "abort", "wait", "keep"), query_word(request, "kv", "keep", "recompute")
+    if query_flag(request, "wait_for_inflight_requests", default=False):
+        mode = "wait"
     query_flag(request, "clear_cache")
     if kv == "recompute" and mode != "keep":
         raise RequestError(f"kv=recompute goes with mode=keep, not {mode}", "kv")
@@ -200,6 +205,13 @@ async def update_weights(request: Request) -> Response:
     return _done("the weights were written", result)
 
 
+@router.post("/abort_weight_update")
+async def abort_weight_update(request: Request) -> Response:
+    """Gives the open update up. The weights are torn if something was written."""
+    await rl_body(request, RlBody)
+    return _done("the update was given up", await serving(request).llm.weights.fail())
+
+
 @router.post("/finish_weight_update")
 async def finish_weight_update(request: Request) -> Response:
     """Ends the update. 409 after a failure, until an update has written all weights; or if tensors differ from the sums."""
@@ -223,8 +235,11 @@ async def accept_files(request: Request) -> Response:
 
 @router.post("/weight_checker")
 async def weight_checker(request: Request) -> Response:
-    """64-bit sums of all parameters, or with compare those that differ from a baseline."""
+    """64-bit sums of all parameters, or with compare those that differ from a baseline; reset drops the weights."""
     body = await rl_body(request, _Checker)
+    if body.action == "reset":
+        await drop_weights(serving(request))
+        return _done("the weights were dropped", WeightResult(weights=serving(request).llm.weights.status()))
     sums = await serving(request).llm.weights.checksums()
     if body.action == "checksum":
         return JSON({"checksums": sums})

@@ -26,7 +26,7 @@ def main() -> None:
     settings = ServerSettings(**options.get("settings", {}))
     sockets = listen(settings)
     supervisor._QUICK_SECONDS = options.get("quick_seconds", supervisor._QUICK_SECONDS)
-    server = supervised() if options.get("supervised") else Supervised(0, lambda: None)
+    server = supervised() if options.get("supervised") else Supervised(0, lambda: None, supervisor.KeptBytes())
     llm = FakeLLM(step=options.get("step", 0.0), load_seconds=options.get("load", 0.0))
     if "start_error" in options:
         llm.start_error = ValueError(options["start_error"])

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 FILES = {
-    "vllm/__init__.py": '__version__ = "0.31.0"\n',
+    "vllm/__init__.py": '__version__ = "0.31.0"\n\n\nclass LLM: ...\n\n\nRequestOutput = SamplingParams = LLM\n',
+    "vllm/sampling_params.py": "class StructuredOutputsParams: ...\n",
     "vllm/utils/__init__.py": "",
     "vllm/utils/network_utils.py": """
 import socket

@@ -201,6 +201,7 @@ def test_tiles(shape: tuple[int, int], tile: int, nvrtc: None) -> None:
 
 @pytest.mark.gpu
 @GPU
+@pytest.mark.captures
 def test_captured_launches_follow_late_writes(nvrtc: None) -> None:
     """In a graph and without one, the kernel starts while the one before still runs, and sees what that writes."""
     copy, kernel, late = Copy.of(8, 4096), copies(8), adds()

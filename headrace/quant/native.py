@@ -99,10 +99,11 @@ class NativeMethod(PackedMethod):
         limit = torch.finfo(self._tail.dtype).max
         if not all(float(values.abs().amax()) <= limit for values in (weights.scales, weights.mins)):
             raise OverflowError(f"a scale is beyond {limit:g}, or no number")
-        # Some blocks of rows at a time: each step of packing is a copy.
+        # Some blocks of rows at a time: each step of packing is a copy. No name holds the blocks, so that their memory is free
+        # when the error is measured.
         size = rows_at_once(layer.in_features, LANES)
-        packed = [pack(weights.rows(slice(at, at + size)), self._tail) for at in range(0, layer.out_features, size)]
-        self._register(layer, torch.cat(packed))
+        starts = range(0, layer.out_features, size)
+        self._register(layer, torch.cat([pack(weights.rows(slice(at, at + size)), self._tail) for at in starts]))
         here = held(weights)
         exact = kept is not None and here.scales.equal(weights.scales) and here.mins.equal(weights.mins)
         return 0.0 if exact else rounding_error(lambda rows: here.rows(rows).dequantize(), parts)

@@ -26,6 +26,11 @@ def power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+def in_pieces(*matrices: torch.Tensor) -> bool:
+    """Whether every row of each matrix, whose last axis is contiguous, begins at a multiple of 16 bytes."""
+    return not any((matrix.data_ptr() | matrix.stride(0) * matrix.itemsize) & 15 for matrix in matrices)
+
+
 def interpreted() -> bool:
     """Whether Triton kernels that are imported now will be interpreted."""
     return os.environ.get("TRITON_INTERPRET") == "1"

@@ -95,9 +95,8 @@ def choose(x: torch.Tensor, weight: torch.Tensor) -> CudaTiling | None:
 
 def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether the kernel multiplies x ``[rows, in]`` by the weight: rows of both are whole pieces of 16 bytes."""
-    size = x.itemsize
-    places = x.data_ptr() | weight.data_ptr() | x.stride(0) * size | weight.stride(0) * size | x.shape[1] * size
-    return x.dtype in _KINDS and not places & 15 and not refusals(x.device)
+    whole = support.in_pieces(x, weight) and not x.shape[1] * x.itemsize & 15
+    return x.dtype in _KINDS and whole and not refusals(x.device)
 
 
 def linear(
@@ -169,6 +168,6 @@ def _kernel(
     tiling: CudaTiling, rows: int, kind: torch.dtype, result: torch.dtype, bias: torch.dtype | None, gated: bool = False
 ) -> CudaKernel:
     macros = {"KIND": _KINDS[kind], "ROWS": rows, "TILE": tiling.tile, "SPLIT": tiling.split, "LINES": tiling.lines}
-    macros["GATED"] = int(gated)
-    macros |= {"STAGES": tiling.stages(rows), "Y_KIND": _RESULTS[result], "BIAS": 0 if bias is None else _RESULTS[bias] + 1}
+    macros |= {"STAGES": tiling.stages(rows), "Y_KIND": _RESULTS[result], "GATED": int(gated)}
+    macros |= {"BIAS": 0 if bias is None else _RESULTS[bias] + 1}
     return CudaKernel(_SOURCE, "wide_product", "MMPPPPiii", macros, _THREADS, tiling.shared(rows), tiling.split)

@@ -99,7 +99,8 @@ def takes(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = Non
         and weight.bits == 4
         and weight.group % RUN == 0
         and weight.scales.dtype in _KINDS
-        and not (x.data_ptr() | x.stride(0) * x.itemsize | weight.inputs * x.itemsize) & 15
+        and support.in_pieces(x)
+        and not weight.inputs * x.itemsize & 15
         and not refusals(x.device)
     )
 

@@ -22,7 +22,7 @@ from headrace.kernels.linear.triton_added import add, lines_of_b, shares_of_low
 from headrace.kernels.linear.triton_fp8_wide import gather_sums
 from headrace.kernels.linear.triton_invariant import fetch_near, turns_of
 from headrace.kernels.lora.reference import LowRank
-from headrace.kernels.support import cdiv, power_of_two
+from headrace.kernels.support import cdiv, in_pieces, power_of_two
 from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import announce, options, wait
 
@@ -105,9 +105,7 @@ def _wide(
 
 def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether the kernel computes the product of x ``[rows, in]`` fast: both are read in whole pieces of 16 bytes."""
-    lines = (x.stride(0), weight.stride(0))
-    places = (x.data_ptr(), weight.data_ptr())
-    return x.itemsize == 2 and x.shape[1] >= _NEAR and not any(line % 8 for line in lines) and not any(p % 16 for p in places)
+    return x.itemsize == 2 and x.shape[1] >= _NEAR and in_pieces(x, weight)
 
 
 def adds(x: torch.Tensor, weight: torch.Tensor, added: LowRank) -> bool:

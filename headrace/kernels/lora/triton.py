@@ -318,12 +318,10 @@ def expand(
         return
     bounds = (*ends, *[width] * (PARTS - len(ends)))
     if len(low) == tokens == 1 and tiling is None and not batch_invariant:
-        across = power_of_two(rank)
-        outputs = max(_SINGLE_TILE // across, 1)
+        outputs, sizes = _single_sizes(rank)
         _expand_one[(cdiv(width, outputs),)](
-            low, b, places, y, b.stride(0), END_0=bounds[0], END_1=bounds[1], OUT=width, RANK=rank, RANK_P=across,
-            OUTPUTS=outputs, num_warps=_SINGLE_WARPS, **options(y.device),
-        )  # fmt: skip
+            low, b, places, y, b.stride(0), END_0=bounds[0], END_1=bounds[1], OUT=width, **sizes, **options(y.device)
+        )
         return
     tiling = tiling or expand_tiling(tokens, width, batch_invariant=batch_invariant)
     starts = (0, *bounds[:-1])
@@ -349,13 +347,18 @@ def expand_gated(added: LowRank, y: torch.Tensor) -> torch.Tensor:
     if places is None or tuple(added.ends) != (width, 2 * width) or low.shape != (1, 1, 2 * rank) or y.shape != (1, b.shape[1]):
         raise ValueError(f"these are no products of one row with gate and up: {list(low.shape)}, {list(y.shape)}, {added.ends}")
     out = torch.empty(1, width, dtype=y.dtype, device=y.device)
-    across = power_of_two(rank)
-    outputs = max(_SINGLE_TILE // across, 1)
+    outputs, sizes = _single_sizes(rank)
     _expand_gated[(cdiv(width, outputs),)](
-        low, b, places, y, out, b.stride(0), WIDTH=width, RANK=rank, RANK_P=across, OUTPUTS=outputs, MODE=mode(y.device),
-        num_warps=_SINGLE_WARPS, **options(y.device),
-    )  # fmt: skip
+        low, b, places, y, out, b.stride(0), WIDTH=width, MODE=mode(y.device), **sizes, **options(y.device)
+    )
     return out
+
+
+def _single_sizes(rank: int) -> tuple[int, dict[str, int]]:
+    """The outputs of a program that multiplies by B for a single token, and its keywords."""
+    padded = power_of_two(rank)
+    outputs = max(_SINGLE_TILE // padded, 1)
+    return outputs, {"RANK": rank, "RANK_P": padded, "OUTPUTS": outputs, "num_warps": _SINGLE_WARPS}
 
 
 def _whole(channels: int) -> int:

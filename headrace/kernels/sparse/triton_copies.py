@@ -15,6 +15,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headrace.kernels.attention.tiling import cut
+from headrace.kernels.support import in_pieces
 
 
 @triton.jit
@@ -93,7 +94,7 @@ def describe(rows: torch.Tensor, head_dim: int, v_head_dim: int, block_n: int) -
         ValueError: a token's size is no multiple of 16 bytes, or it does not begin at one.
     """
     flat = rows.flatten(1)
-    if flat.stride(0) * flat.itemsize % 16 or flat.data_ptr() % 16:
+    if not in_pieces(flat):
         raise ValueError(f"copies {list(rows.shape)} of {rows.dtype} are not aligned to 16 bytes")
     widths = (*cut(head_dim), *cut(v_head_dim))
     made = (TensorDescriptor.from_tensor(flat, [block_n, width or 16]) for width in widths)

@@ -249,7 +249,7 @@ class WeightStatus(msgspec.Struct, frozen=True, kw_only=True):
     own_pause: bool = False
     """The update that is open paused the engine, or sleep did: its end resumes."""
     updating: bool = False
-    """An update has begun, whatever ``state`` tells besides."""
+    """An update has begun and not ended. ``state`` may name sleep or damage instead."""
     asleep: tuple[SleepTag, ...] = ()
     """Parts of the engine that sleep."""
     level: int = 0

@@ -73,7 +73,7 @@ def write_qwen3(folder: Path) -> None:
 
 
 def ran(stub: Path, *arguments: str) -> Any:
-    """What a program prints in its last line, which imports TRL."""
+    """Runs a program that imports TRL, and returns the JSON of the last line that it prints."""
     path = os.pathsep.join((str(stub), str(Path(__file__).parents[1]), *filter(None, sys.path)))
     command, environment = [sys.executable, *arguments], os.environ | {"PYTHONPATH": path}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)

@@ -232,7 +232,7 @@ def test_weights_are_torn_until_all_are_written(old: Path, new: Path, monkeypatc
 
 
 def test_frozen_requests_go_on_with_the_kv_that_they_have(old: Path, new: Path) -> None:
-    """As a model does that gets other weights between two tokens, and keeps its cache."""
+    """They say what transformers says with the same cache, when its weights are replaced between two tokens."""
     llm, deltas = build(old, dtype="float32"), list[OutputDelta]()
     core = llm._engine.core
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
@@ -261,7 +261,7 @@ def test_frozen_requests_go_on_with_the_kv_that_they_have(old: Path, new: Path) 
             assert logits.argmax() == token
             assert ours == pytest.approx(logits.log_softmax(-1)[token].item(), abs=1e-4)
             ids = [token]
-    assert tokens_of(llm) == tokens_of(build(new, dtype="float32")), "its KV of two versions is found by nobody"
+    assert tokens_of(llm) == tokens_of(build(new, dtype="float32")), "no request finds its KV, which is of two versions"
 
 
 @pytest.mark.slow

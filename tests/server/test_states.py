@@ -22,7 +22,7 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
     "<|im_start|>assistant\n<think>\n"
 )
-"""As Qwen 3.5's: what earlier answers thought is dropped."""
+"""A template that drops the reasoning of earlier answers, as Qwen 3.5's does."""
 SYSTEM = {"role": "system", "content": "Be brief, and never repeat yourself. " * 10}
 
 

@@ -203,7 +203,7 @@ def test_tiles(shape: tuple[int, int], tile: int, nvrtc: None) -> None:
 @GPU
 @pytest.mark.captures
 def test_captured_launches_follow_late_writes(nvrtc: None) -> None:
-    """In a graph and without one, the kernel starts while the one before still runs, and sees what that writes."""
+    """The kernel starts while the previous one still runs, and reads what that one writes, in a CUDA graph and without."""
     copy, kernel, late = Copy.of(8, 4096), copies(8), adds()
     x = copy.x
     base = torch.empty(8, 4096, dtype=x.dtype, device="cuda")

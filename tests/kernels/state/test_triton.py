@@ -187,7 +187,7 @@ def test_prompts_of_all_lengths(name: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in SIMILAR else name for name in NAMES])
 def test_company_changes_no_bits(name: str, device: torch.device) -> None:
-    """Of decode rows, and of prompts in tiles."""
+    """A sequence's outputs and state are bitwise those that it has alone: decode rows, and prompts in tiles."""
     case = Case(name, torch.float32, torch.float32, device)
     rows, first = [(3, 1, 9), (-1, 1, 0), (4, 1, 70), (0, case.long, 0), (2, 5, 64)], 0
     together, alone = case.states().normal_(), case.states()

@@ -156,25 +156,50 @@ def tensor_map(x: torch.Tensor, rows: int, columns: int) -> bytes:
         RuntimeError: the driver refuses it.
     """
     size = x.element_size()
-    return _tensor_map(x.data_ptr(), *x.shape, x.stride(0) * size, size, rows, columns)
+    pitch = x.stride(0) * size
+    return _tensor_map(x.data_ptr(), size, x.shape[::-1], (pitch,), (columns, rows))
 
 
 @functools.lru_cache(1 << 14)
-def _tensor_map(pointer: int, height: int, width: int, pitch: int, size: int, rows: int, columns: int) -> bytes:
-    """A map says where a tensor is and no more, so that it serves whatever tensor is there later."""
+def _tensor_map(pointer: int, size: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> bytes:
+    """A map says where a tensor is and no more, so that it serves whatever tensor is there later.
+
+    Args:
+        size: bytes of an element.
+        shape, box: of the tensor and of a tile, the contiguous axis first.
+        strides: bytes from one place of each other axis to the next.
+    """
     space = ctypes.create_string_buffer(_MAP + 64)
     place = -ctypes.addressof(space) % 64
+    rank = len(shape)
     sizes = (
-        struct.pack("<2Q", width, height),
-        struct.pack("<Q", pitch),
-        struct.pack("<2I", columns, rows),
-        struct.pack("<2I", 1, 1),
+        struct.pack(f"<{rank}Q", *shape),
+        struct.pack(f"<{rank - 1}Q", *strides),
+        struct.pack(f"<{rank}I", *box),
+        struct.pack(f"<{rank}I", *[1] * rank),
     )
     status = _driver().cuTensorMapEncodeTiled(
-        ctypes.addressof(space) + place, _UNSIGNED[size], 2, pointer, *sizes, 0, _SWIZZLE_128, _PROMOTE_256, 0
+        ctypes.addressof(space) + place, _UNSIGNED[size], rank, pointer, *sizes, 0, _SWIZZLE_128, _PROMOTE_256, 0
     )
-    _check(status, f"no tiles of {rows} x {columns} from {height} x {width} elements of {size} bytes, rows {pitch} bytes apart")
+    _check(status, f"no tiles of {box} from {shape} elements of {size} bytes, {strides} bytes apart")
     return space.raw[place : place + _MAP]
+
+
+def page_map(rows: torch.Tensor) -> bytes:
+    """Describes a cache of keys and values to the tensor memory accelerator, which loads a page of a head at once: its lines of
+    128 bytes in the 128-byte swizzle, line by line of K and V, those of all tokens together.
+
+    Args:
+        rows: ``[pages, tokens, heads, N]`` of 2 bytes a number; last axis contiguous, N a multiple of 64.
+
+    Raises:
+        RuntimeError: the driver refuses it.
+    """
+    pages, tokens, heads, width = rows.shape
+    size, lines = rows.element_size(), width // 64
+    page, token, head = (stride * size for stride in rows.stride()[:3])
+    shape, box = (64, tokens, lines, heads, pages), (64, tokens, lines, 1, 1)
+    return _tensor_map(rows.data_ptr(), size, shape, (token, 128, head, page), box)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,83 @@
+"""Attention of decode rows over caches of 16 bits on Hopper GPUs: the kernel of ``decode.cu``. Reference:
+``headrace.kernels.attention.reference``, behind ``headrace.kernels.qkv.reference``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from pathlib import Path
+
+import torch
+
+from headrace.kernels.attention.unfinished import Unfinished
+from headrace.kernels.cuda_launch import CudaKernel, page_map, refusals
+from headrace.kernels.support import cdiv
+
+WIDTH, PAGE = 128, 16
+"""Channels of a head, and tokens of a page."""
+MAX_GROUP = 8
+_SOURCE = Path(__file__).with_name("decode.cu")
+_KINDS = {torch.bfloat16: 0, torch.float16: 1}
+_ALIGNMENT = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeTiling:
+    """Sizes of a block."""
+
+    warps: int
+    stages: int
+    """Pages of a warp in flight."""
+    split: int
+    """Blocks that share the pages of a row's KV head, as a cluster: 1, 2, 4 or 8."""
+
+    def shared(self, group: int) -> int:
+        """Bytes of shared memory of a block."""
+        sums, heads = group * WIDTH * 4 + 64, MAX_GROUP * (WIDTH + 8) * 2
+        return _ALIGNMENT + self.warps * self.stages * (PAGE * WIDTH * 4 + 8) + sums + heads + 4 * WIDTH
+
+
+def decode_attention(
+    unfinished: Unfinished,
+    rows: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    tiling: DecodeTiling,
+    early: bool,
+) -> None:
+    """Attends, for one token of each of R rows, and writes the tokens' k and v to the cache.
+
+    Args:
+        unfinished: ``qkv [R, ...]`` and what finishes it.
+        rows: ``[pages, PAGE, kv_heads, 2 * WIDTH]``: keys, then values of each head; last axis contiguous.
+        block_tables: ``[R, B]`` int32.
+        seq_lens: ``[R]`` int32 with the new tokens; a row of length 0 comes out as 0.
+        out: ``[R, num_heads, WIDTH]`` contiguous; filled.
+        early: pages may be read before the kernel before is complete: no kernel since the last launch of this one has written
+            pages of this cache, lengths or block tables.
+    """
+    qkv, slots, cos_sin, _, q_weight, k_weight, eps, _ = unfinished
+    num_rows, num_heads, _ = out.shape
+    kv_heads = rows.shape[2]
+    kernel = _kernel(tiling, num_heads // kv_heads, out.dtype, q_weight is not None, cos_sin is not None)
+    weights = (0 if weight is None else weight.data_ptr() for weight in (q_weight, k_weight))
+    angles = (0, 0) if cos_sin is None else (cos_sin.data_ptr(), cos_sin.stride(0))
+    kernel.launch(
+        (tiling.split * kv_heads, num_rows, 1), page_map(rows), qkv.data_ptr(), out.data_ptr(), rows.data_ptr(),
+        block_tables.data_ptr(), seq_lens.data_ptr(), slots.data_ptr(), angles[0], *weights, eps, scale * math.log2(math.e),
+        block_tables.stride(0), qkv.stride(0), angles[1], kv_heads, *rows.stride()[:3], int(early),
+    )  # fmt: skip
+
+
+@functools.cache
+def _kernel(tiling: DecodeTiling, group: int, kind: torch.dtype, norms: bool, rotates: bool) -> CudaKernel:
+    macros = {"KIND": _KINDS[kind], "GROUP": group, "WARPS": tiling.warps, "STAGES": tiling.stages, "SPLIT": tiling.split}
+    macros |= {"NORMS": int(norms), "ROTATES": int(rotates)}
+    return CudaKernel(
+        _SOURCE, "decode_attention", "MPPPPPPPPPffiiiiqqqi", macros, 32 * tiling.warps, tiling.shared(group), tiling.split
+    )

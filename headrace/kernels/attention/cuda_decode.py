@@ -13,11 +13,11 @@ import torch
 
 from headrace.kernels.attention.unfinished import Unfinished
 from headrace.kernels.cuda_launch import CudaKernel, page_map, refusals
-from headrace.kernels.support import cdiv
+from headrace.model_spec import AttentionSpec
 
 WIDTH, PAGE = 128, 16
 """Channels of a head, and tokens of a page."""
-MAX_GROUP = 8
+MAX_GROUP, MAX_SPLIT = 8, 8
 _SOURCE = Path(__file__).with_name("decode.cu")
 _KINDS = {torch.bfloat16: 0, torch.float16: 1}
 _ALIGNMENT = 1024
@@ -37,6 +37,28 @@ class DecodeTiling:
         """Bytes of shared memory of a block."""
         sums, heads = group * WIDTH * 4 + 64, MAX_GROUP * (WIDTH + 8) * 2
         return _ALIGNMENT + self.warps * self.stages * (PAGE * WIDTH * 4 + 8) + sums + heads + 4 * WIDTH
+
+
+def takes(spec: AttentionSpec, rows: torch.Tensor, unfinished: Unfinished, sinks: torch.Tensor | None) -> bool:
+    """Whether the kernel attends in a layer with these rows of its cache, ``[pages, tokens, kv_heads, N]``."""
+    qkv, _, cos_sin, rotary_dim, q_weight, k_weight, _, offset = unfinished
+    _, tokens, _, width = rows.shape
+    sizes = (spec.head_dim, spec.v_head_dim, tokens, width) == (WIDTH, WIDTH, PAGE, 2 * WIDTH) and spec.group_size <= MAX_GROUP
+    plain = spec.window is None and spec.soft_cap is None and sinks is None and not offset
+    heads = (q_weight is None) == (k_weight is None) and rotary_dim == (0 if cos_sin is None else WIDTH)
+    strides = all(not stride % 8 for stride in (*rows.stride()[:3], qkv.stride(0)))
+    whole = strides and rows.stride(3) == 1 and not rows.data_ptr() % 16 and not qkv.data_ptr() % 16
+    kinds = qkv.dtype == rows.dtype and rows.dtype in _KINDS
+    return sizes and plain and heads and whole and kinds and not refusals(rows.device)
+
+
+@functools.cache
+def choose_tiling(programs: int, multiprocessors: int) -> DecodeTiling:
+    """Chooses the tiling for so many rows times KV heads: splits make up for missing rows."""
+    split = 1
+    while split < MAX_SPLIT and programs * split * 2 <= 4 * multiprocessors:
+        split *= 2
+    return DecodeTiling(2, 3, split)
 
 
 def decode_attention(

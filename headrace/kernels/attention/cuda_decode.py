@@ -31,12 +31,15 @@ class DecodeTiling:
     stages: int
     """Pages of a warp in flight."""
     split: int
-    """Blocks that share the pages of a row's KV head, as a cluster: 1, 2, 4 or 8."""
+    """Blocks that may share the pages of a row's KV head, as a cluster: 1 to 8."""
+    least: int = 1
+    """Pages of each warp, with which a further block joins."""
 
     def shared(self, group: int) -> int:
         """Bytes of shared memory of a block."""
-        sums, heads = group * WIDTH * 4 + 64, MAX_GROUP * (WIDTH + 8) * 2
-        return _ALIGNMENT + self.warps * self.stages * (PAGE * WIDTH * 4 + 8) + sums + heads + 4 * WIDTH
+        ring = self.warps * self.stages * (PAGE * WIDTH * 4 + 8)
+        sums = self.split * (group * WIDTH * 4 + 64) if self.split > 1 else 0
+        return _ALIGNMENT + ring + sums + MAX_GROUP * (WIDTH + 8) * 2 + 4 * WIDTH + 8
 
 
 def takes(spec: AttentionSpec, rows: torch.Tensor, unfinished: Unfinished, sinks: torch.Tensor | None) -> bool:
@@ -54,11 +57,14 @@ def takes(spec: AttentionSpec, rows: torch.Tensor, unfinished: Unfinished, sinks
 
 @functools.cache
 def choose_tiling(programs: int, multiprocessors: int) -> DecodeTiling:
-    """Chooses the tiling for so many rows times KV heads: splits make up for missing rows."""
-    split = 1
-    while split < MAX_SPLIT and programs * split * 2 <= 4 * multiprocessors:
-        split *= 2
-    return DecodeTiling(2, 3, split)
+    """Chooses the tiling for so many rows times KV heads, as measured on an H200 (see benchmarks/)."""
+    if programs > 2 * multiprocessors:
+        return DecodeTiling(4, 3, 1)
+    if programs > multiprocessors:
+        return DecodeTiling(2, 3, 2)
+    if 2 * programs > multiprocessors:
+        return DecodeTiling(4, 3, 2)
+    return DecodeTiling(8, 3, min(MAX_SPLIT, 1 << (multiprocessors // programs).bit_length() - 1))
 
 
 def decode_attention(
@@ -99,7 +105,7 @@ def decode_attention(
 @functools.cache
 def _kernel(tiling: DecodeTiling, group: int, kind: torch.dtype, norms: bool, rotates: bool) -> CudaKernel:
     macros = {"KIND": _KINDS[kind], "GROUP": group, "WARPS": tiling.warps, "STAGES": tiling.stages, "SPLIT": tiling.split}
-    macros |= {"NORMS": int(norms), "ROTATES": int(rotates)}
+    macros |= {"LEAST": tiling.least, "NORMS": int(norms), "ROTATES": int(rotates)}
     return CudaKernel(
         _SOURCE, "decode_attention", "MPPPPPPPPPffiiiiqqqi", macros, 32 * tiling.warps, tiling.shared(group), tiling.split
     )

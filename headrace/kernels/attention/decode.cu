@@ -2,14 +2,14 @@
 // compiled by NVRTC without any include. It norms and rotates q and k of the rows' tokens, and writes k and v to the cache.
 //
 // A block serves the query heads of one KV head of a row. Each warp has a ring of pages, 16 tokens of the KV head, which the
-// tensor memory accelerator loads, and a softmax of its own; SPLIT blocks, a cluster, share a row's pages. Warps, and then blocks, merge
-// what they have by way of shared memory.
+// tensor memory accelerator loads, and a softmax of its own. Up to SPLIT blocks, a cluster, share a row's pages: as many as have LEAST
+// pages for each warp, and the others end at once. Warps merge what they have by way of shared memory, and blocks in that of the first.
 //
 // The first pages are asked for before the kernel before is complete (EARLY), which no kernel since the last of these may have written:
 // so this kernel lets the next one start only when it has waited itself.
 //
 // Constants: KIND (0 bfloat16, 1 float16), GROUP (query heads of a KV head, 1 to 8), WARPS, STAGES (pages of a warp in flight), SPLIT
-// (1, 2, 4 or 8), NORMS (1: q and k are normed), ROTATES.
+// (blocks of a cluster, 1 to 8), LEAST, NORMS (1: q and k are normed), ROTATES.
 
 struct alignas(64) TensorMap {
     char bytes[128];
@@ -21,13 +21,16 @@ typedef unsigned short u16;
 #define INFINITY_ __int_as_float(0x7f800000)
 
 constexpr int WIDTH = 128, PAGE = 16, PAGE_BYTES = PAGE * 2 * WIDTH * 2, PART = PAGE * 128;
-constexpr int THREADS = 32 * WARPS, WORKERS = SPLIT * WARPS, RING = STAGES * PAGE_BYTES;
+constexpr int THREADS = 32 * WARPS, RING = STAGES * PAGE_BYTES;
 constexpr int SUMS = GROUP * WIDTH * 4 + 64;  // bytes: sums of values of each head, then maxima and masses
 constexpr int PITCH = WIDTH + 8;
 static_assert(SUMS <= RING, "a warp's sums take the place of its pages");
+#ifndef ONCE
+#define ONCE "evict_first"
+#endif
 
-// Where everything is, behind the rings: the block's sums, heads, the new token's key and value, barriers.
-constexpr int AT_SUMS = WARPS * RING, AT_HEADS = AT_SUMS + SUMS, AT_NEW = AT_HEADS + 8 * PITCH * 2, AT_BARRIERS = AT_NEW + 2 * WIDTH * 2;
+// Where everything is, behind the rings: the blocks' sums, heads, the new token's key and value, barriers.
+constexpr int AT_SUMS = WARPS * RING, AT_HEADS = AT_SUMS + (SPLIT > 1 ? SPLIT * SUMS : 0), AT_NEW = AT_HEADS + 8 * PITCH * 2, AT_BARRIERS = AT_NEW + 2 * WIDTH * 2;
 
 __device__ __forceinline__ unsigned shared_address(const void* place) {
     return (unsigned)__cvta_generic_to_shared(place);
@@ -110,14 +113,23 @@ __device__ __forceinline__ unsigned place_of(unsigned place, unsigned block) {
 
 __device__ __forceinline__ float4 load_four(unsigned place) {
     float4 four;
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w) : "r"(place) : "memory");
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w) : "r"(place) : "memory");
     return four;
 }
 
 __device__ __forceinline__ float load_one(unsigned place) {
     float one;
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(one) : "r"(place) : "memory");
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(one) : "r"(place) : "memory");
     return one;
+}
+
+// Both may be another block's.
+__device__ __forceinline__ void store_four(unsigned place, float4 four) {
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" :: "r"(place), "f"(four.x), "f"(four.y), "f"(four.z), "f"(four.w) : "memory");
+}
+
+__device__ __forceinline__ void store_far(unsigned place, float value) {
+    asm volatile("st.shared::cluster.f32 [%0], %1;" :: "r"(place), "f"(value) : "memory");
 }
 
 __device__ __forceinline__ void store_one(unsigned place, float value) {
@@ -180,6 +192,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     int rank = SPLIT > 1 ? blockIdx.x % SPLIT : 0, head = blockIdx.x / SPLIT, row = blockIdx.y;
     int worker = rank * WARPS + warp, quad = lane >> 2, place = lane & 3;
+    [[maybe_unused]] unsigned merging = base + AT_BARRIERS + WARPS * STAGES * 8;
     unsigned ring = base + warp * RING, barriers = base + AT_BARRIERS + warp * STAGES * 8;
     if (lane == 0) {
 #pragma unroll
@@ -187,8 +200,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
+#if SPLIT > 1
+    // Of the cluster's first block: the others have stored their sums.
+    if (threadIdx.x == 0) asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\nfence.mbarrier_init.release.cluster;" :: "r"(merging), "n"(SPLIT) : "memory");
+#endif
     u64 once;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+    asm volatile("createpolicy.fractional.L2::" ONCE ".b64 %0, 1.0;" : "=l"(once));
     uint2 q_factors = make_uint2(0, 0), k_factors = q_factors;
 #if NORMS
     q_factors = ((const uint2*)q_weight)[lane];
@@ -197,11 +214,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(
     if (!early) asm volatile("griddepcontrol.wait;" ::: "memory");
     // The row's pages go round the workers. The new token is behind them, and the worker's whose turn it is.
     int context = lengths[row] - 1, pages = (context + PAGE - 1) / PAGE;
-    int count = context > 0 && pages > worker ? (pages - worker + WORKERS - 1) / WORKERS : 0;
+    int blocks = 1;
+    if (SPLIT > 1) {
+        blocks = (pages + WARPS * LEAST - 1) / (WARPS * LEAST);
+        blocks = blocks < 1 ? 1 : blocks > SPLIT ? SPLIT : blocks;
+        if (rank >= blocks) return;
+#if SPLIT > 1
+        asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+#endif
+    }
+    int workers = blocks * WARPS;
+    int count = context > 0 && pages > worker ? (pages - worker + workers - 1) / workers : 0;
     bool present = context >= 0;
-    int owner = present ? pages % WORKERS : 0;
+    int owner = present ? pages % workers : 0;
     const int* table = tables + (long long)row * table_row + worker;
-    auto entries = [&](int first) { return first + lane < count ? table[(first + lane) * WORKERS] : 0; };
+    auto entries = [&](int first) { return first + lane < count ? table[(first + lane) * workers] : 0; };
     int now = entries(0), next = count > 32 ? entries(32) : 0;
     auto ask = [&](int i) {
         if (i && i % 32 == 0) {
@@ -214,6 +241,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(
     __syncwarp();
 #pragma unroll 1
     for (int i = 0; i < STAGES && i < count; ++i) ask(i);
+    bool here = owner / WARPS == rank;
+    long long slot = here ? slots[row] : -1;
+    float4 cos, sin;
+#if ROTATES
+    const float4* turn = (const float4*)(angles + (long long)row * angle_row);
+    cos = turn[lane & 15], sin = turn[16 + (lane & 15)];
+#endif
     // What the kernel before has written is read behind this alone, and what is asked for above is what no kernel behind the last
     // of these has written.
     if (early) asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -221,7 +255,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(
 
     // Warps finish the heads in turn; the new token's last.
     const u16* token = qkv + (long long)row * qkv_row;
-    bool here = owner / WARPS == rank;
     constexpr int TASKS = GROUP + 1, OWN = (TASKS + WARPS - 1) / WARPS;
     Head mine[OWN];
     uint2 value = make_uint2(0, 0);
@@ -233,11 +266,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(
         mine[i].weight = task < GROUP ? q_factors : k_factors;
         if (task == GROUP) value = ((const uint2*)(token + (heads * (GROUP + 1) + head) * WIDTH))[lane];
     }
-    float4 cos, sin;
-#if ROTATES
-    const float4* turn = (const float4*)(angles + (long long)row * angle_row);
-    cos = turn[lane & 15], sin = turn[16 + (lane & 15)];
-#endif
     unsigned heads_at = base + AT_HEADS, new_at = base + AT_NEW;
 #pragma unroll
     for (int i = 0; i < OWN; ++i) {
@@ -249,7 +277,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(
         } else {
             store_two(new_at + lane * 8, done.x, done.y);
             store_two(new_at + WIDTH * 2 + lane * 8, value.x, value.y);
-            long long slot = here ? slots[row] : -1;
             if (slot >= 0) {
                 u16* target = written + slot / PAGE * page_stride + slot % PAGE * token_stride + head * head_stride;
                 ((uint2*)target)[lane] = done;
@@ -309,7 +336,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(
                 multiply(s[n], q[2 * k + 1][0], 0u, q[2 * k + 1][1], 0u, keys[2], keys[3]);
             }
         }
-        int left = context - (worker + i * WORKERS) * PAGE;
+        int left = context - (worker + i * workers) * PAGE;
         unsigned low = ~0u, high = ~0u;
 #pragma unroll
         for (int n = 0; n < 2; ++n)
@@ -393,27 +420,48 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(
         *(uint2*)(out + ((long long)row * heads + head) * (GROUP * WIDTH) + at) = four;
     };
     auto of_warp = [&](int w) { return base + w * RING; };
+#if SPLIT > 1
+    // No block stores to one that has not begun.
+    unsigned first = 0;
+    if (blocks > 1) {
+        asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+        first = place_of(base + AT_SUMS + rank * SUMS, 0);
+    }
+#endif
     for (int at = threadIdx.x * 4; at < GROUP * WIDTH; at += THREADS * 4) {
         Merged all = merge(of_warp, WARPS, at);
-        if (SPLIT == 1) {
+        if (blocks == 1) {
             store(all, at);
             continue;
         }
-        unsigned to = base + AT_SUMS + at * 4;
-        store_one(to, all.sum.x), store_one(to + 4, all.sum.y), store_one(to + 8, all.sum.z), store_one(to + 12, all.sum.w);
+#if SPLIT > 1
+        store_four(first + at * 4, all.sum);
         if (at % WIDTH == 0) {
-            store_one(base + AT_SUMS + GROUP * WIDTH * 4 + at / WIDTH * 4, all.highest);
-            store_one(base + AT_SUMS + GROUP * WIDTH * 4 + 32 + at / WIDTH * 4, all.mass);
+            store_far(first + GROUP * WIDTH * 4 + at / WIDTH * 4, all.highest);
+            store_far(first + GROUP * WIDTH * 4 + 32 + at / WIDTH * 4, all.mass);
         }
+#endif
     }
 #if SPLIT > 1
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-    constexpr int SHARE = GROUP * WIDTH / SPLIT;
-    auto of_block = [&](int w) { return place_of(base + AT_SUMS, w); };
-    for (int at = threadIdx.x * 4; at < SHARE; at += THREADS * 4) store(merge(of_block, SPLIT, rank * SHARE + at), rank * SHARE + at);
-    // No block ends while others read its memory.
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    if (blocks == 1) return;
+    __syncthreads();
+    if (rank) {
+        if (threadIdx.x == 0)
+            asm volatile("fence.acq_rel.cluster;\nmbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" :: "r"(place_of(merging, 0)) : "memory");
+        return;
+    }
+    // For itself and the blocks that have ended.
+    if (threadIdx.x == 0)
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" :: "r"(merging), "r"(SPLIT + 1 - blocks) : "memory");
+    unsigned done;
+    do {
+        asm volatile(
+            "{\n.reg .pred p;\n"
+            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n"
+            "selp.u32 %0, 1, 0, p;\n}\n"
+            : "=r"(done) : "r"(merging) : "memory");
+    } while (!done);
+    auto of_block = [&](int w) { return base + AT_SUMS + w * SUMS; };
+    for (int at = threadIdx.x * 4; at < GROUP * WIDTH; at += THREADS * 4) store(merge(of_block, blocks, at), at);
 #endif
 }

@@ -66,19 +66,21 @@ _TILINGS = (
 )
 """Largest numbers of rows, and the tilings to choose from: the first line that fits counts. As measured on an H200 with the
 products of Qwen3 8B in 16 bits, and in FP8 with 64 rows, in the chain of a layer (see benchmarks/)."""
+_FP8_TILINGS = ((16, (CudaTiling(32, 1, 216, 2), CudaTiling(32, 2, 72), CudaTiling(64, 1, 72))), *_TILINGS[1:])
+"""The same for FP8."""
 _SHARED_KB = 216
 """Shared memory of a multiprocessor for whole blocks of 72, 108 or 216 KB."""
 
 
 @functools.cache
-def choose_tiling(rows: int, out_features: int, multiprocessors: int) -> CudaTiling:
+def choose_tiling(rows: int, out_features: int, multiprocessors: int, *, fp8: bool = False) -> CudaTiling:
     """Chooses the tiling whose blocks leave the least of the multiprocessors empty, with few blocks one after the other."""
 
     def filled(tiling: CudaTiling) -> float:
         waves = cdiv(out_features, tiling.tile) * tiling.split / (multiprocessors * (_SHARED_KB // tiling.kilobytes))
         return waves / math.ceil(waves) - math.ceil(waves) / 100
 
-    return max(next(tilings for most, tilings in _TILINGS if rows <= most), key=filled)
+    return max(next(tilings for most, tilings in (_FP8_TILINGS if fp8 else _TILINGS) if rows <= most), key=filled)
 
 
 _GATED = CudaTiling(64, 1, 72)
@@ -90,7 +92,8 @@ def choose(x: torch.Tensor, weight: torch.Tensor) -> CudaTiling | None:
     them."""
     if not 1 < len(x) <= MAX_ROWS or weight.numel() < MIN_NUMBERS or not takes(x, weight):
         return None
-    return choose_tiling(len(x), len(weight), support.resources(x.device).multiprocessors)
+    multiprocessors = support.resources(x.device).multiprocessors
+    return choose_tiling(len(x), len(weight), multiprocessors, fp8=x.itemsize == 1)
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:

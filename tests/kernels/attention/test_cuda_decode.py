@@ -19,7 +19,7 @@ from headrace.model_spec import AttentionSpec
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 BF16 = torch.bfloat16
-TILINGS = [DecodeTiling(2, 3, 1), DecodeTiling(1, 6, 2), DecodeTiling(4, 3, 4), DecodeTiling(8, 3, 8)]
+TILINGS = [DecodeTiling(2, 3, 1), DecodeTiling(1, 6, 2, 2), DecodeTiling(4, 3, 4), DecodeTiling(8, 3, 8, 3)]
 LENGTHS = ([1, 2, 16, 17, 33, 300, 0, 513], [5000, 1, 2049], [31])
 
 
@@ -105,7 +105,7 @@ def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     assert grid == (8, 3, 1) and cache == ((6, PAGE, 2, 256), ((PAGE + 2) * 512, 512, 256, 1))
     assert given[-8:] == [rows.tables.shape[1], 12 * WIDTH, WIDTH, 2, (PAGE + 2) * 512, 512, 256, 1]
     assert isinstance(kernel, CudaKernel) and kernel._macros == {
-        "KIND": 0, "GROUP": 4, "WARPS": 4, "STAGES": 3, "SPLIT": 4, "NORMS": 1, "ROTATES": 1,
+        "KIND": 0, "GROUP": 4, "WARPS": 4, "STAGES": 3, "SPLIT": 4, "LEAST": 1, "NORMS": 1, "ROTATES": 1,
     }  # fmt: skip
 
 

@@ -61,13 +61,13 @@ class Rows:
         angles = torch.rand(len(lengths), WIDTH // 2) * 6
         qkv = torch.randn(len(lengths), (group + 2) * kv_heads * WIDTH).to(dtype)
         weights = [(1 + torch.randn(WIDTH) / 4).to(dtype) for _ in range(2)]
-        on = {"device": device}
+        cos_sin = None if bare else torch.cat((angles.cos(), angles.sin()), 1).to(device)
+        q_weight, k_weight = (None if bare else weight.to(device) for weight in weights)
         unfinished = Unfinished(
-            qkv.to(**on), slots.to(**on), None if bare else torch.cat((angles.cos(), angles.sin()), 1).to(**on),
-            0 if bare else WIDTH, *(None if bare else weight.to(**on) for weight in weights), 1e-6, False,
-        )  # fmt: skip
+            qkv.to(device), slots.to(device), cos_sin, 0 if bare else WIDTH, q_weight, k_weight, 1e-6, False
+        )
         counted = torch.tensor(lengths, dtype=torch.int32)
-        return cls(unfinished, cache.to(**on), tables.to(**on), counted.to(**on), group * kv_heads)
+        return cls(unfinished, cache.to(device), tables.to(device), counted.to(device), group * kv_heads)
 
     def attend(self, tiling: DecodeTiling, early: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """The output, and the cache then."""

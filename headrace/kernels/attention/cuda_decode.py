@@ -64,7 +64,7 @@ def choose_tiling(programs: int, multiprocessors: int) -> DecodeTiling:
         return DecodeTiling(2, 3, 2)
     if 2 * programs > multiprocessors:
         return DecodeTiling(4, 3, 2)
-    return DecodeTiling(8, 3, min(MAX_SPLIT, 1 << (multiprocessors // programs).bit_length() - 1))
+    return DecodeTiling(4, 3, min(MAX_SPLIT, 1 << (2 * multiprocessors // programs).bit_length() - 1))
 
 
 def decode_attention(

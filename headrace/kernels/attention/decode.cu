@@ -123,13 +123,14 @@ __device__ __forceinline__ float load_one(unsigned place) {
     return one;
 }
 
-// Both may be another block's.
-__device__ __forceinline__ void store_four(unsigned place, float4 four) {
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" :: "r"(place), "f"(four.x), "f"(four.y), "f"(four.z), "f"(four.w) : "memory");
+// Store to another block's memory, and count the bytes at its barrier.
+__device__ __forceinline__ void send_four(unsigned place, float4 four, unsigned barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+        :: "r"(place), "f"(four.x), "f"(four.y), "f"(four.z), "f"(four.w), "r"(barrier) : "memory");
 }
 
-__device__ __forceinline__ void store_far(unsigned place, float value) {
-    asm volatile("st.shared::cluster.f32 [%0], %1;" :: "r"(place), "f"(value) : "memory");
+__device__ __forceinline__ void send_one(unsigned place, float value, unsigned barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" :: "r"(place), "f"(value), "r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ void store_one(unsigned place, float value) {
@@ -201,8 +202,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
 #if SPLIT > 1
-    // Of the cluster's first block: the others have stored their sums.
-    if (threadIdx.x == 0) asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\nfence.mbarrier_init.release.cluster;" :: "r"(merging), "n"(SPLIT) : "memory");
+    // Of the cluster's first block: the others' sums have come.
+    if (threadIdx.x == 0) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" :: "r"(merging) : "memory");
 #endif
     u64 once;
     asm volatile("createpolicy.fractional.L2::" ONCE ".b64 %0, 1.0;" : "=l"(once));
@@ -220,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(
         blocks = blocks < 1 ? 1 : blocks > SPLIT ? SPLIT : blocks;
         if (rank >= blocks) return;
 #if SPLIT > 1
-        asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+        asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 #endif
     }
     int workers = blocks * WARPS;
@@ -420,47 +421,41 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(
         *(uint2*)(out + ((long long)row * heads + head) * (GROUP * WIDTH) + at) = four;
     };
     auto of_warp = [&](int w) { return base + w * RING; };
+    [[maybe_unused]] unsigned first = 0, first_merging = 0;
 #if SPLIT > 1
-    // No block stores to one that has not begun.
-    unsigned first = 0;
-    if (blocks > 1) {
+    if (blocks > 1 && rank) {
+        // No block stores to one that has not begun.
         asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-        first = place_of(base + AT_SUMS + rank * SUMS, 0);
+        first = place_of(base + AT_SUMS + rank * SUMS, 0), first_merging = place_of(merging, 0);
     }
 #endif
     for (int at = threadIdx.x * 4; at < GROUP * WIDTH; at += THREADS * 4) {
         Merged all = merge(of_warp, WARPS, at);
+        int query = at / WIDTH;
         if (blocks == 1) {
             store(all, at);
-            continue;
+        } else if (rank) {
+            send_four(first + at * 4, all.sum, first_merging);
+            if (at % WIDTH == 0) {
+                send_one(first + GROUP * WIDTH * 4 + query * 4, all.highest, first_merging);
+                send_one(first + GROUP * WIDTH * 4 + 32 + query * 4, all.mass, first_merging);
+            }
+        } else {
+            unsigned to = base + AT_SUMS;
+            store_one(to + at * 4, all.sum.x), store_one(to + at * 4 + 4, all.sum.y);
+            store_one(to + at * 4 + 8, all.sum.z), store_one(to + at * 4 + 12, all.sum.w);
+            if (at % WIDTH == 0) {
+                store_one(to + GROUP * WIDTH * 4 + query * 4, all.highest);
+                store_one(to + GROUP * WIDTH * 4 + 32 + query * 4, all.mass);
+            }
         }
-#if SPLIT > 1
-        store_four(first + at * 4, all.sum);
-        if (at % WIDTH == 0) {
-            store_far(first + GROUP * WIDTH * 4 + at / WIDTH * 4, all.highest);
-            store_far(first + GROUP * WIDTH * 4 + 32 + at / WIDTH * 4, all.mass);
-        }
-#endif
     }
 #if SPLIT > 1
-    if (blocks == 1) return;
-    __syncthreads();
-    if (rank) {
-        if (threadIdx.x == 0)
-            asm volatile("fence.acq_rel.cluster;\nmbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" :: "r"(place_of(merging, 0)) : "memory");
-        return;
-    }
-    // For itself and the blocks that have ended.
+    if (blocks == 1 || rank) return;
     if (threadIdx.x == 0)
-        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" :: "r"(merging), "r"(SPLIT + 1 - blocks) : "memory");
-    unsigned done;
-    do {
-        asm volatile(
-            "{\n.reg .pred p;\n"
-            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n"
-            "selp.u32 %0, 1, 0, p;\n}\n"
-            : "=r"(done) : "r"(merging) : "memory");
-    } while (!done);
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(merging), "r"((blocks - 1) * GROUP * (WIDTH * 4 + 8)) : "memory");
+    __syncthreads();
+    wait_for(merging, 0);
     auto of_block = [&](int w) { return base + AT_SUMS + w * SUMS; };
     for (int at = threadIdx.x * 4; at < GROUP * WIDTH; at += THREADS * 4) store(merge(of_block, blocks, at), at);
 #endif

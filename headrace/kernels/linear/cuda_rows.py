@@ -38,7 +38,7 @@ class RowsTiling:
     x_stages: int
     lag: bool = False
     registers: int = 0
-    """Of a thread that multiplies, where the launch gives it too few; 0: it does not."""
+    """Registers of a thread that multiplies, where the launch gives it too few; 0: it gives enough."""
 
     @property
     def stages(self) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from headrace.kernels.attention.unfinished import Unfinished
-from headrace.kernels.cuda_launch import CudaKernel, page_map, refusals
+from headrace.kernels.cuda_launch import CudaKernel, refusals, tensor_map
 from headrace.model_spec import AttentionSpec
 
 WIDTH, PAGE = 128, 16
@@ -20,7 +20,8 @@ WIDTH, PAGE = 128, 16
 MAX_GROUP, MAX_SPLIT = 8, 8
 _SOURCE = Path(__file__).with_name("decode.cu")
 _KINDS = {torch.bfloat16: 0, torch.float16: 1}
-_ALIGNMENT = 1024
+_ALIGNMENT, _LINES = 1024, 4
+"""Alignment of shared memory in bytes, and lines of 128 bytes of a token's key and value."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,10 +96,13 @@ def decode_attention(
     kernel = _kernel(tiling, num_heads // kv_heads, out.dtype, q_weight is not None, cos_sin is not None)
     weights = (0 if weight is None else weight.data_ptr() for weight in (q_weight, k_weight))
     angles = (0, 0) if cos_sin is None else (cos_sin.data_ptr(), cos_sin.stride(0))
+    # Pages, heads, lines of keys and values, tokens, and the channels of a line.
+    lines = rows.view(*rows.shape[:3], _LINES, WIDTH // 2).permute(0, 2, 3, 1, 4)
     kernel.launch(
-        (tiling.split * kv_heads, num_rows, 1), page_map(rows), qkv.data_ptr(), out.data_ptr(), rows.data_ptr(),
-        block_tables.data_ptr(), seq_lens.data_ptr(), slots.data_ptr(), angles[0], *weights, eps, scale * math.log2(math.e),
-        block_tables.stride(0), qkv.stride(0), angles[1], kv_heads, *rows.stride()[:3], int(early),
+        (tiling.split * kv_heads, num_rows, 1), tensor_map(lines, _LINES, PAGE, WIDTH // 2),
+        qkv.data_ptr(), out.data_ptr(), rows.data_ptr(), block_tables.data_ptr(), seq_lens.data_ptr(), slots.data_ptr(),
+        angles[0], *weights, eps, scale * math.log2(math.e), block_tables.stride(0), qkv.stride(0), angles[1], kv_heads,
+        *rows.stride()[:3], int(early),
     )  # fmt: skip
 
 

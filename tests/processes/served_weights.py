@@ -82,10 +82,19 @@ async def rollout(llm: AsyncLLM, prompt: int, length: int, begun: asyncio.Event 
     return output
 
 
+Part = tuple[RequestOutput, Any]
+"""An answer and its span of one version."""
+
+
 def check(
     outputs: list[RequestOutput], models: dict[str, Weights], folder: Path, tmp_path: Path, args: dict[str, Any] = ALONE
 ) -> None:
-    """Each token has the logprob that a fresh engine of its version gives it, but in company on a CPU to the last bit."""
+    """Each token has the logprob that a fresh engine of its version gives it, but in company on a CPU to the last bit.
+
+    Ranks take long to start: one engine of them takes each version but the last from its file.
+    """
+    *_, last = models
+    reloaded = Shared(AsyncLLM(EngineArgs(model=str(folder), **args))) if args.get("tensor_parallel_size", 1) > 1 else None
     for version, weights in models.items():
         model = tmp_path / f"fresh-{version}"
         shutil.copytree(folder, model, dirs_exist_ok=True)
@@ -96,34 +105,57 @@ def check(
             for span in output.outputs[0].weight_versions
             if span.version == version and span.end > span.start
         ]
+        if reloaded is not None and version != last:
+            reloaded.run(check_reloaded(reloaded.llm, model, parts))
+            continue
+        if reloaded is not None:
+            reloaded.close()
         with quiet():
             llm = LLM(str(model), **args)
-        if args is not COMPANY:
-            check_continued(llm, parts)
-            continue
-        prompts: Any = [{"prompt_token_ids": output.prompt_token_ids + output.outputs[0].token_ids} for output, _ in parts]
-        scores = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=0))
-        for (output, span), score in zip(parts, scores, strict=True):
-            sample = output.outputs[0]
-            assert score.prompt_logprobs is not None and sample.logprobs is not None
-            for place in range(span.start, span.end):
-                token = sample.token_ids[place]
-                expected = score.prompt_logprobs[len(output.prompt_token_ids) + place]
-                assert expected is not None
-                assert sample.logprobs[place][token].logprob == pytest.approx(expected[token].logprob, abs=1e-4)
+        if args is COMPANY:
+            check_scored(llm, parts)
+        else:
+            for part, continued in zip(parts, llm.generate(*rest_of(parts)), strict=True):
+                check_continued(part, continued)
         llm.close()
 
 
-def check_continued(llm: LLM, parts: list[tuple[RequestOutput, Any]]) -> None:
-    """A fresh engine continues each answer, from its span on, with the same tokens and logprobs."""
-    prompts: Any = [{"prompt_token_ids": one.prompt_token_ids + one.outputs[0].token_ids[: span.start]} for one, span in parts]
-    params = [rollout_params(seed_of(one), span.end - span.start) for one, span in parts]
-    for (output, span), continued in zip(parts, llm.generate(prompts, params), strict=True):
-        ours, theirs = output.outputs[0], continued.outputs[0]
-        assert ours.token_ids[span.start : span.end] == theirs.token_ids
-        assert ours.logprobs is not None
-        assert ours.logprobs[span.start : span.end] == theirs.logprobs
-    llm.close()
+async def check_reloaded(llm: AsyncLLM, model: Path, parts: list[Part]) -> None:
+    await llm.weights.update_from_disk(model)
+
+    async def continue_one(part: Part, prompt: Any, params: SamplingParams) -> None:
+        async for continued in llm.generate(prompt, params, f"{model.name}-{next(REQUESTS)}"):  # noqa: B007 (the last is compared)
+            pass
+        check_continued(part, continued)
+
+    await asyncio.gather(*(continue_one(*one) for one in zip(parts, *rest_of(parts), strict=True)))
+
+
+def check_scored(llm: LLM, parts: list[Part]) -> None:
+    prompts: Any = [{"prompt_token_ids": output.prompt_token_ids + output.outputs[0].token_ids} for output, _ in parts]
+    scores = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=0))
+    for (output, span), score in zip(parts, scores, strict=True):
+        sample = output.outputs[0]
+        assert score.prompt_logprobs is not None and sample.logprobs is not None
+        for place in range(span.start, span.end):
+            token = sample.token_ids[place]
+            expected = score.prompt_logprobs[len(output.prompt_token_ids) + place]
+            assert expected is not None
+            assert sample.logprobs[place][token].logprob == pytest.approx(expected[token].logprob, abs=1e-4)
+
+
+def rest_of(parts: list[Part]) -> tuple[Any, list[SamplingParams]]:
+    """Prompts and parameters with which another engine continues each answer from its span on."""
+    prompts = [{"prompt_token_ids": one.prompt_token_ids + one.outputs[0].token_ids[: span.start]} for one, span in parts]
+    return prompts, [rollout_params(seed_of(one), span.end - span.start) for one, span in parts]
+
+
+def check_continued(part: Part, continued: RequestOutput) -> None:
+    (output, span), theirs = part, continued.outputs[0]
+    ours = output.outputs[0]
+    assert ours.token_ids[span.start : span.end] == theirs.token_ids
+    assert ours.logprobs is not None
+    assert ours.logprobs[span.start : span.end] == theirs.logprobs
 
 
 def spans(output: RequestOutput) -> list[tuple[str, int, int]]:

@@ -156,7 +156,7 @@ class Lose(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class AcceptFiles(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The weights of the engine's files are meant, although it had later ones."""
+    """Accepts the weights of the engine's files in place of the later ones that it had."""
 
 
 class Rename(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -335,7 +335,7 @@ class Drop(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Forget(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Counts anew which tensors were written."""
+    """Starts a new count of the tensors that are written."""
 
 
 class Missing(msgspec.Struct, frozen=True, array_like=True, tag=True):

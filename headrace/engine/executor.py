@@ -71,7 +71,7 @@ class Executor(Protocol[Handle]):
         ...
 
     def memory(self) -> list[tuple[str, int]]:
-        """(name, bytes) of each use of device memory beside the weights."""
+        """(name, bytes) of each use of device memory other than weights."""
         ...
 
     def capture_next(self) -> GraphCount:

@@ -245,7 +245,7 @@ class WeightControl:
                     ended = self._on_sleep(command, reply)
                 case Join(group):
                     if group.name in self._groups:
-                        # The sender of before is gone.
+                        # The previous sender has ended.
                         self._fail(f"the group {group.name} was joined again")
                     self._rank(command)
                     self._groups.discard(group.name)
@@ -454,7 +454,7 @@ class WeightControl:
         if memory and (error := self._rank(Restore(memory)).error):
             raise WeightsError(error, 503)
         self._asleep -= wanted
-        # Clients of weights and KV alone mean the graphs too.
+        # Clients that know only weights and KV mean the graphs too.
         if memory and self._asleep <= {"scheduling", "cuda_graph"}:
             self._rank(Restore(MEMORY_TAGS))
             self._asleep.clear()

@@ -1,6 +1,6 @@
 """One tensor-parallel rank's process: ``python -m headrace.processes.rank``.
 
-It ends with the process that started it, also while it waits for a rank that is gone.
+It ends with the process that started it, also while it waits for a rank that has ended.
 """
 
 from __future__ import annotations

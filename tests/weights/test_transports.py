@@ -166,7 +166,7 @@ def test_handles_are_for_gpus() -> None:
 )
 def test_handles_stay_within_what_is_shared(changes: dict[str, Any]) -> None:
     _check("w", HANDLE, (3, 4), 4)
-    with pytest.raises(ConfigError, match=r"the handle of w is none of a tensor of the shape \[3, 4\]"):
+    with pytest.raises(ConfigError, match=r"the handle of w is not that of a tensor of the shape \[3, 4\]"):
         _check("w", msgspec.structs.replace(HANDLE, **changes), (3, 4), 4)
 
 

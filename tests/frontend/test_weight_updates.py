@@ -17,8 +17,9 @@ from support.pages import ROOT, blocks
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from headrace import LLM, SamplingParams
+from headrace.core import commands
 from headrace.core.request import Request
-from headrace.core.weights import Begin, DiskSource, Finish, Load, Pause, Resume, WeightResult
+from headrace.core.weights import DiskSource, WeightResult
 from headrace.errors import ConfigError, EngineError, UnavailableError, WeightsError
 from headrace.outputs import OutputDelta
 from headrace.weights.names import Target
@@ -239,7 +240,13 @@ def test_frozen_requests_go_on_with_the_kv_that_they_have(old: Path, new: Path) 
     core.add(Request(request_id="one", prompt_token_ids=PROMPT, sampling=params, max_tokens=12, seed=0))
     for _ in range(6):
         deltas += core.step()
-    for command in (Pause("keep"), Begin(), Load(DiskSource(str(new))), Finish(0), Resume()):
+    for command in (
+        commands.Pause("keep"),
+        commands.Begin(),
+        commands.Load(DiskSource(str(new))),
+        commands.Finish(0),
+        commands.Resume(),
+    ):
         answers = list[WeightResult]()
         core.weights.submit(command, answers.append)
         while not answers:

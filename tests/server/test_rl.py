@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.models.tiny_llama import write_model
 from support.server.fakes import FakeLLM
-from support.server.harness import Api, Running, client, running
+from support.server.harness import Api, Running, client, post, running
 from support.trainer import Trainer
 
 from headrace.config import EngineArgs
@@ -83,12 +83,6 @@ def saved(folder: Path, weights: Weights) -> Path:
     folder.mkdir()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
-
-
-def post(http: httpx.Client, path: str, body: Any = None, status: int = 200) -> Any:
-    answer = http.post(path) if body is None else http.post(path, json=body)
-    assert answer.status_code == status, answer.text
-    return answer.json()
 
 
 def versions(answer: dict[str, Any]) -> list[tuple[str, int, int]]:

@@ -227,7 +227,7 @@ def test_nothing_is_evicted(base: Path, adapters: dict[str, Path], models: dict[
 def test_a_request_names_an_adapter_that_is_not_there(llm: LLM) -> None:
     made = llm.inputs.request(prompt(5), params(1), request_id="x", adapter=AdapterRef("gone", "00"))
     with pytest.raises(UnknownModelError, match="'gone' is not loaded"):
-        llm._engine.core.add(made)  # type: ignore[union-attr]
+        llm._engine.core.add(made)
 
 
 def test_engines_and_adapters_that_do_not_fit_are_refused(base: Path, adapters: dict[str, Path], llm: LLM) -> None:
@@ -242,7 +242,7 @@ def test_engines_and_adapters_that_do_not_fit_are_refused(base: Path, adapters: 
     with pytest.raises(ConfigError, match="lora_int_id"):
         LoRARequest("four", 0, str(adapters["four"]))
     with pytest.raises(TypeError, match="lora_request"):
-        llm.generate("x", params(1), lora_request="four")  # type: ignore[arg-type]
+        llm.generate("x", params(1), lora_request="four")
 
 
 def test_adapters_are_added_to_packed_weights(
@@ -251,7 +251,7 @@ def test_adapters_are_added_to_packed_weights(
     """Steps with adapters run layer by layer, those of the base in one native call: both multiply the rounded weights."""
     with build(base, quantization="int8", quantize_head="none") as llm:
         rounded = {}
-        for path, layer in llm._engine.executor.model.named_modules():  # type: ignore[union-attr]
+        for path, layer in llm._engine.executor.model.named_modules():
             if isinstance(layer, Linear) and path.startswith("layers."):
                 parts = layer.parts if isinstance(layer, FusedLinear) else {path.rpartition(".")[2]: layer.out_features}
                 own = layer.method.dequantize(layer).split(list(parts.values()))

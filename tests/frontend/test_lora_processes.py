@@ -48,7 +48,7 @@ def test_a_replica_that_is_restarted_has_every_adapter(tmp_path: Path) -> None:
         lora = LoRARequest("one", lora_path=str(adapter))
         for output in llm.generate(PROMPTS, PARAMS, lora_request=lora):
             check_greedy(merged(base, adapter), output)
-        replicas = llm._engine.core._llm.replicas  # type: ignore[union-attr]
+        replicas = llm._engine.core._llm.replicas
         # The adapter's own files may be gone by then.
         kept = adapter.rename(tmp_path / "moved")
         os.kill(replicas.status()[1].pid, signal.SIGKILL)

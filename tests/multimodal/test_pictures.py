@@ -55,7 +55,7 @@ def test_pictures_equal_transformers(kind: str) -> None:
     assert text.outputs[0].token_ids == outputs[-1].outputs[0].token_ids
     own.llm.check_integrity()
     decisions = {line.name: line.value for line in own.llm.info.decisions}
-    assert (decisions["vision encoder"], decisions["image processor"]) == ("transformers", own.llm.inputs.multimodal.backend)  # type: ignore[union-attr]
+    assert (decisions["vision encoder"], decisions["image processor"]) == ("transformers", own.llm.inputs.multimodal.backend)
 
 
 @of(MOVING)
@@ -267,19 +267,19 @@ def test_the_encoders_memory_is_measured_with_full_calls_and_large_pictures(kind
     loaded: Any = own.llm._engine
     encoder = media_of(loaded.executor.runner)._encoder
     usual, large = encoder_calls(loaded.text.files, loaded.config, encoder)
-    rows = sum(item.num_rows for item in usual.args[0])  # type: ignore[attr-defined]
+    rows = sum(item.num_rows for item in usual.args[0])
     assert CALL_ROWS <= rows < CALL_ROWS + 512
-    assert all(found.features.shape == (item.num_rows, 64) for found, item in zip(large(), large.args[0], strict=True))  # type: ignore
+    assert all(found.features.shape == (item.num_rows, 64) for found, item in zip(large(), large.args[0], strict=True))
     assert encoder_calls(loaded.text.files, loaded.config, None) == []
 
 
 def test_what_a_tower_makes_is_freed_after_use() -> None:
     own = served("qwen2_5_vl")
-    cache = media_of(own.llm._engine.executor.runner).cache  # type: ignore[attr-defined]
+    cache = media_of(own.llm._engine.executor.runner).cache
     assert cache.num_used == 0 and cache.nbytes > 0
     none = engine(own.folder, mm_encoder_cache_bytes=0)
     generate(none, *prompts("qwen2_5_vl").values())
-    cache = media_of(none._engine.executor.runner).cache  # type: ignore[attr-defined]
+    cache = media_of(none._engine.executor.runner).cache
     assert (cache.num_used, cache.nbytes) == (0, 0)
 
 

@@ -141,7 +141,7 @@ def test_loads_reach_every_rank(folder: Path, ranks: LocalEngine, tmp_path: Path
     """From files, and by broadcasts of which each rank keeps its part."""
     alone = open_local(FileSource(args_of(folder)))
     generator = torch.Generator().manual_seed(4)
-    model = alone.executor.model  # type: ignore[attr-defined]
+    model = alone.executor.model
     stored = {name: value.clone() for name, value in export(registry.name_table(model.spec), model)}
     new = {name: value + 0.1 * torch.randn(value.shape, generator=generator) for name, value in stored.items()}
     save_file(new, tmp_path / "model.safetensors")
@@ -177,7 +177,7 @@ def test_loads_reach_every_rank(folder: Path, ranks: LocalEngine, tmp_path: Path
 
 def test_a_rank_that_draws_another_token_is_named(ranks: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is not used after this."""
-    executor: MultiprocessExecutor = ranks.executor  # type: ignore[assignment]
+    executor: MultiprocessExecutor = ranks.executor
 
     def execute(plan: StepPlan) -> int:
         other = tuple(msgspec.structs.replace(seq, seed=seq.seed + 1) for seq in plan.new)
@@ -203,7 +203,7 @@ def test_a_model_that_cannot_be_loaded_is_refused_as_in_one_process(folder: Path
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_engine(folder: Path) -> None:
     engine = open_local(FileSource(args_of(folder, tensor_parallel_size=2)))
-    executor: MultiprocessExecutor = engine.executor  # type: ignore[assignment]
+    executor: MultiprocessExecutor = engine.executor
     engine.core.add(engine.inputs.request({"prompt_token_ids": [1, 2, 3]}, PARAMS["greedy"], request_id="x"))
     engine.core.step()
     os.kill(executor.ranks[1].pid, signal.SIGKILL)

@@ -49,7 +49,7 @@ def asked(app: FastAPI) -> httpx.AsyncClient:
 
 def test_health_tells_why_while_the_engine_loads_and_after() -> None:
     llm = FakeLLM(load_seconds=0.15)
-    app = build_app(llm, ServerSettings(ready_timeout=0.0))  # type: ignore[arg-type]
+    app = build_app(llm, ServerSettings(ready_timeout=0.0))
 
     async def life() -> None:
         async with asked(app) as http:
@@ -74,7 +74,7 @@ def test_an_engine_that_is_up_before_its_client_is_not_served_yet() -> None:
             await asyncio.sleep(0.2)
 
     llm = EarlyLLM()
-    app = build_app(llm, ServerSettings(ready_timeout=0.0))  # type: ignore[arg-type]
+    app = build_app(llm, ServerSettings(ready_timeout=0.0))
 
     async def life() -> None:
         async with app.router.lifespan_context(app), asked(app) as http:
@@ -91,7 +91,7 @@ def test_an_engine_that_is_up_before_its_client_is_not_served_yet() -> None:
 def test_requests_wait_for_an_engine_that_comes() -> None:
     """And not for one that does not."""
     llm = FakeLLM(load_seconds=0.2)
-    app = build_app(llm)  # type: ignore[arg-type]
+    app = build_app(llm)
 
     async def life() -> None:
         async with app.router.lifespan_context(app), asked(app) as http:
@@ -126,7 +126,7 @@ def test_health_tells_why_the_engine_did_not_start() -> None:
 
 def test_live_until_the_engine_stays_down(api: Api) -> None:
     assert api.get("/live").json() == {"status": "ok"}
-    app = build_app(api.llm)  # type: ignore[arg-type]
+    app = build_app(api.llm)
 
     async def life() -> None:
         async with asked(app) as http:
@@ -144,7 +144,7 @@ def test_live_until_the_engine_stays_down(api: Api) -> None:
 
 def test_closing_while_the_engine_loads() -> None:
     llm = FakeLLM(load_seconds=60)
-    app = build_app(llm)  # type: ignore[arg-type]
+    app = build_app(llm)
 
     async def life() -> None:
         async with app.router.lifespan_context(app):

@@ -88,7 +88,7 @@ def served(engine: LocalEngine, beginning: int = 24) -> Tokens:
     while waiting or core.has_work():
         for _ in range(min(len(waiting), chance.randint(0, 2))):
             name, prompt, params = waiting.pop(0)
-            core.add(engine.inputs.request(prompt, params, request_id=name))  # type: ignore[arg-type]
+            core.add(engine.inputs.request(prompt, params, request_id=name))
         for delta in core.step():
             found.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
         if len(waiting) == 4:

@@ -139,7 +139,7 @@ def test_recorded_steps_are_replayed_on_every_rank(folder: Path, tmp_path: Path)
         args = args_of(folder, tensor_parallel_size=2, record_steps=None if group.rank else str(path))
         engine = open_local(FileSource(args, ThreadAgreement(group), group))
         collect, results = engine.executor.collect, list[StepResult]()
-        engine.executor.collect = lambda handle: results.append(collect(handle)) or results[-1]  # type: ignore[method-assign]
+        engine.executor.collect = lambda handle: results.append(collect(handle)) or results[-1]
         traffic(engine)
         engine.core.close()
         return results
@@ -150,7 +150,7 @@ def test_recorded_steps_are_replayed_on_every_rank(folder: Path, tmp_path: Path)
         chosen = FileSource(args, ThreadAgreement(group), group).implementation
         text = FileSource(args).text()
         model, _ = chosen(text.files).load(text.files, config, lambda *_: None)
-        return list(replay(path, ModelRunner(model, config, text.tokenizer.token_bytes)))  # type: ignore[union-attr]
+        return list(replay(path, ModelRunner(model, config, text.tokenizer.token_bytes)))
 
     expected = on_ranks(2, recorded)[0]
     for found in on_ranks(2, replayed):

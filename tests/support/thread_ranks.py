@@ -35,7 +35,7 @@ def on_ranks(size: int, run: Callable[[ThreadGroup], T]) -> list[T]:
     errors = [result for result in results if isinstance(result, BaseException)]
     if errors:
         raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
-    return results  # type: ignore[return-value]
+    return results
 
 
 class ThreadAgreement(Agreement):

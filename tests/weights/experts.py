@@ -111,7 +111,7 @@ ACT_ORDER = GPTQ | {"desc_act": True}
 FORMATS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Packed]]] = {
     "blocks": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, lambda weight: tiles(weight, (128, 128))),
     "outputs": ({"quant_method": "fbgemm_fp8"}, lambda weight: tiles(weight, (1, weight.shape[1]), "weight_scale")),
-    "tensor": ({"quant_method": "fp8"}, lambda weight: tiles(weight, tuple(weight.shape), "weight_scale")),  # type: ignore[arg-type]
+    "tensor": ({"quant_method": "fp8"}, lambda weight: tiles(weight, tuple(weight.shape), "weight_scale")),
     "gptq": (GPTQ, gptq),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64}, lambda weight: Rounded(*weight.shape, group=64).awq()),
     "packed": in_groups(64),

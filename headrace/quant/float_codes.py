@@ -110,7 +110,7 @@ class MicroscaledCodes:
         numbers = (2 * _pairs(self.blocks.device).float() + _E2M1_ZERO).to(torch.uint8)
         size = rows_at_once(2 * self.blocks[0].numel())
         # A few rows at a time: an index takes four bytes.
-        rows = [numbers.index_select(0, rows.flatten().int()).view(len(rows), -1) for rows in self.blocks.split(size)]
+        rows = [numbers.index_select(0, rows.flatten().int()).view(len(rows), -1) for rows in torch.split(self.blocks, size)]
         codes = torch.cat(rows)
         zeros = torch.full_like(halves, _E2M1_ZERO, dtype=torch.uint8)
         return GroupCodes(8, codes, halves, zeros, 2 * self.blocks.shape[-1])

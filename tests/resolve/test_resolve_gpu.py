@@ -133,6 +133,8 @@ def test_fp8_is_for_gpus_that_multiply_it(asked: str, monkeypatch: pytest.Monkey
 
 FOUR = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+PACKED = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}}
+KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 
 
 @pytest.mark.parametrize(
@@ -154,6 +156,19 @@ BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         ({**FOUR, "bits": 8}, {"deterministic": True}, "stored", "the checkpoint is of integers"),
         (MXFP4, {}, "stored", "the checkpoint is of integers, MXFP4 or NVFP4"),
         ({"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4"}}, {}, "stored", "which the GPU multiplies"),
+        (
+            {"quant_method": "modelopt", "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}},
+            {},
+            "stored",
+            "the checkpoint means FP8",
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": KV}, {}, "stored", "the checkpoint means FP8"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": PACKED}, "kv_cache_scheme": KV},
+            {},
+            "stored_int4",
+            "the checkpoint means FP8",
+        ),
     ],
 )
 def test_quantised_checkpoints_are_kept(

@@ -55,6 +55,8 @@ class Scheme:
 
     method: str
     rules: tuple[Rule, ...]
+    rounds_kv: bool = False
+    """Its writer means the KV cache in FP8."""
 
     @functools.cached_property
     def _components(self) -> Mapping[str, int]:

@@ -238,6 +238,7 @@ def test_targets_of_groups() -> None:
     assert spec(values, "lm_head") == QuantSpec(codes="e4m3", group="channel")
     # Of classes in several formats, Linear is the one that can be told from a checkpoint.
     embeddings = {"embeddings": {"targets": ["Embedding"], "weights": INT4, "format": "pack-quantized"}}
+    assert spec(values | {"ignore": [LAYER + "mlp.down_proj"]}, LAYER + "mlp.down_proj") is None
     assert spec(values | {"config_groups": embeddings | values["config_groups"]}, "lm_head") == spec(values, "lm_head")
     del values["config_groups"]["classes"]
     assert str(scheme(values).rule("lm_head")) == "no pattern of compressed-tensors names it"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from headrace.kernels import support
 from headrace.kernels.linear.fp8_reference import quantize_rows_ref
 from headrace.layers.linear import Linear
 from headrace.layers.stored import StoredMatrix
@@ -42,8 +43,8 @@ def tiles(outputs: int, inputs: int, tile: tuple[int, int], seed: int = 0) -> St
 
 @pytest.mark.parametrize("name", METHODS)
 def test_floats_are_rounded_and_the_error_is_reported(name: str) -> None:
-    parts, method = [matrix(floats(256)), matrix(floats(128, seed=1))], METHODS[name]()
-    layer = Linear(256, 384, dtype=torch.bfloat16, device="cpu")
+    parts, method = [matrix(floats(256)), matrix(floats(144, seed=1))], METHODS[name]()
+    layer = Linear(256, 400, dtype=torch.bfloat16, device="cpu")
     method.allocate(layer, torch.bfloat16, "cpu")
     error = method.load(layer, parts)
     exact = torch.cat([part.read() for part in parts]).float()
@@ -51,15 +52,15 @@ def test_floats_are_rounded_and_the_error_is_reported(name: str) -> None:
     assert 0.01 < error < 0.04
     assert "weight" not in dict(layer.named_parameters())
     (line,) = method.memory(layer)
-    assert line.nbytes < 1.02 * exact.numel() + 4 * 384 + 8
+    assert line.nbytes < 1.02 * exact.numel() + 4 * 400 + 8
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", METHODS)
 def test_activations_are_rounded_alike_whatever_is_beside_them(name: str, bias: bool) -> None:
     method = METHODS[name]()
-    more = torch.randn(128) if bias else None
-    layer = layer_of(method, [matrix(floats(128))], more, torch.bfloat16)
+    more = torch.randn(144) if bias else None
+    layer = layer_of(method, [matrix(floats(144))], more, torch.bfloat16)
     x = torch.randn(17, 256).bfloat16()
     x[3] *= 100
     codes, scales = quantize_rows_ref(x, 128 if name == "blocks" else 256)
@@ -67,13 +68,14 @@ def test_activations_are_rounded_alike_whatever_is_beside_them(name: str, bias: 
     expected = rounded @ method.dequantize(layer).double().t() + (0 if layer.bias is None else layer.bias.double())
     torch.testing.assert_close(layer(x).double(), expected, rtol=2.0**-7, atol=1e-3)
     torch.testing.assert_close(layer(x[3:4]), layer(x)[3:4], rtol=1e-2, atol=1e-3)
-    assert layer(x.view(17, 1, 256)).shape == (17, 1, 128)
+    assert layer(x.view(17, 1, 256)).shape == (17, 1, 144)
     layer.out_dtype = torch.float32
     assert layer(x).dtype == torch.float32
 
 
 CASES = {
     "blocks": ([tiles(256, 256, (128, 128)), tiles(128, 256, (128, 128), 1)], Fp8BlockMethod),
+    "blocks and part of one": ([tiles(256, 256, (128, 128)), tiles(80, 256, (128, 128), 1)], Fp8BlockMethod),
     "a scale for each output": ([tiles(48, 256, (1, 256)), tiles(16, 256, (1, 256), 1)], Fp8Method),
     "a scale for each matrix": ([tiles(48, 256, (48, 256)), tiles(16, 256, (16, 256), 1)], Fp8Method),
     "scales of both kinds": ([tiles(48, 256, (48, 256)), tiles(16, 256, (1, 256), 1)], Fp8Method),
@@ -93,7 +95,7 @@ def test_codes_are_kept(name: str, online: str) -> None:
 
 MISFITS = {
     "other tiles": ([tiles(64, 256, (64, 64))], "FP8 with such scales"),
-    "blocks and part of a block": (
+    "part of a block before blocks": (
         [tiles(64, 256, (128, 128)), tiles(192, 256, (128, 128), 1)],
         "FP8 with such scales",
     ),
@@ -128,6 +130,13 @@ def test_codes_of_another_kind_are_rounded_beside_floats(name: str, kind: type[F
 
 
 def test_blocks_are_asked_for_where_they_fit() -> None:
-    layer = Linear(256, 192, dtype=torch.bfloat16, device="cpu")
-    done = convert("fp8_per_block", layer, [matrix(floats(192))])
-    assert done.format == "floats" and "192 outputs are not a multiple of 128" in done.reason
+    layer = Linear(192, 256, dtype=torch.bfloat16, device="cpu")
+    done = convert("fp8_per_block", layer, [matrix(floats(256, 192))])
+    assert done.format == "floats" and "192 inputs are not a multiple of 128" in done.reason
+
+
+def test_blocks_are_multiplied_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, misfits in ((89, True), (90, False), (100, True)):
+        monkeypatch.setattr(support, "compute_capability", lambda _, found=capability: found)
+        assert any("Hopper" in reason for reason in Fp8BlockMethod.supports(256, 256, "cuda")) == misfits
+        assert not Fp8Method.supports(256, 256, "cuda")

@@ -16,7 +16,7 @@ class Fp8Weight(NamedTuple):
     codes: torch.Tensor
     """``[N, K]`` float8_e4m3fn"""
     scales: torch.Tensor
-    """``[N, 1]`` or, of blocks, ``[N / GROUP, K / GROUP]``; float32"""
+    """``[N, 1]`` or, of blocks, ``[ceil(N / GROUP), K / GROUP]``; float32"""
     one: torch.Tensor
     """1.0, on the weight's device."""
     turns: torch.Tensor
@@ -83,5 +83,5 @@ def dequantize(weight: Fp8Weight) -> torch.Tensor:
     """``[N, K]`` float32"""
     scales = weight.scales
     if weight.in_blocks:
-        scales = scales.repeat_interleave(GROUP, 0).repeat_interleave(GROUP, 1)
+        scales = scales.repeat_interleave(GROUP, 0)[: len(weight.codes)].repeat_interleave(GROUP, 1)
     return weight.codes.float() * scales

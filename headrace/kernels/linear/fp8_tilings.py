@@ -118,6 +118,7 @@ def choose(rows: int, weight: Fp8Weight, *, hopper: bool) -> Choice:
     for most, widest, longest, choice in _BY_BLOCK if weight.in_blocks else _BY_OUTPUT:
         fits = rows <= most and inputs <= widest and outputs <= longest
         if fits and (hopper or not isinstance(choice, WideTiling)):
-            # cuBLASLt takes scales of channels in fours.
-            return _LONG_ROWS if choice is Library.BY_BLOCK and hopper and inputs % (4 * GROUP) else choice
+            # cuBLASLt takes whole blocks, and their scales along channels in fours.
+            own = choice is Library.BY_BLOCK and hopper and (inputs % (4 * GROUP) or outputs % GROUP)
+            return _LONG_ROWS if own else choice
     raise AssertionError("the last line of a table fits everything")

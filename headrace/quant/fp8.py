@@ -35,7 +35,7 @@ class Fp8Method(PackedMethod):
 
     format = "FP8, a scale for each output"
     devices = frozenset({"cpu", "cuda"})
-    kernel = "by number of rows, Triton or cuBLASLt"
+    kernel = "Triton or cuBLASLt, as the number of rows decides"
     constants = frozenset({"one", "turns"})
     multiples = 16, 16
     batch_invariant = True

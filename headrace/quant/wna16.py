@@ -30,7 +30,7 @@ class Int4GpuMethod(PackedMethod):
 
     bits: ClassVar[int] = 4
     format = "int4 in groups"
-    kernel = "by number of rows, Triton, CUDA C++ or cuBLAS"
+    kernel = "Triton, CUDA C++ or cuBLAS, as the number of rows decides"
     devices = frozenset({"cpu", "cuda"})
     constants = frozenset({"order", "arrived"})
     batch_invariant = True

@@ -104,19 +104,16 @@ class Fp8Method(PackedMethod):
     def dequantize(self, layer: Linear) -> torch.Tensor:
         return dequantize(self.weight)
 
-    @staticmethod
-    def stored_scales(codes: TileCodes) -> torch.Tensor:
+    def stored_scales(self, codes: TileCodes) -> torch.Tensor:
         """The scales of codes that the method holds."""
         rows = codes.scales.float().repeat_interleave(codes.tile[0], 0)
         return rows.narrow(0, codes.first[0], len(codes.values))
 
-    @staticmethod
-    def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def rounded(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes and scales of a float32 matrix."""
         return quantize_rows_ref(weight, weight.shape[1])
 
-    @staticmethod
-    def scales_shape(layer: Linear) -> tuple[int, int]:
+    def scales_shape(self, layer: Linear) -> tuple[int, int]:
         return layer.out_features, 1
 
     def _rows(self, start: int, stop: int) -> Fp8Weight:
@@ -127,9 +124,9 @@ class Fp8Method(PackedMethod):
 
 class Fp8BlockMethod(Fp8Method):
     """A scale for each block of 128 outputs and inputs, as in DeepSeek-V3. Activations have one for each token and 128
-    channels. The last block may have fewer outputs, as that of DeepSeek's latent projections.
+    channels. The last block may have fewer outputs.
 
-    Buffer ``scales``: ``[ceil(N / 128), K / 128]``.
+    Buffer ``scales``: ``[ceil(N / shared), K / 128]``.
     """
 
     format = f"FP8, a scale for each {GROUP} x {GROUP}"
@@ -145,30 +142,38 @@ class Fp8BlockMethod(Fp8Method):
 
     @classmethod
     def holds(cls, codes: Codes) -> bool:
-        return isinstance(codes, TileCodes) and codes.tile == (GROUP, GROUP) and codes.first == (0, 0)
+        if not isinstance(codes, TileCodes) or codes.tile[1] != GROUP or codes.first[1]:
+            return False
+        return codes.tile[0] % cls.shared == codes.first[0] % cls.shared == 0
 
     @classmethod
     def holds_all(cls, parts: Sequence[Codes]) -> bool:
         """No part begins within a block."""
         before = (part.values for part in parts[:-1] if isinstance(part, TileCodes))
-        return super().holds_all(parts) and not any(len(values) % GROUP for values in before)
+        return super().holds_all(parts) and not any(len(values) % cls.shared for values in before)
 
-    @staticmethod
-    def scales_shape(layer: Linear) -> tuple[int, int]:
-        return -(-layer.out_features // GROUP), layer.in_features // GROUP
+    def scales_shape(self, layer: Linear) -> tuple[int, int]:
+        return -(-layer.out_features // self.shared), layer.in_features // GROUP
 
-    @staticmethod
-    def stored_scales(codes: TileCodes) -> torch.Tensor:
-        return codes.scales.float()
+    def stored_scales(self, codes: TileCodes) -> torch.Tensor:
+        rows = codes.scales.float().repeat_interleave(codes.tile[0] // self.shared, 0)
+        return rows.narrow(0, codes.first[0] // self.shared, -(-len(codes.values) // self.shared))
 
-    @staticmethod
-    def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def rounded(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         outputs, inputs = weight.shape
-        padded = torch.nn.functional.pad(weight, (0, 0, 0, -outputs % GROUP))
-        blocks = padded.view(-1, GROUP, inputs // GROUP, GROUP)
+        padded = torch.nn.functional.pad(weight, (0, 0, 0, -outputs % self.shared))
+        blocks = padded.view(-1, self.shared, inputs // GROUP, GROUP)
         scales = (blocks.abs().amax((1, 3)) / E4M3_MAX).clamp_min(LEAST_SCALE)
         codes = (blocks / scales[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX)
         return codes.view(padded.shape)[:outputs].to(torch.float8_e4m3fn), scales
+
+
+class Fp8HalfBlockMethod(Fp8BlockMethod):
+    """A scale for each block of 64 outputs and 128 inputs: codes in blocks of 128 of which a rank has a half, or whose outputs a
+    model has in another order, as the latent projections of DeepSeek-V3, of whose heads 64 channels are rotated."""
+
+    format = f"FP8, a scale for each {GROUP // 2} x {GROUP}"
+    shared = GROUP // 2
 
 
 def _slices(parts: Sequence[torch.Tensor], start: int, stop: int) -> Iterator[torch.Tensor]:
@@ -200,7 +205,11 @@ def _block_limits(engine: EngineFacts) -> list[Limit]:
 
 
 KEEP_FP8 = Keep(
-    methods=(Fp8Method, Fp8BlockMethod), codes=(TileCodes,), keeps=frozenset({"e4m3"}), title="FP8", limits_of=_limits
+    methods=(Fp8Method, Fp8BlockMethod, Fp8HalfBlockMethod),
+    codes=(TileCodes,),
+    keeps=frozenset({"e4m3"}),
+    title="FP8",
+    limits_of=_limits,
 )
 
 

@@ -9,15 +9,16 @@ from headrace.kernels import support
 from headrace.kernels.linear.fp8_reference import quantize_rows_ref
 from headrace.layers.linear import Linear
 from headrace.layers.stored import StoredMatrix
+from headrace.parallel.shards import Cut
 from headrace.quant.convert import Conversion, Converter
 from headrace.quant.float_codes import TileCodes
-from headrace.quant.fp8 import Fp8BlockMethod, Fp8Method
+from headrace.quant.fp8 import Fp8BlockMethod, Fp8HalfBlockMethod, Fp8Method
 from headrace.quant.groups import relative_error
 from headrace.quant.registry import find
 
 from .packing import layer_of
 
-METHODS = {"outputs": Fp8Method, "blocks": Fp8BlockMethod}
+METHODS = {"outputs": Fp8Method, "blocks": Fp8BlockMethod, "halves": Fp8HalfBlockMethod}
 
 
 def floats(outputs: int, inputs: int = 256, seed: int = 0) -> torch.Tensor:
@@ -39,6 +40,10 @@ def tiles(outputs: int, inputs: int, tile: tuple[int, int], seed: int = 0) -> St
     scales = torch.rand(-(-outputs // tile[0]), -(-inputs // tile[1]), generator=generator) * 1e-3
     codes = TileCodes(values, scales, tile)
     return StoredMatrix("F8_E4M3", codes.dequantize, lambda: codes)
+
+
+def cut(stored: StoredMatrix, start: int, stop: int) -> StoredMatrix:
+    return stored.cut(Cut("outputs", start, stop, len(stored.read())))
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -63,7 +68,7 @@ def test_activations_are_rounded_alike_whatever_is_beside_them(name: str, bias: 
     layer = layer_of(method, [matrix(floats(144))], more, torch.bfloat16)
     x = torch.randn(17, 256).bfloat16()
     x[3] *= 100
-    codes, scales = quantize_rows_ref(x, 128 if name == "blocks" else 256)
+    codes, scales = quantize_rows_ref(x, 256 if name == "outputs" else 128)
     rounded = codes.double() * scales.double().repeat_interleave(256 // scales.shape[1], 1)
     expected = rounded @ method.dequantize(layer).double().t() + (0 if layer.bias is None else layer.bias.double())
     torch.testing.assert_close(layer(x).double(), expected, rtol=2.0**-7, atol=1e-3)
@@ -76,6 +81,9 @@ def test_activations_are_rounded_alike_whatever_is_beside_them(name: str, bias: 
 CASES = {
     "blocks": ([tiles(256, 256, (128, 128)), tiles(128, 256, (128, 128), 1)], Fp8BlockMethod),
     "blocks and part of one": ([tiles(256, 256, (128, 128)), tiles(80, 256, (128, 128), 1)], Fp8BlockMethod),
+    "halves of blocks": ([tiles(128, 256, (128, 128)), tiles(144, 256, (64, 128), 1)], Fp8HalfBlockMethod),
+    "blocks, and parts of one and a half": ([tiles(192, 256, (128, 128)), tiles(144, 256, (128, 128), 1)], Fp8HalfBlockMethod),
+    "a part that begins within a block": ([cut(tiles(320, 256, (128, 128)), 64, 320)], Fp8HalfBlockMethod),
     "a scale for each output": ([tiles(48, 256, (1, 256)), tiles(16, 256, (1, 256), 1)], Fp8Method),
     "a scale for each matrix": ([tiles(48, 256, (48, 256)), tiles(16, 256, (16, 256), 1)], Fp8Method),
     "scales of both kinds": ([tiles(48, 256, (48, 256)), tiles(16, 256, (1, 256), 1)], Fp8Method),
@@ -96,7 +104,7 @@ def test_codes_are_kept(name: str, online: str) -> None:
 MISFITS = {
     "other tiles": ([tiles(64, 256, (64, 64))], "FP8 with such scales"),
     "part of a block before blocks": (
-        [tiles(64, 256, (128, 128)), tiles(192, 256, (128, 128), 1)],
+        [tiles(48, 256, (128, 128)), tiles(192, 256, (128, 128), 1)],
         "FP8 with such scales",
     ),
     "codes beside floats": ([tiles(128, 256, (128, 128)), matrix(floats(128))], "not all of it has codes"),

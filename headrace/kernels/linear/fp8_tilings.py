@@ -119,6 +119,7 @@ def choose(rows: int, weight: Fp8Weight, *, hopper: bool) -> Choice:
         fits = rows <= most and inputs <= widest and outputs <= longest
         if fits and (hopper or not isinstance(choice, WideTiling)):
             # cuBLASLt takes whole blocks, and their scales along channels in fours.
-            own = choice is Library.BY_BLOCK and hopper and (inputs % (4 * GROUP) or outputs % GROUP)
+            whole = weight.tall == GROUP and outputs % GROUP == inputs % (4 * GROUP) == 0
+            own = choice is Library.BY_BLOCK and hopper and not whole
             return _LONG_ROWS if own else choice
     raise AssertionError("the last line of a table fits everything")

@@ -148,11 +148,12 @@ def test_a_row_is_bitwise_the_same_in_any_batch(in_blocks: bool, device: torch.d
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [0, 1, 2, 8, 16, 17, 33, 64, 128, 200, 257, 600])
 @pytest.mark.parametrize("in_blocks", [False, True], ids=["outputs", "blocks"])
-@pytest.mark.parametrize("shape", [(512, 384), (128, 256), (4096, 6144)], ids=str)
+@pytest.mark.parametrize("shape", [(512, 384), (128, 256), (4096, 6144), (1536, 2112)], ids=str)
 def test_products_of_any_number_of_rows(shape: tuple[int, int], in_blocks: bool, rows: int, out_dtype: torch.dtype) -> None:
     torch.manual_seed(rows)
     device = torch.device("cuda")
-    weight = weight_of(*shape, in_blocks=in_blocks, device=device)
+    # As latent projections have them.
+    weight = weight_of(*shape, in_blocks=in_blocks, device=device, tall=64 if shape[1] % GROUP else GROUP)
     x, bias = rows_of(rows, shape[0], torch.bfloat16).to(device), torch.randn(shape[1], device=device, dtype=torch.bfloat16)
     got = fp8_linear(quantize_rows(x, weight.group), weight, bias, out_dtype)
     assert got.shape == (rows, shape[1]) and got.dtype == out_dtype

@@ -169,8 +169,8 @@ class Fp8BlockMethod(Fp8Method):
 
 
 class Fp8HalfBlockMethod(Fp8BlockMethod):
-    """A scale for each block of 64 outputs and 128 inputs: of codes in blocks of 128 of which a rank has a half, or whose outputs
-    a model has in another order, as the latent projections of DeepSeek-V3, of whose heads 64 channels are rotated."""
+    """A scale for each block of 64 outputs and 128 inputs: codes of blocks of 128 of which a rank has a half, or whose outputs a
+    model has in another order, as latent projections of DeepSeek-V3, of whose heads 64 channels are rotated."""
 
     format = f"FP8, a scale for each {GROUP // 2} x {GROUP}"
     shared = GROUP // 2

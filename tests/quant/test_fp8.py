@@ -83,6 +83,7 @@ CASES = {
     "blocks and part of one": ([tiles(256, 256, (128, 128)), tiles(80, 256, (128, 128), 1)], Fp8BlockMethod),
     "halves of blocks": ([tiles(128, 256, (128, 128)), tiles(144, 256, (64, 128), 1)], Fp8HalfBlockMethod),
     "blocks, and parts of one and a half": ([tiles(192, 256, (128, 128)), tiles(144, 256, (128, 128), 1)], Fp8HalfBlockMethod),
+    "tiles of outputs that a cut splits": ([cut(tiles(144, 256, (48, 256)), 64, 144)], Fp8Method),
     "a part that begins within a block": ([cut(tiles(320, 256, (128, 128)), 64, 320)], Fp8HalfBlockMethod),
     "a scale for each output": ([tiles(48, 256, (1, 256)), tiles(16, 256, (1, 256), 1)], Fp8Method),
     "a scale for each matrix": ([tiles(48, 256, (48, 256)), tiles(16, 256, (16, 256), 1)], Fp8Method),
@@ -121,6 +122,15 @@ def test_what_no_kernel_multiplies_stays_floats(name: str) -> None:
     done = convert("stored", layer, parts)
     assert done.format == "floats" and reason in done.reason
     assert torch.equal(layer.weight, exact)
+
+
+def test_a_stored_block_that_would_be_split_is_rounded_again() -> None:
+    parts = [matrix(floats(64)), tiles(128, 256, (128, 128)), matrix(floats(64, seed=1))]
+    exact = torch.cat([part.exact().float() for part in parts])
+    layer = Linear(256, len(exact), dtype=torch.bfloat16, device="cpu")
+    done = convert("fp8_per_block", layer, parts)
+    assert type(layer.method) is Fp8BlockMethod and 0.01 < done.error < 0.04
+    assert relative_error(layer.method.dequantize(layer), exact) < 0.04
 
 
 @pytest.mark.parametrize(("name", "kind"), [("fp8", Fp8Method), ("fp8_per_block", Fp8BlockMethod)])

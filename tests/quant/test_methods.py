@@ -267,6 +267,9 @@ def test_codes_are_cut_exactly_or_refused() -> None:
     again = tiles.cut(Cut("inputs", 10, 100, 128)).cut(Cut("inputs", 10, 60, 90))
     assert torch.equal(again.dequantize(), tiles.cut(odd).dequantize())
     assert torch.equal(again.dequantize(), tiles.dequantize()[:, 20:70])
+    wide = GroupCodes(4, groups.codes, groups.scales[:, :3], groups.offsets[:, :3], 48)
+    last = wide.cut(Cut("inputs", 96, 128, 128))
+    assert last.group == 48 and torch.equal(last.dequantize(), wide.dequantize()[:, 96:])
     smaller = groups.cut(odd)
     assert smaller.group == 2 and torch.equal(smaller.dequantize(), groups.dequantize()[:, 20:70])
     with pytest.raises(ConfigError, match="inputs 20 to 70 split"):

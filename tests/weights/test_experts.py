@@ -233,12 +233,12 @@ def test_mxfp4_of_gpt_oss_stays_in_four_bits(tmp_path: Path) -> None:
     assert any(one.value == "MXFP4, groups of 32" for one in report.decisions)
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["slices", "whole experts"])
+@pytest.mark.parametrize(("size", "whole"), [(3, False), (2, False), (2, True)], ids=["thirds", "halves", "whole experts"])
 @pytest.mark.parametrize("name", [*FORMATS, "mxfp4"])
-def test_ranks_hold_parts_of_codes(name: str, whole: bool, tmp_path: Path) -> None:
-    """Three ranks of 64 channels: a cut splits the blocks of 128 inputs and outputs, and groups of integers end with it."""
+def test_ranks_hold_parts_of_codes(name: str, size: int, whole: bool, tmp_path: Path) -> None:
+    """Three ranks of 64 channels: a cut splits the blocks of 128 inputs and outputs, and groups of integers end with it. Two of
+    96: the second one's blocks begin before its first output, and groups of 64 become smaller."""
     hf_config = saved_gpt_oss(tmp_path) if name == "mxfp4" else saved(tmp_path, Qwen3MoeConfig, QWEN, name)
-    size = 2 if whole else 3
     changes = {"num_attention_heads": 6, "num_key_value_heads": 3} if size == 3 else {}
     if changes:
         hf_config = with_heads(hf_config, tmp_path, changes)
@@ -412,6 +412,24 @@ def test_ranks_with_other_experts_have_the_largest_static_scale_of_all(tmp_path:
         for matrix, parts in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
             largest = max(float(held[name]) for name in scales if any(f".{part}_proj." in name for part in parts))
             assert float(experts.get_buffer(f"{matrix}_x_scale")) == pytest.approx(largest)
+
+
+def test_gate_and_up_of_several_widths_have_one_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And scales of several types, of which float16 does not hold all."""
+    scheme, pack = FORMATS["gptq"]
+    monkeypatch.setitem(FORMATS, "mixed", (scheme | {"dynamic": {r"+:.*\.up_proj": {"bits": 8}}}, pack))
+    hf_config = saved(tmp_path, Qwen3MoeConfig, QWEN, "mixed")
+    held = load_file(tmp_path / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in held if name.endswith("up_proj.qweight")]:
+        module, (groups, rows) = name.removesuffix(".qweight"), held[name.replace("qweight", "scales")].shape
+        held[name] = words(torch.randint(0, 256, (rows, groups * 32), generator=generator), 8).T.contiguous()
+        held[f"{module}.qzeros"] = words(torch.full((groups, rows), 127), 8)
+        held[f"{module}.scales"] = torch.rand(groups, rows, generator=generator) * 1e-3
+    save_file(held, tmp_path / "model.safetensors")
+    (model, report), (floats, _) = (loaded(hf_config, tmp_path, how) for how in ("stored", "none"))
+    same_experts(model, floats)
+    assert any(one.value.startswith("int8, groups of 32 and int4, groups of 32") for one in report.decisions)
 
 
 def test_experts_of_several_formats_become_floats_with_a_reason(tmp_path: Path) -> None:

@@ -355,11 +355,8 @@ def encode(codes: Codes, own: ExpertFormat, device: torch.device) -> Encoded:
         ConfigError: they are not in the format that the checkpoint's description means.
     """
     if isinstance(codes, TileCodes):
-        outputs, inputs = codes.values.shape[-2:]
-        row = (torch.arange(0, outputs, own.group[0], device=device) + codes.first[0]) // codes.tile[0]
-        column = (torch.arange(0, inputs, own.group[1], device=device) + codes.first[1]) // codes.tile[1]
-        scales = codes.scales.to(device).float().flatten(0, -2)[row][:, column]
-        return Encoded(codes.values.to(device).view(outputs, inputs).view(torch.uint8), scales.t())
+        values, scales = (held.to(device).flatten(0, -2) for held in (codes.values, codes.scales_of(*own.group)))
+        return Encoded(values.view(torch.uint8), scales.t())
     if isinstance(codes, MicroscaledCodes) and own.codec == "mxfp4":
         pairs = codes.blocks.to(device).flatten(0, -3)
         numbers = torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)

@@ -57,6 +57,15 @@ class TileCodes:
             weight[..., start:stop, :] *= here
         return weight
 
+    def scales_of(self, outputs: int, inputs: int) -> torch.Tensor:
+        """The scales of blocks of which none has numbers of several tiles, ``[..., ceil(N / outputs), ceil(K / inputs)]``
+        float32."""
+        places = [
+            (torch.arange(0, size, step, device=self.scales.device) + first) // tile
+            for size, step, first, tile in zip(self.values.shape[-2:], (outputs, inputs), self.first, self.tile, strict=True)
+        ]
+        return self.scales.float().index_select(-2, places[0]).index_select(-1, places[1])
+
     def cut(self, cut: Cut) -> TileCodes:
         axis = 0 if cut.along == "outputs" else 1
         tile, start = self.tile[axis], self.first[axis] + cut.start

@@ -66,7 +66,7 @@ class Fp8Method(PackedMethod):
             start += self._round(floats, start, sums)
             stored = self._rows(start, start + len(part.codes.values))
             copy_numbers(part.codes.values, stored.codes)
-            copy_numbers(self.stored_scales(part.codes), stored.scales)
+            copy_numbers(part.codes.scales_of(self.shared, self.group(layer)), stored.scales)
             start += len(stored.codes)
             floats = []
         self._round(floats, start, sums)
@@ -103,11 +103,6 @@ class Fp8Method(PackedMethod):
 
     def dequantize(self, layer: Linear) -> torch.Tensor:
         return dequantize(self.weight)
-
-    def stored_scales(self, codes: TileCodes) -> torch.Tensor:
-        """The scales of codes that the method holds."""
-        rows = codes.scales.float().repeat_interleave(codes.tile[0], 0)
-        return rows.narrow(0, codes.first[0], len(codes.values))
 
     def rounded(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes and scales of a float32 matrix."""
@@ -155,10 +150,6 @@ class Fp8BlockMethod(Fp8Method):
     def scales_shape(self, layer: Linear) -> tuple[int, int]:
         return -(-layer.out_features // self.shared), layer.in_features // GROUP
 
-    def stored_scales(self, codes: TileCodes) -> torch.Tensor:
-        rows = codes.scales.float().repeat_interleave(codes.tile[0] // self.shared, 0)
-        return rows.narrow(0, codes.first[0] // self.shared, -(-len(codes.values) // self.shared))
-
     def rounded(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         outputs, inputs = weight.shape
         padded = torch.nn.functional.pad(weight, (0, 0, 0, -outputs % self.shared))
@@ -169,8 +160,8 @@ class Fp8BlockMethod(Fp8Method):
 
 
 class Fp8HalfBlockMethod(Fp8BlockMethod):
-    """A scale for each block of 64 outputs and 128 inputs: codes of blocks of 128 of which a rank has a half, or whose outputs a
-    model has in another order, as latent projections of DeepSeek-V3, of whose heads 64 channels are rotated."""
+    """A scale for each block of 64 outputs and 128 inputs: codes of blocks of 128 of which a rank has a half, or whose outputs
+    a model has in another order, as latent projections of DeepSeek-V3, of whose heads 64 channels are rotated."""
 
     format = f"FP8, a scale for each {GROUP // 2} x {GROUP}"
     shared = GROUP // 2

@@ -79,13 +79,12 @@ def expert_parts(checkpoint: Checkpoint, name: str, target: Target) -> list[tupl
     Returns:
         Parts with consecutive outputs, each with its first row within the target.
     """
-    whole, part = _whole(checkpoint, name, target), target.part
+    parts, part = stored_parts(checkpoint, name, target), target.part
     if part is None:
-        return [(0, StoredMatrix(whole.kind, whole.read, partial(_in_order, whole, target)))]
+        return [(0, parts[0])]
     starts = itertools.accumulate((stop - start for start, stop in part.ranges), initial=0)
     outputs = part.axis == len(part.shape) - 2
-    parts = [StoredMatrix(whole.kind, whole.read, partial(_cut, whole, target, *range_)) for range_ in part.ranges]
-    return [(start if outputs else 0, one) for start, one in zip(starts, parts, strict=False)]
+    return [(start if outputs else 0, one) for start, one, _ in zip(starts, parts, part.ranges, strict=False)]
 
 
 def _whole(checkpoint: Checkpoint, name: str, target: Target | None) -> StoredMatrix:

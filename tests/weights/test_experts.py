@@ -237,9 +237,8 @@ def test_mxfp4_of_gpt_oss_stays_in_four_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [*FORMATS, "mxfp4"])
 def test_ranks_hold_parts_of_codes(name: str, size: int, whole: bool, tmp_path: Path) -> None:
     """Three ranks of 64 channels: a cut splits the blocks of 128 inputs and outputs, and groups of integers end with it. Two of
-    96, of three experts that are not dealt out whole: the second one's blocks begin before its first output, and groups of 64
-    become smaller."""
-    fields = QWEN if whole or size == 3 else QWEN | {"num_experts": 3}
+    192: the second one's blocks begin before its first channel."""
+    fields = QWEN if whole or size == 3 else QWEN | {"moe_intermediate_size": 384}
     hf_config = saved_gpt_oss(tmp_path) if name == "mxfp4" else saved(tmp_path, Qwen3MoeConfig, fields, name)
     changes = {"num_attention_heads": 6, "num_key_value_heads": 3} if size == 3 else {}
     if changes:

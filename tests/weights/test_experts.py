@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -551,7 +553,17 @@ FP8_INPUTS: dict[str, Any] = {"activations": "token", "activation_codes": "e4m3"
     ids=str,
 )
 def test_combinations_that_no_kernel_takes_are_named(spec: QuantSpec, reason: str) -> None:
-    stored = {"down_proj": [StoredMatrix("x", lambda: torch.zeros(0), read_spec=lambda: spec)]}
+    assert reason in why_not(spec)
+
+
+@pytest.mark.parametrize(("groups", "more"), [((64, 192), FP8_INPUTS), ((48, 64), {})], ids=["activations", "groups"])
+def test_integers_of_one_matrix_that_no_format_holds(groups: tuple[int, int], more: dict[str, Any]) -> None:
+    assert "different number formats" in why_not(*(QuantSpec(codes="int4", group=(1, group), **more) for group in groups))
+
+
+def why_not(*specs: QuantSpec) -> str:
+    parts = [StoredMatrix("x", lambda: torch.zeros(0), read_spec=partial(copy.copy, spec)) for spec in specs]
     experts = MoeSpec(num_experts=2, top_k=1, intermediate_size=192)
-    (why,) = KeepExperts().misfits(ExpertsFacts(hidden_size=192, spec=experts, device="cuda", stored=stored))
-    assert reason in why
+    facts = ExpertsFacts(hidden_size=192, spec=experts, device="cuda", stored={"down_proj": parts})
+    (why,) = KeepExperts().misfits(facts)
+    return why

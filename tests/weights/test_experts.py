@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.models.packers import Rounded
+from support.models.packers import Rounded, words
 from transformers import DeepseekV3Config, PretrainedConfig, Qwen3MoeConfig
 
 from headrace.errors import ConfigError
@@ -98,12 +100,13 @@ def test_mxfp4_of_gpt_oss(method: type, tmp_path: Path) -> None:
 
 
 @both
-@pytest.mark.parametrize("whole", [False, True], ids=["slices", "whole experts"])
+@pytest.mark.parametrize(("size", "whole"), [(3, False), (2, False), (2, True)], ids=["thirds", "halves", "whole experts"])
 @pytest.mark.parametrize("name", [*FORMATS, "mxfp4"])
-def test_ranks_hold_parts_of_codes(name: str, whole: bool, method: type, tmp_path: Path) -> None:
-    """Three ranks of 64 channels: a cut splits the blocks of 128 inputs and outputs, and groups of integers end with it."""
-    hf_config = saved_gpt_oss(tmp_path) if name == "mxfp4" else saved(tmp_path, Qwen3MoeConfig, QWEN, name)
-    size = 2 if whole else 3
+def test_ranks_hold_parts_of_codes(name: str, size: int, whole: bool, method: type, tmp_path: Path) -> None:
+    """Three ranks of 64 channels: a cut splits the blocks of 128 inputs and outputs, and groups of integers end with it. Two of
+    192: the second one's blocks begin before its first channel."""
+    fields = QWEN if whole or size == 3 else QWEN | {"moe_intermediate_size": 384}
+    hf_config = saved_gpt_oss(tmp_path) if name == "mxfp4" else saved(tmp_path, Qwen3MoeConfig, fields, name)
     if size == 3:
         hf_config = with_heads(hf_config, tmp_path, {"num_attention_heads": 6, "num_key_value_heads": 3})
     for rank in range(size):
@@ -224,6 +227,24 @@ def test_ranks_with_other_experts_have_the_largest_static_scale_of_all(tmp_path:
             assert float(experts.get_buffer(f"{matrix}_x_scale")) == pytest.approx(largest)
 
 
+def test_gate_and_up_of_several_widths_have_one_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And scales of several types, of which float16 does not hold all."""
+    scheme, pack = FORMATS["gptq"]
+    monkeypatch.setitem(FORMATS, "mixed", (scheme | {"dynamic": {r"+:.*\.up_proj": {"bits": 8}}}, pack))
+    hf_config = saved(tmp_path, Qwen3MoeConfig, QWEN, "mixed")
+    held = load_file(tmp_path / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in held if name.endswith("up_proj.qweight")]:
+        module, (groups, rows) = name.removesuffix(".qweight"), held[name.replace("qweight", "scales")].shape
+        held[name] = words(torch.randint(0, 256, (rows, groups * 32), generator=generator), 8).T.contiguous()
+        held[f"{module}.qzeros"] = words(torch.full((groups, rows), 127), 8)
+        held[f"{module}.scales"] = torch.rand(groups, rows, generator=generator) * 1e-3
+    save_file(held, tmp_path / "model.safetensors")
+    (model, report), (floats, _) = (loaded(hf_config, tmp_path, how) for how in ("stored", "none"))
+    same_experts(model, floats, CodedExperts)
+    assert any(one.value.startswith("int8, groups of 32 and int4, groups of 32") for one in report.decisions)
+
+
 def test_experts_of_several_formats_become_floats_with_a_reason(tmp_path: Path) -> None:
     """An expert that the description leaves as floats."""
     hf_config = saved(tmp_path, Qwen3MoeConfig, QWEN, "blocks")
@@ -316,7 +337,17 @@ FP8_INPUTS: dict[str, Any] = {"activations": "token", "activation_codes": "e4m3"
     ids=str,
 )
 def test_combinations_that_no_kernel_takes_are_named(spec: QuantSpec, reason: str) -> None:
-    stored = {"down_proj": [StoredMatrix("x", lambda: torch.zeros(0), read_spec=lambda: spec)]}
+    assert reason in why_not(spec)
+
+
+@pytest.mark.parametrize(("groups", "more"), [((64, 192), FP8_INPUTS), ((48, 64), {})], ids=["activations", "groups"])
+def test_integers_of_one_matrix_that_no_format_holds(groups: tuple[int, int], more: dict[str, Any]) -> None:
+    assert "different number formats" in why_not(*(QuantSpec(codes="int4", group=(1, group), **more) for group in groups))
+
+
+def why_not(*specs: QuantSpec) -> str:
+    parts = [StoredMatrix("x", lambda: torch.zeros(0), read_spec=partial(copy.copy, spec)) for spec in specs]
     experts = MoeSpec(num_experts=2, top_k=1, intermediate_size=192)
-    (why,) = KeepExperts().misfits(ExpertsFacts(hidden_size=192, spec=experts, device="cuda", stored=stored))
-    assert reason in why
+    facts = ExpertsFacts(hidden_size=192, spec=experts, device="cuda", stored={"down_proj": parts})
+    (why,) = KeepExperts().misfits(facts)
+    return why

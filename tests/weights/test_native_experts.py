@@ -15,8 +15,11 @@ from headrace.errors import ConfigError, WeightsError
 from headrace.kernels.native import load
 from headrace.layers.linear import Linear
 from headrace.layers.moe import Experts
+from headrace.layers.stored import QuantSpec, StoredMatrix
+from headrace.model_spec import MoeSpec
+from headrace.quant.experts import ExpertsFacts
 from headrace.quant.native import NativeMethod
-from headrace.quant.native_experts import NativeExperts
+from headrace.quant.native_experts import KeepNativeExperts, NativeExperts
 
 from .experts import (
     ACT_ORDER,
@@ -94,6 +97,14 @@ def test_int4_keeps_what_is_stored_with_fewer_bits_than_floats(tmp_path: Path) -
     (held, _), (floats, _) = (loaded(hf_config, tmp_path, how) for how in ("int8", "none"))
     same_experts(held, floats, NativeExperts)
     assert all(isinstance(one.method, NativeMethod) for one in held.modules() if isinstance(one, Linear))
+
+
+def test_experts_of_several_kinds_of_codes_are_not_kept() -> None:
+    specs = QuantSpec(codes="e4m3", group="channel"), QuantSpec(codes="int4", group=(1, 32))
+    stored = {"gate_up_proj": [StoredMatrix("x", lambda: torch.zeros(0), read_spec=lambda spec=spec: spec) for spec in specs]}
+    experts = MoeSpec(num_experts=1, top_k=1, intermediate_size=64)
+    facts = ExpertsFacts(hidden_size=64, spec=experts, device="cpu", stored=stored)
+    assert KeepNativeExperts().misfits(facts) == ["the experts' parts of gate_up_proj have different number formats"]
 
 
 def test_sizes_that_groups_do_not_divide_stay_floats(tmp_path: Path) -> None:

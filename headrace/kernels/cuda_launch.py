@@ -83,6 +83,8 @@ class CudaKernel:
         self._arguments = (ctypes.c_void_p * len(places))(*(self._launch_at + place for place in places))
         self._arguments_at = ctypes.addressof(self._arguments)
         self._launching, self._compiling = threading.Lock(), threading.Lock()
+        self._asked = False
+        """A pool has been asked for the binary. Each of a model's layers asks."""
         self._binary: bytes | None = None
         self._functions: dict[int, int] = {}
 
@@ -98,7 +100,8 @@ class CudaKernel:
         """
         pool = compiling.get()
         if pool is not None:
-            if self._binary is None:
+            if not self._asked:
+                self._asked = True
                 pool.submit(self.binary)
             return
         device = torch.cuda.current_device()
@@ -199,8 +202,11 @@ def refusals(device: torch.device) -> tuple[str, ...]:
         return (f"the kernels in CUDA C++ need SM{support.HOPPER_SM}",)
     try:
         nvrtc_version()
+        _driver()
     except OSError as error:
         return (str(error),)
+    except AttributeError as error:
+        return (f"the driver is too old for the kernels in CUDA C++: {error}",)
     return ()
 
 

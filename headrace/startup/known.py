@@ -24,7 +24,6 @@ from torch import nn
 import headrace
 from headrace.config import EngineConfig
 from headrace.kernels import support
-from headrace.model_spec import DenseSpec, ModelSpec
 from headrace.models.decoder import Decoder
 from headrace.models.interface import Model
 from headrace.parallel.agreement import Agreement
@@ -71,7 +70,7 @@ def profiled(
     known = None if file is None else _read(file)
     if not ranks.any(known is None) and known is not None:
         return profile_of(config, **msgspec.structs.asdict(known)), True
-    profile = measure(model, config, encode, dry_run(model, config, device, ranks.size))
+    profile = measure(model, config, encode, dry_run(model, device, ranks.size))
     if file is not None:
         found = KnownProfile(**{name: getattr(profile, name) for name in KnownProfile.__struct_fields__})
         keep(file, msgspec.json.encode(found).decode())
@@ -90,16 +89,13 @@ def _ask_compiler(device: int) -> None:
     triton_launch.ask_compiler(device)
 
 
-def dry_run(model: Model, config: EngineConfig, device: DeviceFacts, ranks: int) -> AbstractContextManager[object] | None:
+def dry_run(model: Model, device: DeviceFacts, ranks: int) -> AbstractContextManager[object] | None:
     """Steps within it compile their kernels on this process's cores, and launch none.
 
-    None: there is no Triton, or zeros in place of what kernels write might lead other code astray: libraries' models, the
-    routing of experts, packed weights, states, and ranks that wait for each other.
+    None: there is no Triton, or what kernels have not written might lead other code astray: libraries' models, and ranks that
+    wait for each other.
     """
-    facts = config.model
-    if support.refusals(device.device) or not isinstance(model, Decoder) or not isinstance(facts, ModelSpec) or ranks > 1:
-        return None
-    if facts.states or config.quantization != "none" or not all(isinstance(mlp, DenseSpec) for mlp in facts.mlps):
+    if support.refusals(device.device) or not isinstance(model, Decoder) or ranks > 1:
         return None
     from headrace.kernels.triton_launch import compile_launches
 

@@ -8,6 +8,7 @@ import struct
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -63,11 +64,20 @@ def test_what_nvrtc_says_of_a_source(nvrtc: None, tmp_path: Path) -> None:
 
 def test_launches_compile_ahead(nvrtc: None) -> None:
     """Once each, on the pool's threads, and nothing is launched: there need not be a driver."""
+
+    class Pool(ThreadPoolExecutor):
+        asked = 0
+
+        def submit(self, *call: Any, **named: Any) -> Any:
+            self.asked += 1
+            return super().submit(*call, **named)
+
     kernels = [copies(), copies(32)]
-    with ThreadPoolExecutor(2) as pool, compiling_on(pool):
-        for kernel in kernels * 2:
+    with Pool(2) as pool, compiling_on(pool):
+        for kernel in kernels * 20:
             kernel.launch((1, 1, 1), bytes(128), 0, 0, 1, 1)
-    assert len(list(cuda_launch.binaries().iterdir())) == 2
+    # A layer that asks again takes no thread to wait for the first.
+    assert pool.asked == len(list(cuda_launch.binaries().iterdir())) == 2
     assert all(kernel._binary for kernel in kernels)
 
 
@@ -164,6 +174,16 @@ def test_devices_without_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cuda_launch, "nvrtc_version", missing)
     assert cuda_launch.refusals.__wrapped__(torch.device("cpu")) == ("libnvrtc.so.13 is not installed",)
+
+    def old() -> None:
+        raise AttributeError("libcuda.so.1: undefined symbol: cuFuncGetParamInfo")
+
+    monkeypatch.setattr(cuda_launch, "nvrtc_version", lambda: "13.0")
+    monkeypatch.setattr(cuda_launch, "_driver", old)
+    (reason,) = cuda_launch.refusals.__wrapped__(torch.device("cpu"))
+    assert reason.startswith("the driver is too old") and reason.endswith("cuFuncGetParamInfo")
+    monkeypatch.setattr(cuda_launch, "_driver", lambda: None)
+    assert cuda_launch.refusals.__wrapped__(torch.device("cpu")) == ()
 
 
 # ------------------------------------------------------------------ on a GPU

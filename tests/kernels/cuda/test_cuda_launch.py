@@ -165,6 +165,29 @@ def test_launches_that_the_driver_refuses(driver: Driver, monkeypatch: pytest.Mo
         kernel.launch((0, 1, 1), bytes(128), 0, 0, 0.0, 0)
 
 
+def test_maps_are_of_places(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor's values may change beneath its map, and a tensor that takes its place has the same one. One elsewhere, as a
+    weight is that has slept, and one of another shape have their own."""
+    made = []
+
+    def encode(place: int, kind: int, axes: int, pointer: int, sizes: bytes, *others: Any) -> int:
+        assert place % 64 == 0
+        made.append((pointer, *struct.unpack("<2Q", sizes)))
+        ctypes.memmove(place, struct.pack("<2Q", pointer, len(made)), 16)
+        return 0
+
+    monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode, raising=False)
+    cuda_launch._tensor_map.cache_clear()
+    memory = torch.zeros(4, 32, 64, dtype=torch.bfloat16)
+    first = tensor_map(memory[0], 8, 64)
+    memory.fill_(1.0)
+    assert tensor_map(memory[0].clone().set_(memory[0]), 8, 64) == first and len(first) == 128
+    others = [tensor_map(x, 8, 64) for x in (memory[1], memory[0, :16], memory[0, ::2], memory[0].view(torch.int16)[:, :32])]
+    assert len({first, *others}) == 5 == len(made)
+    assert made[:3] == [(memory.data_ptr(), 64, 32), (memory[1].data_ptr(), 64, 32), (memory.data_ptr(), 64, 16)]
+    cuda_launch._tensor_map.cache_clear()
+
+
 def test_devices_without_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda_launch.refusals(torch.device("cpu")) == ("the kernels in CUDA C++ need SM90",)
     monkeypatch.setattr(cuda_launch, "support", SimpleNamespace(is_hopper=lambda device: True))

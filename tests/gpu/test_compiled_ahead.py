@@ -13,18 +13,18 @@ from headrace.startup import known, loader
 from .conftest import needs_cuda
 from .driver import driving
 from .test_invariants import arguments
-from .tiny import FAMILIES, MODELS, write_family
+from .tiny import FAMILIES, write_family
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512}
 """What the formats of packed weights take."""
-PACKED = {
-    f"{family} in {quantization}": (FAMILIES[family] | WIDE, {"quantization": quantization})
-    for family in ("llama", "mixture")
-    for quantization in ("fp8", "int4")
-}
+KINDS = ("llama", "sinks, 48 and 32 wide", "mixture", "mla", "latent, full width", "delta rule", "state space")
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    **{family: (changes, {}) for family, changes in MODELS.items()},
-    **PACKED,
+    **{family: (FAMILIES[family], {}) for family in KINDS},
+    **{
+        f"{family} in {quantization}": (FAMILIES[family] | WIDE, {"quantization": quantization})
+        for family in ("llama", "mixture")
+        for quantization in ("fp8", "int4")
+    },
     "llama with adapters": (FAMILIES["llama"] | WIDE, {"enable_lora": True, "max_loras": 2}),
     "KV in FP8": (FAMILIES["llama"], {"kv_cache_dtype": "fp8_e4m3"}),
 }

@@ -33,6 +33,7 @@ from headrace.startup.kernel_bundle import profiles
 from headrace.startup.profile import Profile, measure, profile_of
 
 _THREADS = 16
+_GRAIN = 1 << 24
 _LIBRARIES = ("torch", "triton", "flashinfer-python", "nvidia-cublas")
 _VARIABLES = ("CUBLAS", "CUDA", "CUDNN", "NVIDIA", "PYTORCH", "TORCH", "TRITON")
 """Beginnings of the names of environment variables that may change what a step takes, unless they say where files are kept."""
@@ -127,8 +128,8 @@ def _facts(model: nn.Module, config: EngineConfig, device: DeviceFacts, ranks: A
     # What is free differs from start to start, and so do sizes of the cache and decisions that tell of it; a step does not.
     cache = dataclasses.replace(config.cache, nbytes=0, state_snapshot_bytes=0)
     yield dataclasses.replace(config, cache=cache, decisions=())
-    # Weights, in whatever format.
-    yield torch.cuda.memory_allocated()
+    # Weights, in whatever format. Loading leaves some KiB more or less of garbage.
+    yield round(torch.cuda.memory_allocated() / _GRAIN)
     yield ranks.size, device.name, device.total_memory, sorted(device.instructions)
     tensors = *model.named_parameters(), *model.named_buffers()
     yield [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors]

@@ -58,11 +58,14 @@ def test_a_second_start_measures_nothing(starts: Starts, monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (TOTAL - OTHERS - 10 * GIB, TOTAL))
     config = starts.config
     starts.config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, nbytes=config.cache.nbytes * 2))
+    # And what the collector has not found yet.
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: HELD + 2**14)
     found, is_known = starts.start()
     assert is_known and starts.measured == 1
     total = int(config.args.gpu_memory_utilization * TOTAL)
     # Libraries take as much again as they took for the step, beside what others have by now.
-    assert found == dataclasses.replace(MEASURED, total=total, others=OTHERS + GIB + GIB // 2)
+    others = OTHERS + GIB + GIB // 2
+    assert found == dataclasses.replace(MEASURED, total=total, others=others, held=HELD + 2**14)
 
 
 def other_config(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +86,7 @@ def other_device(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def other_weights(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: HELD + 1)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: HELD + 2 * known._GRAIN)
 
 
 def other_variable(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:

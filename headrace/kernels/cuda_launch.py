@@ -200,14 +200,18 @@ def refusals(device: torch.device) -> tuple[str, ...]:
     """Reasons why these kernels cannot run on a device; empty: they can."""
     if not support.is_hopper(device):
         return (f"the kernels in CUDA C++ need SM{support.HOPPER_SM}",)
+    return (reason,) if (reason := missing()) else ()
+
+
+def missing() -> str:
+    """Says what these kernels lack on this machine, whatever its devices; empty: nothing."""
     try:
-        nvrtc_version()
         _driver()
-    except OSError as error:
-        return (str(error),)
-    except AttributeError as error:
-        return (f"the driver is too old for the kernels in CUDA C++: {error}",)
-    return ()
+        # Compiles nothing, for which it needs its own libraries all the same.
+        _compile(b"", "nothing.cu", _OPTIONS)
+    except (AttributeError, OSError, RuntimeError) as error:
+        return str(error)
+    return ""
 
 
 def nvrtc_version() -> str:

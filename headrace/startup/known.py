@@ -23,7 +23,7 @@ from torch import nn
 
 import headrace
 from headrace.config import EngineConfig
-from headrace.kernels import support
+from headrace.kernels import cuda_launch, support
 from headrace.models.decoder import Decoder
 from headrace.models.interface import Model
 from headrace.parallel.agreement import Agreement
@@ -79,7 +79,7 @@ def profiled(
 
 
 def ask_compiler(device: DeviceFacts) -> None:
-    """Lets a thread ask for what Triton needs once, beside the weights. Returns before it ends."""
+    """Lets a thread ask for what compilers need once, beside the weights. Returns before it ends."""
     if device.cuda and not support.refusals(device.device):
         threading.Thread(target=_ask_compiler, args=(torch.cuda.current_device(),), name="triton", daemon=True).start()
 
@@ -87,6 +87,7 @@ def ask_compiler(device: DeviceFacts) -> None:
 def _ask_compiler(device: int) -> None:
     from headrace.kernels import triton_launch
 
+    cuda_launch.refusals(torch.device("cuda", device))
     triton_launch.ask_compiler(device)
 
 

@@ -191,22 +191,33 @@ def test_maps_are_of_places(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> 
 def test_devices_without_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda_launch.refusals(torch.device("cpu")) == ("the kernels in CUDA C++ need SM90",)
     monkeypatch.setattr(cuda_launch, "support", SimpleNamespace(is_hopper=lambda device: True))
-
-    def missing() -> str:
-        raise OSError("libnvrtc.so.13 is not installed")
-
-    monkeypatch.setattr(cuda_launch, "nvrtc_version", missing)
+    monkeypatch.setattr(cuda_launch, "missing", lambda: "libnvrtc.so.13 is not installed")
     assert cuda_launch.refusals.__wrapped__(torch.device("cpu")) == ("libnvrtc.so.13 is not installed",)
-
-    def old() -> None:
-        raise AttributeError("libcuda.so.1: undefined symbol: cuFuncGetParamInfo")
-
-    monkeypatch.setattr(cuda_launch, "nvrtc_version", lambda: "13.0")
-    monkeypatch.setattr(cuda_launch, "_driver", old)
-    (reason,) = cuda_launch.refusals.__wrapped__(torch.device("cpu"))
-    assert reason.startswith("the driver is too old") and reason.endswith("cuFuncGetParamInfo")
-    monkeypatch.setattr(cuda_launch, "_driver", lambda: None)
+    monkeypatch.setattr(cuda_launch, "missing", lambda: "")
     assert cuda_launch.refusals.__wrapped__(torch.device("cpu")) == ()
+
+
+def test_machines_without_the_kernels(nvrtc: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No NVRTC, one that cannot compile for the device, no driver, and one that is too old."""
+
+    def fails(error: Exception) -> Any:
+        def call(*given: object) -> Any:
+            raise error
+
+        return call
+
+    missing = cuda_launch.missing
+    monkeypatch.setattr(cuda_launch, "_driver", lambda: None)
+    assert missing() == ""
+    with monkeypatch.context() as other:
+        other.setattr(cuda_launch, "_nvrtc", fails(OSError("libnvrtc.so.13 is not installed")))
+        assert missing() == "libnvrtc.so.13 is not installed"
+    with monkeypatch.context() as other:
+        other.setattr(cuda_launch, "_OPTIONS", ("--gpu-architecture=sm_10",))
+        assert missing().startswith("NVRTC refuses nothing.cu: ") and "--gpu-architecture" in missing()
+    for error in (OSError("libcuda.so.1: no such file"), AttributeError("libcuda.so.1: undefined symbol: cuFuncGetParamInfo")):
+        monkeypatch.setattr(cuda_launch, "_driver", fails(error))
+        assert missing() == str(error)
 
 
 # ------------------------------------------------------------------ on a GPU

@@ -104,6 +104,9 @@ class Target:
     def get_current_device(self) -> int:
         return 0
 
+    def set_current_device(self, device: int) -> None:
+        """There is no device."""
+
     def get_current_stream(self, device: int | None = None) -> int:
         return 0
 

@@ -1,6 +1,6 @@
 """Records (dataclasses, structs, named tuples) of headrace as plain data, by the names of their classes.
 
-For trees whose types msgspec cannot tell apart: a model's specs, a selector's config. Decoding makes records alone.
+For trees whose types msgspec cannot tell apart: a model's specs, a selector's config. Decoding makes only records.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ _OTHERS = {"_scale_inv": "", "_activation_scale": "", "_scales": "_blocks", "_bl
 _KV_SCALES = frozenset({"k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale", "k_zero_point", "v_zero_point"})
 """Last components of the names of scales of attention's inputs. The cache computes its own, for each token and head."""
 _CODES = ("F8_E4M3", "F8_E5M2", "I8", "U8", "I32")
-"""Types of tensors that are codes, and no weights by themselves."""
+"""Types of tensors that are codes and need scales."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +127,7 @@ class ScaledCheckpoint(Checkpoint):
             )
         if weight is not None and weight[1].kind in FLOATS:
             extra = sorted(name for name in names.values() if name != weight[0])
-            raise ConfigError(f"{weight[0]} is stored as {weight[1].kind}, but {extra[0]} is beside it", "model")
+            raise ConfigError(f"{weight[0]} is stored as {weight[1].kind}, but there is {extra[0]} too", "model")
         endings = {leaf: end for end, leaf in _STACKED.items()}
         parts = MatrixTensors(
             module,

@@ -20,7 +20,7 @@ WITH_SHORT_HELP = [name for name in COMMANDS if name != "headrace config show"]
 
 
 def flags(function: object) -> set[str]:
-    infos = [p.annotation.__metadata__[0] for p in inspect.signature(function).parameters.values()]  # type: ignore[arg-type]
+    infos = [p.annotation.__metadata__[0] for p in inspect.signature(function).parameters.values()]
     words = [word for info in infos for word in (info.default, *(info.param_decls or ())) if isinstance(word, str)]
     return {flag for word in words for flag in word.split("/")}
 

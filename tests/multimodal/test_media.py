@@ -70,11 +70,11 @@ def loader(folder: Path, fetcher: Responder) -> Iterator[MediaLoader]:
         max_media_bytes=200_000,
         max_image_pixels=100_000,
         num_video_frames=4,
-        limit_mm_per_prompt={"image": 3, "video": 1},  # type: ignore[arg-type]
+        limit_mm_per_prompt={"image": 3, "video": 1},
         max_media_bytes_in_flight=2_000_000,
         media_workers=1,
     )
-    loader = MediaLoader(args, fetcher)  # type: ignore[arg-type]
+    loader = MediaLoader(args, fetcher)
     yield loader
     loader.close()
 

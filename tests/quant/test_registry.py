@@ -40,7 +40,7 @@ def facts(device: DeviceFacts, hidden: int = 64, **changes: object) -> EngineFac
         model=spec,
         matrices=tuple(matrices(spec)),
     )
-    return dataclasses.replace(known, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(known, **changes)
 
 
 def matrix(outputs: int, inputs: int) -> StoredMatrix:

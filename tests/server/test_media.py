@@ -178,7 +178,7 @@ def test_tokenize_counts_what_chat_does(api: Api, llm: SeeingLLM) -> None:
 def test_batch_lines(llm: SeeingLLM) -> None:
     async def run(body: dict[str, Any]) -> BatchAnswer:
         await llm.start()
-        return await answered(Serving(llm, ServerSettings(responses_store=False)), "/v1/chat/completions", body)  # type: ignore[arg-type]
+        return await answered(Serving(llm, ServerSettings(responses_store=False)), "/v1/chat/completions", body)
 
     answer = asyncio.run(run(user(text("a"), image())))
     assert (answer.status, answer.body["usage"]["prompt_tokens_details"]["image_tokens"]) == (200, 24)

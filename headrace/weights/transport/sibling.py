@@ -1,4 +1,4 @@
-"""A replica's weights as they lie in memory, in whatever form, for one that has the same model and lost its own."""
+"""A replica's weights as they lie in memory, for a replica of the same model that has lost its own."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def _dtype(name: str, kind: str) -> torch.dtype:
 
 
 def announced(tensors: list[TensorSpec]) -> list[TensorFacts]:
-    """Raises: ConfigError: a dtype is none."""
+    """Raises: ConfigError: a dtype is unknown."""
     return [TensorFacts(one.name, _torch_dtype(one), one.shape) for one in tensors]
 
 

@@ -298,7 +298,7 @@ def test_gated_norm(dtype: torch.dtype, gate: kernels.Gate, gate_first: bool, de
     x, (z,) = 4 * torch.randn(9, 60, device=device), slices(9, 60, dtype=dtype, device=device)
     for channels in (20, 60):
         weight = torch.randn(channels, device=device).to(dtype)
-        got = kernels.gated_norm(x, z, weight, 1e-6, 20, gate, gate_first)
+        got = kernels.gated_norm(x, z, weight, 1e-6, 20, gate, gate_first=gate_first)
         expected = gated_norm_ref(x, z, weight, 1e-6, 20, gate, gate_first=gate_first)
         torch.testing.assert_close(got, expected, atol=1e-6, rtol=2 * torch.finfo(dtype).eps + 2e-6)
 

@@ -99,7 +99,7 @@ class Int4GpuMethod(PackedMethod):
             middles.append(shift.repeat_interleave(each, 1)[:, :count].t())
         shifts = torch.cat(middles, 1).contiguous()
         return PackedWeight(
-            words=pack(torch.cat(codes), self.bits),
+            words=pack(torch.cat(codes), self.bits, group),
             scales=narrow(torch.cat(scales, 1)).contiguous(),
             middles=shifts if bool(shifts.any()) else None,
             group=group,

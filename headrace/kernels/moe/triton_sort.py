@@ -225,6 +225,11 @@ class Routing:
         }
 
 
+def is_sorted(tokens: int, choices: int, count: int) -> bool:
+    """Whether the choices of so many tokens among ``count`` experts are sorted: few share one."""
+    return tokens > 1 and choices > min(_FEW, count // 4)
+
+
 def sort_choices(
     experts: torch.Tensor, count: int, batch_invariant: bool, rounding: Rounding | None = None, tokens: int = 0
 ) -> Routing:
@@ -233,7 +238,7 @@ def sort_choices(
     ``tokens``: rows of the tiles of which many choices get a table; 0: none.
     """
     choices = experts.numel()
-    some = batch_invariant or (len(experts) > 1 and choices > min(_FEW, count // 4))
+    some = batch_invariant or is_sorted(len(experts), choices, count)
     beside = some and choices <= _LONG
     if rounding is not None and not beside:
         rounding.launch()

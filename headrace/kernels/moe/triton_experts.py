@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from headrace.kernels import support
 from headrace.kernels.kv_cache.triton_fp8 import NATIVE, gain, mode, quantized, scale_of
 from headrace.kernels.lora.reference import ExpertFactors
-from headrace.kernels.moe import cuda_router
+from headrace.kernels.moe import cuda_experts, cuda_router
 from headrace.kernels.moe.codes import BLOCK, MIDDLE, X_GROUP, ExpertCodes
 from headrace.kernels.moe.tiling import Kind, MoeTiling, batch_invariant_tiling, choose_tiling
 from headrace.kernels.moe.triton_adapters import ExpertsLow, constants, shrink, tensors, with_added
@@ -422,6 +422,8 @@ def _gate_up(
     ``rows`` and ``x_scales`` are x as the product takes it.
     """
     inner, choices, device = spec.intermediate_size, routing.choices, x.device
+    if bias is None and low is None and spec.gated and _GATES[spec.act] == 0 and cuda_experts.takes(held, routing, x.dtype):
+        return cuda_experts.product(rows, x_scales, routing, held, None, spec.top_k, x.dtype)
     rounds = _NOT
     if isinstance(down, ExpertCodes) and down.x_group is not None and low is None:
         rounds = _STATIC if down.x_scale is not None else _DYNAMIC if tiling.outputs == down.x_group else _NOT
@@ -478,6 +480,8 @@ def _weighted(
 ) -> torch.Tensor:
     """The output of each choice times its weight, ``[choices, hidden]``."""
     inner = x.shape[1]
+    if bias is None and low is None and cuda_experts.takes(held, routing, dtype):
+        return cuda_experts.product(x, x_scales, routing, held, weights, top_k, dtype)
     out = torch.empty(routing.choices, hidden, dtype=dtype, device=x.device)
     tiles, form = routing.tiles(tiling.tokens), _format(held, tiling, inner)
     *added, b_place = tensors(low, x)

@@ -26,10 +26,11 @@ _SOURCE = Path(__file__).with_name("router.cu")
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor, spec: MoeSpec) -> bool:
-    """Whether the kernel chooses the experts of x ``[T, hidden]``."""
+    """Whether the kernel chooses the experts of x ``[T, hidden]``: of so few tokens that theirs are not sorted it is slower."""
     experts, hidden = weight.shape
     fits = not experts % 32 and experts <= 128 and not hidden % (CLUSTER * _CHANNELS) and hidden <= 4096
-    some = 0 < len(x) <= MAX_TOKENS and x.dtype == torch.bfloat16 and support.in_pieces(x)
+    some = len(x) <= MAX_TOKENS and is_sorted(len(x), len(x) * spec.top_k, experts)
+    fits = fits and x.dtype == torch.bfloat16 and support.in_pieces(x)
     return fits and some and spec.top_groups >= spec.num_groups and spec.top_k <= 32 and not refusals(x.device)
 
 
@@ -49,7 +50,7 @@ def choose_experts(
     tokens, device, choices = len(x), x.device, len(x) * spec.top_k
     experts = torch.empty(tokens, spec.top_k, dtype=torch.int32, device=device)
     weights = torch.empty(tokens, spec.top_k, dtype=torch.float32, device=device)
-    sort = tile > 0 and tokens <= _ROWS and is_sorted(tokens, choices, spec.num_experts)
+    sort = tile > 0 and tokens <= _ROWS
     routing, places = None, (0, 0, 0)
     if sort:
         tiles = most_tiles(choices, spec.num_experts, tile)

@@ -60,7 +60,7 @@ __device__ __forceinline__ void split(unsigned (&parts)[3], float first, float s
 }
 
 __device__ __forceinline__ void multiply(float (&d)[4], const unsigned* a, unsigned b0, unsigned b1) {
-    asm volatile(
+    asm(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -171,16 +171,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) route_tokens(
             split_weights(parts, own);
         }
 #pragma unroll
-        for (int tile = 0; tile < ROWS / 8; ++tile)
+        for (int step = 0; step < 4; ++step) {
+            uint4 eight[ROWS / 8];
 #pragma unroll
-            for (int step = 0; step < 4; ++step) {
-                uint4 eight = *(uint4*)(memory + (tile * 8 + lane / 4) * X_PITCH + chunk * 256 + step * 64 + lane % 4 * 16);
+            for (int tile = 0; tile < ROWS / 8; ++tile)
+                eight[tile] = *(uint4*)(memory + (tile * 8 + lane / 4) * X_PITCH + chunk * 256 + step * 64 + lane % 4 * 16);
+            // Neighbouring instructions add to other sums: one that adds to the same waits for the other.
 #pragma unroll
-                for (int p = 0; p < 3; ++p) {
-                    multiply(sums[tile][p % CHAINS], parts[2 * step][p], eight.x, eight.y);
-                    multiply(sums[tile][p % CHAINS], parts[2 * step + 1][p], eight.z, eight.w);
-                }
-            }
+            for (int p = 0; p < 3; ++p)
+#pragma unroll
+                for (int tile = 0; tile < ROWS / 8; ++tile)
+                    multiply(sums[tile][p % CHAINS], parts[2 * step][p], eight[tile].x, eight[tile].y);
+#pragma unroll
+            for (int p = 0; p < 3; ++p)
+#pragma unroll
+                for (int tile = 0; tile < ROWS / 8; ++tile)
+                    multiply(sums[tile][p % CHAINS], parts[2 * step + 1][p], eight[tile].z, eight[tile].w);
+        }
     }
 #pragma unroll
     for (int tile = 0; tile < ROWS / 8; ++tile)
@@ -268,11 +275,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) route_tokens(
     __syncwarp();
     arrive_cluster();
     if (ROUND) {
-        for (int i = threadIdx.x; i < present * PIECES; i += THREADS) {
-            int row = i / PIECES, piece = i % PIECES;
-            unsigned most = 0;
 #pragma unroll
-            for (int block = 0; block < CLUSTER; ++block) most = max(most, *(unsigned*)(memory + PEAKS + (row * CLUSTER + block) * 4));
+        for (int i = threadIdx.x; i < ROWS * PIECES; i += THREADS) {
+            int row = i / PIECES, piece = i % PIECES;
+            unsigned most = *(unsigned*)(memory + PEAKS + (row * CLUSTER + piece % CLUSTER) * 4);
+#pragma unroll
+            for (int step = CLUSTER / 2; step; step /= 2) most = max(most, __shfl_xor_sync(0xFFFFFFFFu, most, step));
             float scale = __fdiv_rn(__uint_as_float(most), E4M3_MAX);
             scale = scale < 1e-12f ? 1e-12f : scale;
             uint4 eight = *(uint4*)(memory + row * X_PITCH + piece * 16);
@@ -290,8 +298,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) route_tokens(
                 made[i] = codes_of(both[0], both[1]);
             }
             long long at = (long long)(first_token + row) * IN + rank * SLICE + piece * 8;
-            *(uint2*)(codes + at) = make_uint2(made[0] | made[1] << 16, made[2] | made[3] << 16);
-            if (rank == 0 && piece == 0) scales[first_token + row] = scale;
+            if (row < present) *(uint2*)(codes + at) = make_uint2(made[0] | made[1] << 16, made[2] | made[3] << 16);
+            if (row < present && rank == 0 && piece == 0) scales[first_token + row] = scale;
         }
     }
     // No block ends while others read its memory.
@@ -321,11 +329,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) route_tokens(
         for (int at = before + lane * TILE, i = tiles_before + lane; at < end; at += 32 * TILE, i += 32)
             table[i] = make_int4(expert, at, end, 0);
         int done = before;
-        for (int first = 0; first < choices; first += 32) {
-            bool hit = first + lane < choices && picks[first + lane] == expert;
-            unsigned hits = __ballot_sync(0xFFFFFFFFu, hit);
-            if (hit) order[done + __popc(hits & ((1u << lane) - 1))] = first + lane;
-            done += __popc(hits);
+#pragma unroll
+        for (int first = 0; first < ROWS * TOP_K; first += 128) {
+            // Four neighbouring choices of each thread.
+            int mine = first + lane * 4, earlier = done;
+            unsigned four = mine < ROWS * TOP_K ? *(unsigned*)(picks + mine) : 0;
+            bool hit[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                hit[i] = mine + i < choices && (four >> 8 * i & 0xFF) == expert;
+                unsigned hits = __ballot_sync(0xFFFFFFFFu, hit[i]);
+                earlier += __popc(hits & ((1u << lane) - 1));
+                done += __popc(hits);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (hit[i]) order[earlier++] = mine + i;
         }
     }
     // Tiles that there could be are no expert's.

@@ -31,7 +31,7 @@ def _merge(
 
     A split whose mass is 0 may hold anything. A graph has splits for the longest rows there may be, and short ones leave most
     of them empty: those after the last that has a mass are skipped. ``ORDERED``: sums one by one, so that empty
-    splits do not change the order of the others. ``FEW``: a thread reads masses and outputs of all splits at once, and ``SOME``:
+    splits do not change the order of the others. ``FEW``: a thread reads masses and outputs of all splits at once; ``SOME``:
     a program does.
     """
     begin_launch(PDL)

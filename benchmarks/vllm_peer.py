@@ -2,9 +2,9 @@
 
     PYTHONPATH=SITE python benchmarks/vllm_peer.py --model FOLDER --workloads single,batch64 --model-impl transformers
 
-Weights are random, or with ``--option 'load_format="auto"'`` the folder's, prefix caching is off, every output has exactly the workload's length, a workload runs three times (two
-if it is large), and the best counts. Prints a line of JSON for the KV cache, one when the engine is ready, and one per
-workload:
+Weights are random, or with ``--option 'load_format="auto"'`` the folder's. Prefix caching is off, every output has exactly the
+workload's length, a workload runs three times (two if it is large), and the best counts. Prints a line of JSON for the KV
+cache, one when the engine is ready, and one per workload:
 
     {"engine": "vllm", "model": NAME, "kv": {"available_bytes": ..., "num_blocks": ..., "tokens": ..., "groups": [...]}}
     {"engine": "vllm", "model": NAME, "startup_s": SECONDS, "model_impl": ..., "architecture": ..., "backends": [...]}

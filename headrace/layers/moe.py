@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -45,9 +47,9 @@ class ExpertRouter(nn.Module):
         """``[T, hidden]`` -> experts ``[T, top_k]`` int32, weights ``[T, top_k]`` float32."""
         return self.choose(x)[:2]
 
-    def choose(self, x: torch.Tensor, experts: Experts | None = None) -> tuple[torch.Tensor, torch.Tensor, object]:
-        """``forward``, and what it prepares of the same call of ``experts``, if it gets x."""
-        gate_up = None if experts is None or experts.spec.held is not None else experts.gate_up
+    def choose(self, x: torch.Tensor, readers: Experts | None = None) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """``forward``, and what it prepares of the same call of ``readers``, if they get x."""
+        gate_up = None if readers is None or readers.spec.held is not None else readers.gate_up
         parameters = self.weight, self.bias, self.e_score_correction_bias
         experts, weights, prepared = choose_experts(x, *parameters, self.spec, gate_up, batch_invariant=self.batch_invariant)
         if self.record is not None:
@@ -105,7 +107,7 @@ class Experts(nn.Module):
         experts: torch.Tensor,
         weights: torch.Tensor,
         plus: torch.Tensor | None = None,
-        prepared: object = None,
+        prepared: Any = None,
     ) -> torch.Tensor:
         """``[T, hidden] -> [T, hidden]``; experts and weights as a Router gives them, and what it has prepared for this call.
         ``plus`` of the same shape is added, each rank its own."""
@@ -162,13 +164,13 @@ class ExpertsMethod:
         weights: torch.Tensor,
         plus: torch.Tensor | None,
         adapters: ExpertFactors | None = None,
-        prepared: object = None,
+        prepared: Any = None,
     ) -> torch.Tensor:
         """``[T, hidden] -> [T, hidden]``; ``experts`` and ``weights`` ``[T, top_k]``. ``plus`` of x's shape is added, and what
         the step's adapters add."""
         matrices, biases = self.factors(layer), (layer.gate_up_proj_bias, layer.down_proj_bias)
-        keywords = {"plus": plus, "adapters": adapters, "prepared": prepared, "batch_invariant": layer.batch_invariant}
-        return moe_mlp(x, experts, weights, *matrices, layer.spec, *biases, **keywords)
+        more: dict[str, Any] = {"adapters": adapters, "prepared": prepared, "batch_invariant": layer.batch_invariant}
+        return moe_mlp(x, experts, weights, *matrices, layer.spec, *biases, plus=plus, **more)
 
     def factors(self, layer: Experts) -> tuple[torch.Tensor | ExpertCodes, torch.Tensor | ExpertCodes]:
         """Returns the matrices gate and up, and down, as ``moe_mlp`` takes them."""

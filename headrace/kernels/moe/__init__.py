@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -58,7 +58,7 @@ def choose_experts(
     gate_up: Callable[[], torch.Tensor | ExpertCodes] | None = None,
     *,
     batch_invariant: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, object]:
+) -> tuple[torch.Tensor, torch.Tensor, Any]:
     """``route`` of ``router_logits``, whose arguments these are.
 
     Args:

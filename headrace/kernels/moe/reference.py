@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,7 +64,7 @@ def moe_mlp(
     *,
     plus: torch.Tensor | None = None,
     adapters: ExpertFactors | None = None,
-    prepared: object = None,
+    prepared: Any = None,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
     """The weighted sum of each token's experts.

@@ -16,6 +16,8 @@ from headrace.kernels.support import cdiv
 _SOURCE = Path(__file__).with_name("experts.cu")
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.uint8: 2, torch.float8_e4m3fn: 2}
 _LINE, _THREADS, _FIXED = 128, 160, 1024 + 256
+_FEWEST = 8
+"""Rows of a tile at least."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +42,7 @@ ON = True
 
 def takes(held: torch.Tensor | ExpertCodes, routing: Routing, dtype: torch.dtype) -> bool:
     """Whether the kernel multiplies rows by place or by token, whose results are of ``dtype``."""
-    if not ON or routing.table is None or routing.table_tokens not in (8, 16) or dtype not in (torch.bfloat16, torch.float16):
+    if not ON or dtype not in (torch.bfloat16, torch.float16) or (routing.in_order and routing.table_tokens not in (8, 16)):
         return False
     codes = held if isinstance(held, torch.Tensor) else held.codes
     if isinstance(held, ExpertCodes):
@@ -69,7 +71,8 @@ def product(
     Returns:
         ``[choices, inner]`` by place, or ``[choices, hidden]`` by choice.
     """
-    first, rows, codes = factors is None, routing.table_tokens, held if isinstance(held, torch.Tensor) else held.codes
+    first, codes = factors is None, held if isinstance(held, torch.Tensor) else held.codes
+    rows = routing.table_tokens if routing.in_order else _FEWEST
     sizes = sizes or (FIRST if first else SECOND)
     count, height, inputs = held.shape
     out = height // 2 if first else height
@@ -77,7 +80,7 @@ def product(
     columns = _LINE // codes.itemsize
     scales = held.scales.data_ptr() if isinstance(held, ExpertCodes) else 0
     groups = cdiv(inputs, held.x_group) if isinstance(held, ExpertCodes) and held.x_group else 1
-    kernel = _kernel(first, _KINDS[codes.dtype], dtype, rows, sizes, top_k, count, groups)
+    kernel = _kernel(first, routing.in_order, _KINDS[codes.dtype], dtype, rows, sizes, top_k, count, groups)
     outputs = sizes.lines // 2 if first else sizes.lines
     tiles, table = routing.tiles(rows), routing.table
     kernel.launch(
@@ -91,8 +94,16 @@ def product(
 
 @functools.cache
 def _kernel(
-    first: bool, kind: int, dtype: torch.dtype, rows: int, sizes: BlockSizes, top_k: int, experts: int, groups: int
+    first: bool,
+    tabled: bool,
+    kind: int,
+    dtype: torch.dtype,
+    rows: int,
+    sizes: BlockSizes,
+    top_k: int,
+    experts: int,
+    groups: int,
 ) -> CudaKernel:
     macros = {"FIRST": int(first), "KIND": kind, "ROWS": rows, "LINES": sizes.lines, "STAGES": sizes.stages(rows)}
-    macros |= {"Y_KIND": _KINDS[dtype], "TOP_K": top_k, "EXPERTS": experts, "GROUPS": groups}
+    macros |= {"TABLED": int(tabled), "Y_KIND": _KINDS[dtype], "TOP_K": top_k, "EXPERTS": experts, "GROUPS": groups}
     return CudaKernel(_SOURCE, "expert_product", "MMPPPPPPiiii", macros, _THREADS, sizes.shared(rows))

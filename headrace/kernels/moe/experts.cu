@@ -7,7 +7,7 @@
 //
 // Constants: KIND of weight and x (0 bfloat16, 1 float16, 2 e4m3), FIRST (1: the first product, of tokens' rows with a gate and an up, and
 // y is silu(gate) up, by place in the order; 0: the second, of rows by place, and y is its output times a factor, by choice), ROWS (8
-// or 16), LINES (a multiple of 64; of FIRST half of them gate, half up), STAGES, Y_KIND (0 bfloat16, 1 float16), TOP_K, EXPERTS, GROUPS (scales of a row of x).
+// or 16), TABLED (0: each choice is a tile, whose expert ``order`` has), LINES (a multiple of 64; of FIRST half of them gate, half up), STAGES, Y_KIND (0 bfloat16, 1 float16), TOP_K, EXPERTS, GROUPS (scales of a row of x).
 
 typedef unsigned long long u64;
 
@@ -128,9 +128,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) expert_product(
     } else {
         asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     }
-    int4 own = __ldcg(table + tile);
-    int expert = own.x, first = own.y, used = own.z - own.y < ROWS ? own.z - own.y : ROWS;
+    int expert, first = tile, used = 1;
+    if (TABLED) {
+        int4 own = __ldcg(table + tile);
+        expert = own.x, first = own.y, used = own.z - own.y < ROWS ? own.z - own.y : ROWS;
+    } else {
+        expert = __ldcg(order + tile);
+    }
     if (expert == EXPERTS) return;
+    auto choice_at = [&](int row) { return TABLED ? __ldcg(order + first + row) : tile; };
     int ahead = steps < STAGES ? steps : STAGES, line = expert * height + first_output;
 
     if (threadIdx.x >= 128) {
@@ -155,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) expert_product(
         __syncwarp();
         asm volatile("bar.arrive 2, 160;" ::: "memory");
         if (!FIRST) asm volatile("griddepcontrol.wait;" ::: "memory");
-        int row = FIRST && lane < used ? __ldcg(order + first + lane) / TOP_K : first;
+        int row = FIRST && lane < used ? choice_at(lane) / TOP_K : first;
         auto load_x = [&](int step, unsigned to, unsigned barrier) {
             if (FIRST ? lane < used : lane == 0)
                 load_tile(to + WEIGHT_BYTES + (FIRST ? lane * 128 : 0), x, barrier, step * LINE_CHANNELS, row, often);
@@ -198,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) expert_product(
     for (int i = 0; i < MINE; ++i) {
         int row = first_row + i * AT_ONCE;
         bool mine = row < used;
-        choice[i] = mine ? __ldcg(order + first + row) : 0;
+        choice[i] = mine ? choice_at(row) : 0;
         share[i] = FIRST || !mine ? 1.0f : __ldcg(factors + choice[i]);
         tall[i] = KIND == 2 && GROUPS == 1 && mine ? __ldcg(x_scales + (FIRST ? choice[i] / TOP_K : first + row)) : 1.0f;
     }

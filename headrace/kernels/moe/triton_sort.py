@@ -40,8 +40,8 @@ TABLED = tl.constexpr(2)
 @triton.jit
 def _write_tiles(table, tile, end, owner, first, stop, TOKENS: tl.constexpr):
     """Writes the tiles ``[tile, end)`` of an expert, of which the first has the choices from the place ``first`` on."""
-    for begin in range(tile, end, _TILES):
-        each = begin + tl.arange(0, _TILES)
+    for at in range(tile, end, _TILES):
+        each = at + tl.arange(0, _TILES)
         tl.store(table + each * 4, owner + each * 0, mask=each < end)
         tl.store(table + each * 4 + 1, first + (each - tile) * TOKENS, mask=each < end)
         tl.store(table + each * 4 + 2, stop + each * 0, mask=each < end)

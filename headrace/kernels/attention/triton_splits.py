@@ -18,21 +18,20 @@ _MERGED_CHANNELS, _MERGED_SPLITS = 128, 128
 """Channels of one program of the merge, and splits that it reads at a time."""
 _MERGED_AT_ONCE = 4096
 """Numbers that a program has in registers."""
-_FEW_SPLITS, _SOME_SPLITS = 16, 64
-"""Splits that a warp reads at once, whatever their masses, and several warps."""
+_FEW_SPLITS = 16
+"""Splits that a warp reads at once, whatever their masses."""
 
 
 @launched(do_not_specialize=["splits"])
 def _merge(
     partial, lse, out, splits, DV: tl.constexpr, BLOCK: tl.constexpr, SPLITS_P: tl.constexpr, AT_ONCE: tl.constexpr,
-    ORDERED: tl.constexpr, FEW: tl.constexpr, SOME: tl.constexpr, PDL: tl.constexpr
+    ORDERED: tl.constexpr, FEW: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Weighs the splits of one (token, head) by their softmax mass, for a block of channels.
 
     A split whose mass is 0 may hold anything. A graph has splits for the longest rows there may be, and short ones leave most
     of them empty: those after the last that has a mass are skipped. ``ORDERED``: sums one by one, so that empty
-    splits do not change the order of the others. ``FEW``: a thread reads masses and outputs of all splits at once; ``SOME``:
-    a program does.
+    splits do not change the order of the others. ``FEW``: a thread reads masses and outputs of all splits at once.
     """
     begin_launch(PDL)
     place = tl.program_id(0).to(tl.int64)
@@ -53,15 +52,6 @@ def _merge(
             weight = tl.exp2(masses[split] - pivot)
             merged += tl.where(weight > 0.0, weight * parts[split], 0.0)
             total += weight
-    elif SOME:
-        s = tl.arange(0, SPLITS_P)
-        mass = tl.load(lse + place * splits + s, mask=s < splits, other=float("-inf"))
-        at = place * splits * DV + s[:, None] * DV + channel[None, :]
-        parts = tl.load(partial + at, mask=(s < splits)[:, None] & present[None, :], other=0.0)
-        pivot = tl.max(mass, 0)
-        weights = tl.exp2(mass - tl.where(pivot == float("-inf"), 0.0, pivot))
-        merged = tl.sum(tl.where((weights > 0.0)[:, None], weights[:, None] * parts, 0.0), 0)
-        total = tl.sum(weights, 0)
     else:
         s = tl.arange(0, SPLITS_P)
         mass = tl.load(lse + place * splits + s, mask=s < splits, other=float("-inf"))
@@ -110,11 +100,10 @@ def merge(partial: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, tiling: T
     splits = power_of_two(tiling.splits)
     at_once = min(splits, _MERGED_SPLITS)
     few = splits <= _FEW_SPLITS and not tiling.batch_invariant
-    some = not few and splits <= _SOME_SPLITS and not tiling.batch_invariant
     block = min(_MERGED_CHANNELS, power_of_two(v_head_dim), _MERGED_AT_ONCE // at_once)
     _merge[(num_tokens * num_heads, cdiv(v_head_dim, block))](
         partial, lse, out, tiling.splits,
-        DV=v_head_dim, BLOCK=block, SPLITS_P=splits, AT_ONCE=at_once, ORDERED=tiling.batch_invariant, FEW=few, SOME=some,
+        DV=v_head_dim, BLOCK=block, SPLITS_P=splits, AT_ONCE=at_once, ORDERED=tiling.batch_invariant, FEW=few,
         num_warps=1 if few else 4,
         **options(out.device),
     )  # fmt: skip

@@ -19,8 +19,8 @@ from headrace.kernels.linear.fp8_reference import Fp8Rows, Fp8Weight
 from headrace.kernels.support import cdiv
 
 MAX_ROWS = 64
-MIN_NUMBERS = 1 << 24
-"""Numbers of a weight from which the kernel is the fastest of all, as measured."""
+MIN_NUMBERS, MANY_ROWS = 1 << 24, 33
+"""Numbers of a weight from which the kernel is the fastest of all, as measured, and rows from which half of them are enough."""
 _SOURCE = Path(__file__).with_name("wide.cu")
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2}
 """Numbers that ``wide.cu`` has for the factors' dtypes."""
@@ -88,7 +88,8 @@ _GATED = CudaTiling(64, 1, 72)
 def choose(x: torch.Tensor, weight: torch.Tensor) -> CudaTiling | None:
     """The tiling for the product of x ``[rows, in]`` where the kernel is the fastest; None: another is, or it does not take
     them."""
-    if not 1 < len(x) <= MAX_ROWS or weight.numel() < MIN_NUMBERS or not takes(x, weight):
+    least = MIN_NUMBERS if len(x) < MANY_ROWS else MIN_NUMBERS // 2
+    if not 1 < len(x) <= MAX_ROWS or weight.numel() < least or not takes(x, weight):
         return None
     return choose_tiling(len(x), len(weight), support.resources(x.device).multiprocessors)
 

@@ -1,4 +1,4 @@
-"""Experts' products of tiles of up to 16 rows, on Hopper GPUs: the kernel of ``experts.cu``. Reference: ``moe_mlp``."""
+"""Experts' products of tiles of up to 32 rows, on Hopper GPUs: the kernel of ``experts.cu``. Reference: ``moe_mlp``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from headrace.kernels.cuda_launch import CudaKernel, refusals, tensor_map
 from headrace.kernels.moe.codes import ExpertCodes
 from headrace.kernels.moe.triton_sort import Routing
 from headrace.kernels.support import cdiv
+from headrace.model_spec import MoeSpec
 
+Held = torch.Tensor | ExpertCodes
 _SOURCE = Path(__file__).with_name("experts.cu")
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.uint8: 2, torch.float8_e4m3fn: 2}
 _LINE, _THREADS, _FIXED = 128, 160, 1024 + 256
-_FEWEST = 8
-"""Rows of a tile at least."""
+_ROWS = 8, 16, 32
+"""Rows of a tile: multiples of instructions' 8."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,14 +38,28 @@ class BlockSizes:
         return _FIXED + self.stages(rows) * (self.lines + rows) * _LINE
 
 
-FIRST, SECOND = BlockSizes(64, 72), BlockSizes(64, 72)
-ON = True
+_SINGLE = BlockSizes(64, 108), BlockSizes(64, 54)
+_SOME = BlockSizes(64, 72), BlockSizes(64, 44)
+_MANY = BlockSizes(128, 108), BlockSizes(64, 44)
+_SOME_CHOICES = 256
+"""Sizes of both products for choices that are tiles, for up to so many sorted choices, and for more: the fastest of those
+measured on an H200 with the experts of Qwen3-30B-A3B in FP8."""
 
 
-def takes(held: torch.Tensor | ExpertCodes, routing: Routing, dtype: torch.dtype) -> bool:
-    """Whether the kernel multiplies rows by place or by token, whose results are of ``dtype``."""
-    if not ON or dtype not in (torch.bfloat16, torch.float16) or (routing.in_order and routing.table_tokens not in (8, 16)):
+def takes(first: Held, second: Held, spec: MoeSpec, routing: Routing, dtype: torch.dtype) -> bool:
+    """Whether the kernel computes both products, and is the fastest. ``dtype``: of the results."""
+    if not (spec.gated and spec.act in ("silu", "swish")) or dtype not in (torch.bfloat16, torch.float16):
         return False
+    if routing.in_order and (routing.table_tokens not in _ROWS or isinstance(first, torch.Tensor)):
+        return False
+    if isinstance(first, ExpertCodes) and (first.x_group or 0) < first.shape[2]:
+        return False
+    return all(_reads(held) for held in (first, second)) and isinstance(first, torch.Tensor) == isinstance(second, torch.Tensor)
+
+
+def _reads(held: Held) -> bool:
+    """Whether the kernel multiplies by the matrices: floats, or e4m3 with a scale for each output and row, or of the second
+    product for 128 channels of a row."""
     codes = held if isinstance(held, torch.Tensor) else held.codes
     if isinstance(held, ExpertCodes):
         whole = held.codec == "e4m3" and held.group == (1, held.shape[2]) and held.scales.dtype == torch.float32
@@ -56,30 +72,52 @@ def takes(held: torch.Tensor | ExpertCodes, routing: Routing, dtype: torch.dtype
     return fits and codes.dtype in _KINDS and not refusals(codes.device)
 
 
-def product(
-    x: torch.Tensor, x_scales: torch.Tensor, routing: Routing, held: torch.Tensor | ExpertCodes, factors: torch.Tensor | None,
-    top_k: int, dtype: torch.dtype, sizes: BlockSizes | None = None
-) -> torch.Tensor:  # fmt: skip
-    """One of the two products, for what the kernel ``takes``.
+def choose_sizes(routing: Routing) -> tuple[BlockSizes, BlockSizes]:
+    """Sizes of the first and the second product."""
+    if not routing.in_order:
+        return _SINGLE
+    return _SOME if routing.choices <= _SOME_CHOICES else _MANY
+
+
+def first(
+    x: torch.Tensor, x_scales: torch.Tensor, routing: Routing, held: Held, top_k: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """The inputs of the second product, ``[choices, inner]`` by place.
 
     Args:
-        x: rows of tokens for the first product, by place for the second.
-        x_scales: ``[groups, rows]`` of e4m3.
-        factors: ``[T, top_k]``, of the second product; None: it is the first, with silu of the gate.
-        dtype: of the result.
-
-    Returns:
-        ``[choices, inner]`` by place, or ``[choices, hidden]`` by choice.
+        x: ``[T, hidden]``
+        x_scales: ``[groups, T]`` of e4m3.
     """
+    return _product(x, x_scales, routing, held, None, top_k, dtype)
+
+
+def second(
+    x: torch.Tensor, x_scales: torch.Tensor, routing: Routing, held: Held, factors: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """The output of each choice times its factor, ``[choices, hidden]``.
+
+    Args:
+        x: ``[choices, inner]`` by place, which a kernel has written behind ``first`` or it itself.
+        x_scales: ``[groups, choices]`` of e4m3.
+        factors: ``[T, top_k]``
+    """
+    return _product(x, x_scales, routing, held, factors, factors.shape[1], dtype)
+
+
+def _product(
+    x: torch.Tensor, x_scales: torch.Tensor, routing: Routing, held: Held, factors: torch.Tensor | None, top_k: int,
+    dtype: torch.dtype
+) -> torch.Tensor:  # fmt: skip
     first, codes = factors is None, held if isinstance(held, torch.Tensor) else held.codes
-    rows = routing.table_tokens if routing.in_order else _FEWEST
-    sizes = sizes or (FIRST if first else SECOND)
+    rows = routing.table_tokens if routing.in_order else _ROWS[0]
+    sizes = choose_sizes(routing)[0 if first else 1]
     count, height, inputs = held.shape
     out = height // 2 if first else height
     y = torch.empty(routing.choices, out, dtype=dtype, device=x.device)
     columns = _LINE // codes.itemsize
-    scales = held.scales.data_ptr() if isinstance(held, ExpertCodes) else 0
-    groups = cdiv(inputs, held.x_group) if isinstance(held, ExpertCodes) and held.x_group else 1
+    scales, groups = 0, 1
+    if isinstance(held, ExpertCodes):
+        scales, groups = held.scales.data_ptr(), cdiv(inputs, held.x_group or inputs)
     kernel = _kernel(first, routing.in_order, _KINDS[codes.dtype], dtype, rows, sizes, top_k, count, groups)
     outputs = sizes.lines // 2 if first else sizes.lines
     tiles, table = routing.tiles(rows), routing.table

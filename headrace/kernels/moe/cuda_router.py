@@ -20,8 +20,8 @@ MAX_TOKENS = 512
 """Tokens up to which the kernel is the fastest, as measured."""
 CLUSTER = 16
 """Blocks that share the channels."""
-_ROWS, _CHANNELS = 64, 128
-"""Tokens of a cluster at most, and channels that a block multiplies at a time."""
+_SORTED, _CLUSTERS, _CHANNELS = 32, 4, 128
+"""Tokens up to which one cluster sorts them too, clusters that share more, and channels that a block multiplies at a time."""
 _SOURCE = Path(__file__).with_name("router.cu")
 
 
@@ -50,7 +50,7 @@ def choose_experts(
     tokens, device, choices = len(x), x.device, len(x) * spec.top_k
     experts = torch.empty(tokens, spec.top_k, dtype=torch.int32, device=device)
     weights = torch.empty(tokens, spec.top_k, dtype=torch.float32, device=device)
-    sort = tile > 0 and tokens <= _ROWS
+    sort = tile > 0 and tokens <= _SORTED
     routing, places = None, (0, 0, 0)
     if sort:
         tiles = most_tiles(choices, spec.num_experts, tile)
@@ -59,7 +59,7 @@ def choose_experts(
         table = torch.empty(tiles, 4, dtype=torch.int32, device=device)
         routing = Routing(choices, spec.num_experts, True, order, start, table, tile)
         places = order.data_ptr(), start.data_ptr(), table.data_ptr()
-    rows = min(max(support.power_of_two(tokens), 8), _ROWS)
+    rows = min(max(support.power_of_two(tokens if tokens <= _SORTED else cdiv(tokens, _CLUSTERS)), 8), 64)
     kernel = _kernel(
         spec, x.shape[1], rows, bias is not None, correction is not None, tile if sort else 0, rounding is not None
     )

@@ -1,4 +1,4 @@
-// Products of tiles of up to 16 tokens with their experts' weights, for Hopper GPUs (sm_90a), compiled by NVRTC without any include.
+// Products of tiles of up to 32 tokens with their experts' weights, for Hopper GPUs (sm_90a), compiled by NVRTC without any include.
 //
 // A block makes the outputs of LINES lines of an expert's weight for the rows of a tile. One warp asks the tensor memory
 // accelerator for weights and rows in a ring of STAGES steps of 128 bytes of channels, four multiply them. The second product asks
@@ -6,8 +6,8 @@
 // know the tiles, and so it knows them too.
 //
 // Constants: KIND of weight and x (0 bfloat16, 1 float16, 2 e4m3), FIRST (1: the first product, of tokens' rows with a gate and an up, and
-// y is silu(gate) up, by place in the order; 0: the second, of rows by place, and y is its output times a factor, by choice), ROWS (8
-// or 16), TABLED (0: each choice is a tile, whose expert ``order`` has), LINES (a multiple of 64; of FIRST half of them gate, half up), STAGES, Y_KIND (0 bfloat16, 1 float16), TOP_K, EXPERTS, GROUPS (scales of a row of x).
+// y is silu(gate) up, by place in the order; 0: the second, of rows by place, and y is its output times a factor, by choice), ROWS (8,
+// 16 or 32), TABLED (0: each choice is a tile, whose expert ``order`` has), LINES (a multiple of 64; of FIRST half of them gate, half up), STAGES, Y_KIND (0 bfloat16, 1 float16), TOP_K, EXPERTS, GROUPS (scales of a row of x).
 
 typedef unsigned long long u64;
 
@@ -56,6 +56,7 @@ __device__ __forceinline__ u64 descriptor(unsigned address) {
 #define MAJORS ""
 #endif
 #define D4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define D16(d, i) D4(d, i), D4(d, i + 4), D4(d, i + 8), D4(d, i + 12)
 
 // Adds the product of 64 lines and the rows over 32 bytes of channels to the sums, or puts it in their place.
 template <bool ADD>
@@ -65,11 +66,17 @@ __device__ __forceinline__ void multiply(float (&d)[SUMS], u64 weight, u64 x) {
         "{\n.reg .pred p;\nsetp.ne.b32 p, %6, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n8" INPUTS_16 " {%0, %1, %2, %3}, %4, %5, p, 1, 1" MAJORS ";\n}\n"
         : D4(d, 0) : "l"(weight), "l"(x), "n"(ADD ? 1 : 0));
-#else
+#elif ROWS == 16
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %10, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n16" INPUTS_16 " {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, p, 1, 1" MAJORS ";\n}\n"
         : D4(d, 0), D4(d, 4) : "l"(weight), "l"(x), "n"(ADD ? 1 : 0));
+#else
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32" INPUTS_16 " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+        "%16, %17, p, 1, 1" MAJORS ";\n}\n"
+        : D16(d, 0) : "l"(weight), "l"(x), "n"(ADD ? 1 : 0));
 #endif
 }
 

@@ -346,8 +346,12 @@ def moe_mlp(
         routing = sort_choices(experts, spec.num_held, batch_invariant, due, first.tokens)
     elif due is not None:
         due.launch()
-    low = None if adapters is None else shrink(x, adapters.gate_up, adapters.places, routing, spec.top_k)
     taken = (x, x) if rounding is None else (_typed(rounding.codes, gate_up), rounding.scales)
+    plain = tiling is None and adapters is None and gate_up_bias is None and down_bias is None and not batch_invariant
+    if plain and cuda_experts.takes(gate_up, down, spec, routing, x.dtype):
+        rows, scales = _rounded(cuda_experts.first(*taken, routing, gate_up, spec.top_k, x.dtype), down)
+        return _sum(cuda_experts.second(rows, scales, routing, down, weights, x.dtype), experts, plus, spec)
+    low = None if adapters is None else shrink(x, adapters.gate_up, adapters.places, routing, spec.top_k)
     active = _gate_up(x, *taken, routing, gate_up, gate_up_bias, low, down, spec, first)
     if adapters is not None and isinstance(active, torch.Tensor):
         low = shrink(active, adapters.down, adapters.places, routing, spec.top_k, by_order=True)
@@ -422,8 +426,6 @@ def _gate_up(
     ``rows`` and ``x_scales`` are x as the product takes it.
     """
     inner, choices, device = spec.intermediate_size, routing.choices, x.device
-    if bias is None and low is None and spec.gated and _GATES[spec.act] == 0 and cuda_experts.takes(held, routing, x.dtype):
-        return cuda_experts.product(rows, x_scales, routing, held, None, spec.top_k, x.dtype)
     rounds = _NOT
     if isinstance(down, ExpertCodes) and down.x_group is not None and low is None:
         rounds = _STATIC if down.x_scale is not None else _DYNAMIC if tiling.outputs == down.x_group else _NOT
@@ -480,8 +482,6 @@ def _weighted(
 ) -> torch.Tensor:
     """The output of each choice times its weight, ``[choices, hidden]``."""
     inner = x.shape[1]
-    if bias is None and low is None and cuda_experts.takes(held, routing, dtype):
-        return cuda_experts.product(x, x_scales, routing, held, weights, top_k, dtype)
     out = torch.empty(routing.choices, hidden, dtype=dtype, device=x.device)
     tiles, form = routing.tiles(tiling.tokens), _format(held, tiling, inner)
     *added, b_place = tensors(low, x)

@@ -149,7 +149,7 @@ def _fetch_keys(
     v_head, table_row, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr,
     SPLIT: tl.constexpr
 ):  # fmt: skip
-    """Loads a program's first tile of keys and values of a row with one query into the L2 cache, while the previous kernel still
+    """Loads the first keys and values of a program of a row with one query into the L2 cache, while the previous kernel still
     runs. Lengths and tables may be another step's then, whose blocks are there as well: what is read here is used for nothing
     else, and past the L1 cache."""
     length = tl.load(seq_lens + row, cache_modifier=".cg")

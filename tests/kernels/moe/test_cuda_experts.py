@@ -118,7 +118,7 @@ def test_against_float64(form: str, tokens: int, monkeypatch: pytest.MonkeyPatch
         if chosen is not experts:
             wanted = wanted_sum(x, chosen, weights, gate_up, down)
         got = product(x, chosen, weights, gate_up, down, routing)
-        assert (got.double() - wanted).norm() < 0.02 * wanted.norm()
+        assert (got.double() - wanted).norm() < 0.04 * wanted.norm()
         for _ in range(10):
             assert torch.equal(product(x, chosen, weights, gate_up, down, routing), got)
 
@@ -167,4 +167,4 @@ def test_reference_of_the_reference() -> None:
     x, weights = torch.randn(5, HIDDEN, dtype=BF16), torch.rand(5, SPEC.top_k)
     experts = torch.rand(5, SPEC.num_experts).topk(SPEC.top_k).indices.int()
     wanted = wanted_sum(x, experts, weights, gate_up, down)
-    assert (ref.moe_mlp(x, experts, weights, gate_up, down, SPEC).double() - wanted).norm() < 0.02 * wanted.norm()
+    assert (ref.moe_mlp(x, experts, weights, gate_up, down, SPEC).double() - wanted).norm() < 0.04 * wanted.norm()

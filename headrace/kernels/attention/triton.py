@@ -20,7 +20,6 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels import support
 from headrace.kernels.attention.tiling import KEYS_FIRST, Tiling, cut
 from headrace.kernels.attention.triton_finish import finished, load_heads, load_new, load_weights, write_new
 from headrace.kernels.attention.triton_splits import merge, partials
@@ -43,7 +42,6 @@ from headrace.kernels.triton_pdl import announce, options, wait
 
 _VARYING = ["num_rows", "first_token", "window", "split_tokens", "table_row"]
 """Numbers that change from step to step or layer to layer: a compiled kernel must not depend on them."""
-FETCH_AHEAD = True
 _UNALIGNED = ["tables", "query_start", "seq_lens", "ends", "slots"]
 """Their views may begin anywhere, and a compiled kernel must not depend on where."""
 
@@ -135,37 +133,6 @@ def _row_of(query_start, num_rows, first_token, BLOCK_Q: tl.constexpr, SINGLE: t
     return row, start, tl.load(query_start + row + 1) - start, (tile - row_tile) * BLOCK_Q
 
 
-@triton.jit
-def _fetch_line(place):
-    """Loads the 128 bytes around an address into the L2 cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def _fetch_keys(
-    keys, values, seq_lens, tables, row, kv_head, split, window, split_tokens, k_block, k_offset, k_head, v_block, v_offset,
-    v_head, table_row, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr,
-    SPLIT: tl.constexpr
-):  # fmt: skip
-    """Loads the first keys and values of a program of a row with one query into the L2 cache, while the previous kernel still
-    runs. Lengths and tables may be another step's then, whose blocks are there as well: what is read here is used for nothing
-    else, and past the L1 cache."""
-    length = tl.load(seq_lens + row, cache_modifier=".cg")
-    low, high = _key_range(split, 0, length, length - 1, window, split_tokens, BLOCK_N, WINDOW, SPLIT)
-    if low < high:
-        position = tl.minimum(low // BLOCK_N * BLOCK_N + tl.arange(0, BLOCK_N), high - 1)
-        block = tl.load(tables + row.to(tl.int64) * table_row + position // BLOCK_SIZE, cache_modifier=".cg").to(tl.int64)
-        at = keys + kv_head * k_head + block * k_block + position % BLOCK_SIZE * k_offset
-        LINE: tl.constexpr = 1024 // keys.dtype.element_ty.primitive_bitwidth
-        for channel in tl.static_range(0, D, LINE):
-            _fetch_line(at + channel)
-        at = values + kv_head * v_head + block * v_block + position % BLOCK_SIZE * v_offset
-        for channel in tl.static_range(0, DV, LINE):
-            _fetch_line(at + channel)
-
-
 @launched(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
 def _attend(
     q,  # [T, H, D]
@@ -234,17 +201,9 @@ def _attend(
     K_NORM: tl.constexpr,
     OFFSET: tl.constexpr,
     PRECISION: tl.constexpr,
-    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     announce(PDL)
-    if AHEAD:
-        shares_ahead: tl.constexpr = (GROUP + SHARE - 1) // SHARE
-        _fetch_keys(
-            keys, values, seq_lens, tables, tl.program_id(0), (tl.program_id(1) // shares_ahead).to(tl.int64), tl.program_id(2),
-            window, split_tokens, k_block, k_offset, k_head, v_block, v_offset, v_head, table_row, BLOCK_SIZE, BLOCK_N, D, DV,
-            WINDOW, SPLIT,
-        )  # fmt: skip
     if FINISH:
         q_factors = load_weights(q_weight, D, D_A, HALF, BLOCK_M, Q_NORM, KEYS_FIRST)
         k_factors = load_weights(k_weight, D, D_A, HALF, 1, K_NORM, True)
@@ -409,7 +368,6 @@ def paged_attention(
         K_NORM=unfinished is not None and unfinished.k_weight is not None,
         OFFSET=unfinished is not None and unfinished.offset,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        AHEAD=FETCH_AHEAD and single and values.stride(3) == 1 and not support.interpreted(),
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **options(q.device),
     )  # fmt: skip
     if tiling.merges:

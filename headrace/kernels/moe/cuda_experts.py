@@ -52,20 +52,15 @@ def takes(first: Held, second: Held, spec: MoeSpec, routing: Routing, dtype: tor
         return False
     if routing.in_order and (routing.table_tokens not in _ROWS or isinstance(first, torch.Tensor)):
         return False
-    if isinstance(first, ExpertCodes) and (first.x_group or 0) < first.shape[2]:
-        return False
     return all(_reads(held) for held in (first, second)) and isinstance(first, torch.Tensor) == isinstance(second, torch.Tensor)
 
 
 def _reads(held: Held) -> bool:
-    """Whether the kernel multiplies by the matrices: floats, or e4m3 with a scale for each output and row, or of the second
-    product for 128 channels of a row."""
+    """Whether the kernel multiplies by the matrices: floats, or e4m3 with a scale for each output and row."""
     codes = held if isinstance(held, torch.Tensor) else held.codes
     if isinstance(held, ExpertCodes):
         whole = held.codec == "e4m3" and held.group == (1, held.shape[2]) and held.scales.dtype == torch.float32
-        if not whole or held.x_group is None or held.x_scale is not None or held.order is not None:
-            return False
-        if held.x_group < held.shape[2] and held.x_group != _LINE:
+        if not whole or (held.x_group or 0) < held.shape[2] or held.x_scale is not None or held.order is not None:
             return False
     outputs, inputs = held.shape[1:]
     fits = not outputs % 128 and not inputs * codes.itemsize % _LINE and not codes.data_ptr() % 16
@@ -86,7 +81,7 @@ def first(
 
     Args:
         x: ``[T, hidden]``
-        x_scales: ``[groups, T]`` of e4m3.
+        x_scales: ``[1, T]`` of e4m3.
     """
     return _product(x, x_scales, routing, held, None, top_k, dtype)
 
@@ -98,7 +93,7 @@ def second(
 
     Args:
         x: ``[choices, inner]`` by place, which a kernel has written behind ``first`` or it itself.
-        x_scales: ``[groups, choices]`` of e4m3.
+        x_scales: ``[1, choices]`` of e4m3.
         factors: ``[T, top_k]``
     """
     return _product(x, x_scales, routing, held, factors, factors.shape[1], dtype)
@@ -115,33 +110,23 @@ def _product(
     out = height // 2 if first else height
     y = torch.empty(routing.choices, out, dtype=dtype, device=x.device)
     columns = _LINE // codes.itemsize
-    scales, groups = 0, 1
-    if isinstance(held, ExpertCodes):
-        scales, groups = held.scales.data_ptr(), cdiv(inputs, held.x_group or inputs)
-    kernel = _kernel(first, routing.in_order, _KINDS[codes.dtype], dtype, rows, sizes, top_k, count, groups)
+    scales = held.scales.data_ptr() if isinstance(held, ExpertCodes) else 0
+    kernel = _kernel(first, routing.in_order, _KINDS[codes.dtype], dtype, rows, sizes, top_k, count)
     outputs = sizes.lines // 2 if first else sizes.lines
     tiles, table = routing.tiles(rows), routing.table
     kernel.launch(
         (tiles * cdiv(out, outputs), 1, 1), tensor_map(codes.view(-1, inputs), outputs, columns),
         tensor_map(x, 1 if first else rows, columns), 0 if table is None else table.data_ptr(), routing.order.data_ptr(),
         x_scales.data_ptr(), scales, 0 if factors is None else factors.data_ptr(), y.data_ptr(), tiles, out,
-        cdiv(inputs, columns), x_scales.stride(0),
+        cdiv(inputs, columns),
     )  # fmt: skip
     return y
 
 
 @functools.cache
 def _kernel(
-    first: bool,
-    tabled: bool,
-    kind: int,
-    dtype: torch.dtype,
-    rows: int,
-    sizes: BlockSizes,
-    top_k: int,
-    experts: int,
-    groups: int,
+    first: bool, tabled: bool, kind: int, dtype: torch.dtype, rows: int, sizes: BlockSizes, top_k: int, experts: int
 ) -> CudaKernel:
     macros = {"FIRST": int(first), "KIND": kind, "ROWS": rows, "LINES": sizes.lines, "STAGES": sizes.stages(rows)}
-    macros |= {"TABLED": int(tabled), "Y_KIND": _KINDS[dtype], "TOP_K": top_k, "EXPERTS": experts, "GROUPS": groups}
-    return CudaKernel(_SOURCE, "expert_product", "MMPPPPPPiiii", macros, _THREADS, sizes.shared(rows))
+    macros |= {"TABLED": int(tabled), "Y_KIND": _KINDS[dtype], "TOP_K": top_k, "EXPERTS": experts}
+    return CudaKernel(_SOURCE, "expert_product", "MMPPPPPPiii", macros, _THREADS, sizes.shared(rows))

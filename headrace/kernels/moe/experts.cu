@@ -7,7 +7,7 @@
 //
 // Constants: KIND of weight and x (0 bfloat16, 1 float16, 2 e4m3), FIRST (1: the first product, of tokens' rows with a gate and an up, and
 // y is silu(gate) up, by place in the order; 0: the second, of rows by place, and y is its output times a factor, by choice), ROWS (8,
-// 16 or 32), TABLED (0: each choice is a tile, whose expert ``order`` has), LINES (a multiple of 64; of FIRST half of them gate, half up), STAGES, Y_KIND (0 bfloat16, 1 float16), TOP_K, EXPERTS, GROUPS (scales of a row of x).
+// 16 or 32), TABLED (0: each choice is a tile, whose expert ``order`` has), LINES (a multiple of 64; of FIRST half of them gate, half up), STAGES, Y_KIND (0 bfloat16, 1 float16), TOP_K, EXPERTS.
 
 typedef unsigned long long u64;
 
@@ -121,8 +121,7 @@ __device__ __forceinline__ float gated(float gate, float up) {
 
 extern "C" __global__ void __launch_bounds__(THREADS) expert_product(
     const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, const int4* table, const int* order,
-    const float* x_scales, const float* weight_scales, const float* factors, unsigned short* y, int tiles, int out, int steps,
-    int column
+    const float* x_scales, const float* weight_scales, const float* factors, unsigned short* y, int tiles, int out, int steps
 ) {
     extern __shared__ char memory[];
     unsigned base = ((unsigned)__cvta_generic_to_shared(memory) + 1023) & ~1023u;
@@ -213,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) expert_product(
         bool mine = row < used;
         choice[i] = mine ? choice_at(row) : 0;
         share[i] = FIRST || !mine ? 1.0f : __ldcg(factors + choice[i]);
-        tall[i] = KIND == 2 && GROUPS == 1 && mine ? __ldcg(x_scales + (FIRST ? choice[i] / TOP_K : first + row)) : 1.0f;
+        tall[i] = KIND == 2 && mine ? __ldcg(x_scales + (FIRST ? choice[i] / TOP_K : first + row)) : 1.0f;
     }
     int stage = 0;
     unsigned parity = 0;
@@ -224,16 +223,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) expert_product(
         for (int i = 0; i < SUMS; ++i) sums[t][i] = 0.0f;
     for (int step = 0; step < steps; ++step) {
         unsigned from = base + stage * STAGE_BYTES;
-#if KIND == 2
-        [[maybe_unused]] float of_row[SUMS / 2];
-        if (GROUPS > 1) {
-#pragma unroll
-            for (int i = 0; i < SUMS / 2; ++i) {
-                int row = i / 2 * 8 + lane % 4 * 2 + i % 2;
-                of_row[i] = row < used ? __ldcg(x_scales + step * column + first + row) : 0.0f;
-            }
-        }
-#endif
         wait_for(full + 8 * stage, parity);
 #if KIND == 2
         // The matrix units keep about 14 bits of a sum: those of 128 channels are added outside of them.
@@ -252,8 +241,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) expert_product(
         for (int t = 0; t < HEIGHT; ++t) {
             settle(part[t]);
 #pragma unroll
-            for (int i = 0; i < SUMS; ++i)
-                sums[t][i] = GROUPS > 1 ? fmaf(part[t][i], of_row[i / 4 * 2 + i % 2], sums[t][i]) : sums[t][i] + part[t][i];
+            for (int i = 0; i < SUMS; ++i) sums[t][i] += part[t][i];
         }
 #else
 #pragma unroll

@@ -20,7 +20,7 @@ from headrace.model_spec import MoeSpec
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 BF16, HIDDEN, INNER = torch.bfloat16, 512, 256
 SPEC = MoeSpec(num_experts=32, top_k=4, intermediate_size=INNER)
-FORMATS = ["bfloat16", "e4m3", "e4m3, rows in groups"]
+FORMATS = ["bfloat16", "e4m3"]
 
 
 def held(outputs: int, inputs: int, form: str, device: str) -> torch.Tensor | ExpertCodes:
@@ -31,8 +31,7 @@ def held(outputs: int, inputs: int, form: str, device: str) -> torch.Tensor | Ex
         return weight.to(BF16)
     scales = weight.abs().amax(2, keepdim=True) / 448
     codes = (weight / scales).to(torch.float8_e4m3fn).view(torch.uint8)
-    x_group = 128 if form.endswith("groups") and inputs == INNER else inputs
-    return ExpertCodes("e4m3", shape, codes, scales.transpose(1, 2).contiguous(), (1, inputs), x_group=x_group)
+    return ExpertCodes("e4m3", shape, codes, scales.transpose(1, 2).contiguous(), (1, inputs), x_group=inputs)
 
 
 def sorted_choices(tokens: int, rows: int) -> Routing:
@@ -49,7 +48,7 @@ def test_kernels_compile(kind: int, nvrtc: None) -> None:
         itertools.product((8, 16, 32), (True, False), (True, False)), itertools.cycle(sizes), strict=False
     ):
         dtype = torch.float16 if kind == 1 else BF16
-        kernel = cuda_experts._kernel.__wrapped__(first, tabled, kind, dtype, rows, size, 4, 32, 1 if first else 2)
+        kernel = cuda_experts._kernel.__wrapped__(first, tabled, kind, dtype, rows, size, 4, 32)
         assert kernel.binary().startswith(b"\x7fELF")
 
 
@@ -72,7 +71,6 @@ def test_which_products_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not takes(codes[0], floats[1], SPEC, some, BF16)
     assert not takes(*codes, dataclasses.replace(SPEC, act="gelu"), some, BF16)
     assert isinstance(codes[0], ExpertCodes) and isinstance(codes[1], ExpertCodes)
-    assert takes(codes[0], dataclasses.replace(codes[1], x_group=128), SPEC, some, BF16)
     assert not takes(dataclasses.replace(codes[0], x_group=128), codes[1], SPEC, some, BF16)
     assert not takes(codes[0], dataclasses.replace(codes[1], group=(128, 128)), SPEC, some, BF16)
     monkeypatch.setattr(cuda_experts, "refusals", lambda device: ("it is no Hopper",))
@@ -85,20 +83,20 @@ def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_experts, "tensor_map", lambda x, height, width: (tuple(x.shape), height, width))
     monkeypatch.setattr(cuda_experts, "choose_sizes", lambda routing: (BlockSizes(128, 108), BlockSizes(64, 44)))
     routing, x = sorted_choices(8, 16), torch.empty(8, HIDDEN, dtype=torch.uint8)
-    gate_up, down = held(2 * INNER, HIDDEN, "e4m3", "cpu"), held(HIDDEN, INNER, FORMATS[2], "cpu")
+    gate_up, down = held(2 * INNER, HIDDEN, "e4m3", "cpu"), held(HIDDEN, INNER, "e4m3", "cpu")
     active = cuda_experts.first(x, torch.ones(1, 8), routing, gate_up, SPEC.top_k, BF16)
     assert (active.shape, active.dtype) == ((32, INNER), BF16)
     rows = torch.empty(32, INNER, dtype=torch.uint8)
-    out = cuda_experts.second(rows, torch.ones(2, 32), routing, down, torch.ones(8, 4), BF16)
+    out = cuda_experts.second(rows, torch.ones(1, 32), routing, down, torch.ones(8, 4), BF16)
     assert (out.shape, out.dtype) == ((32, HIDDEN), BF16)
     tiles = routing.tiles(16)
     (one, grid, *first), (other, wide, *second) = launches
     assert grid == (tiles * 4, 1, 1) and first[:2] == [((32 * 2 * INNER, HIDDEN), 64, 128), ((8, HIDDEN), 1, 128)]
-    assert first[-4:] == [tiles, INNER, 4, 8] and first[6] == 0
+    assert first[-3:] == [tiles, INNER, 4] and first[6] == 0
     assert wide == (tiles * 8, 1, 1) and second[:2] == [((32 * HIDDEN, INNER), 64, 128), ((32, INNER), 16, 128)]
-    assert second[-4:] == [tiles, HIDDEN, 2, 32] and second[6] != 0
-    assert isinstance(one, CudaKernel) and (one._macros["FIRST"], one._macros["GROUPS"]) == (1, 1)
-    assert isinstance(other, CudaKernel) and (other._macros["FIRST"], other._macros["GROUPS"]) == (0, 2)
+    assert second[-3:] == [tiles, HIDDEN, 2] and second[6] != 0
+    assert isinstance(one, CudaKernel) and isinstance(other, CudaKernel)
+    assert (one._macros["FIRST"], other._macros["FIRST"]) == (1, 0)
 
 
 @pytest.mark.gpu

@@ -14,10 +14,12 @@ from headrace.kernels.moe.codes import ExpertCodes
 from headrace.model_spec import MoeSpec
 
 if TYPE_CHECKING:
+    from headrace.kernels.moe import cuda_router as router_kernel
     from headrace.kernels.moe import triton as routing
     from headrace.kernels.moe import triton_experts as kernels
     from headrace.kernels.moe import triton_router as router_kernels
 else:
+    router_kernel = gpu.Late(f"{__name__}.cuda_router")
     routing = gpu.Late(f"{__name__}.triton")
     kernels = gpu.Late(f"{__name__}.triton_experts")
     router_kernels = gpu.Late(f"{__name__}.triton_router")
@@ -67,8 +69,8 @@ def choose_experts(
     Returns:
         Experts and weights, and for ``moe_mlp`` what a kernel has prepared of it.
     """
-    if not batch_invariant and gpu.takes(x) and x.stride(1) == 1 and kernels.chooses(x, weight, spec):
-        return kernels.choose_experts(x, weight, bias, correction, spec, None if gate_up is None else gate_up())
+    if not batch_invariant and gpu.takes(x) and x.stride(1) == 1 and router_kernel.takes(x, weight, spec):
+        return router_kernel.choose_experts(x, weight, bias, correction, spec, None if gate_up is None else gate_up())
     logits = router_logits(x, weight, bias, batch_invariant=batch_invariant)
     return *route(logits, spec, correction), None
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from headrace.kernels import support
 from headrace.kernels.cuda_launch import CudaKernel, refusals
 from headrace.kernels.moe.tiling import most_tiles
-from headrace.kernels.moe.triton_rounding import Rounding
+from headrace.kernels.moe.triton_experts import Held, Prepared, product_tiling, rounding_for
 from headrace.kernels.moe.triton_sort import Routing, is_sorted
 from headrace.kernels.support import cdiv
 from headrace.model_spec import MoeSpec
@@ -34,43 +35,56 @@ def takes(x: torch.Tensor, weight: torch.Tensor, spec: MoeSpec) -> bool:
     return fits and some and spec.top_groups >= spec.num_groups and spec.top_k <= 32 and not refusals(x.device)
 
 
+class Choice(NamedTuple):
+    """The experts of tokens."""
+
+    experts: torch.Tensor
+    """``[T, top_k]`` int32"""
+    weights: torch.Tensor
+    """``[T, top_k]`` float32"""
+    prepared: Prepared | None
+
+
 def choose_experts(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, correction: torch.Tensor | None, spec: MoeSpec,
-    rounding: Rounding | None, tile: int
-) -> tuple[torch.Tensor, torch.Tensor, Routing | None]:  # fmt: skip
-    """Kernel version of ``headrace.kernels.moe.route`` of ``router_logits``, for what it ``takes``.
-
-    Args:
-        rounding: of x, with one scale a row; is done.
-        tile: rows of the tiles that the experts' products take; 0: nothing is sorted.
-
-    Returns:
-        Experts, weights, and their order, if it is one that the kernel makes.
-    """
-    tokens, device, choices = len(x), x.device, len(x) * spec.top_k
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    correction: torch.Tensor | None,
+    spec: MoeSpec,
+    gate_up: Held | None,
+) -> Choice:
+    """Kernel version of ``headrace.kernels.moe.choose_experts``, for what it ``takes``."""
+    (tokens, hidden), device = x.shape, x.device
+    choices = tokens * spec.top_k
     experts = torch.empty(tokens, spec.top_k, dtype=torch.int32, device=device)
     weights = torch.empty(tokens, spec.top_k, dtype=torch.float32, device=device)
-    sort = tile > 0 and tokens <= _SORTED
-    routing, places = None, (0, 0, 0)
-    if sort:
-        tiles = most_tiles(choices, spec.num_experts, tile)
-        order = torch.empty(choices, dtype=torch.int32, device=device)
-        start = torch.empty(spec.num_experts + 1, dtype=torch.int32, device=device)
-        table = torch.empty(tiles, 4, dtype=torch.int32, device=device)
-        routing = Routing(choices, spec.num_experts, True, order, start, table, tile)
-        places = order.data_ptr(), start.data_ptr(), table.data_ptr()
+    rounding, routing, tile = None, None, 0
+    if gate_up is not None:
+        rounding = rounding_for(x, gate_up)
+        if rounding is not None and (rounding.group < hidden or rounding.held.x_scale is not None):
+            rounding = None
+        if tokens <= _SORTED:
+            tile = product_tiling(gate_up, x, choices, spec.num_held, spec.intermediate_size, paired=spec.gated).tokens
+            routing = _unsorted(choices, spec.num_experts, tile, device)
     rows = min(max(support.power_of_two(tokens if tokens <= _SORTED else cdiv(tokens, _CLUSTERS)), 8), 64)
-    kernel = _kernel(
-        spec, x.shape[1], rows, bias is not None, correction is not None, tile if sort else 0, rounding is not None
-    )
+    kernel = _kernel(spec, hidden, rows, bias is not None, correction is not None, tile, rounding is not None)
+    sort = (None, None, None) if routing is None else (routing.order, routing.start, routing.table)
+    rounded = (None, None) if rounding is None else (rounding.codes, rounding.scales)
+    tensors = x, weight, bias, correction, experts, weights, *sort, *rounded
     kernel.launch(
-        (CLUSTER * cdiv(tokens, rows), 1, 1), x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(),
-        0 if correction is None else correction.data_ptr(), experts.data_ptr(), weights.data_ptr(), *places,
-        0 if rounding is None else rounding.codes.data_ptr(), 0 if rounding is None else rounding.scales.data_ptr(),
+        (CLUSTER * cdiv(tokens, rows), 1, 1), *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
         x.stride(0) * x.itemsize, tokens, 0 if routing is None else routing.tiles(tile), spec.least_sum, spec.added_sum,
         spec.routed_scale,
     )  # fmt: skip
-    return experts, weights, routing
+    return Choice(experts, weights, None if gate_up is None else Prepared(routing, rounding))
+
+
+def _unsorted(choices: int, count: int, tile: int, device: torch.device) -> Routing:
+    """Makes the tensors of sorted choices, which nothing has filled yet."""
+    order = torch.empty(choices, dtype=torch.int32, device=device)
+    start = torch.empty(count + 1, dtype=torch.int32, device=device)
+    table = torch.empty(most_tiles(choices, count, tile), 4, dtype=torch.int32, device=device)
+    return Routing(choices, count, True, order, start, table, tile)
 
 
 @functools.cache

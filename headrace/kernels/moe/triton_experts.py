@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from headrace.kernels import support
 from headrace.kernels.kv_cache.triton_fp8 import NATIVE, gain, mode, quantized, scale_of
 from headrace.kernels.lora.reference import ExpertFactors
-from headrace.kernels.moe import cuda_experts, cuda_router
+from headrace.kernels.moe import cuda_experts
 from headrace.kernels.moe.codes import BLOCK, MIDDLE, X_GROUP, ExpertCodes
 from headrace.kernels.moe.tiling import Kind, MoeTiling, batch_invariant_tiling, choose_tiling
 from headrace.kernels.moe.triton_adapters import ExpertsLow, constants, shrink, tensors, with_added
@@ -292,21 +292,11 @@ def _sum_choices(
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """What ``moe_mlp`` begins with, as far as it is there."""
+    """Work of ``moe_mlp`` that an earlier kernel has done."""
 
     routing: Routing | None = None
     rounding: Rounding | None = None
     """It is done."""
-
-
-class Choice(NamedTuple):
-    """The experts of tokens."""
-
-    experts: torch.Tensor
-    """``[T, top_k]`` int32"""
-    weights: torch.Tensor
-    """``[T, top_k]`` float32"""
-    prepared: Prepared | None
 
 
 Held = torch.Tensor | ExpertCodes
@@ -337,10 +327,10 @@ def moe_mlp(
         return torch.empty_like(x)
     hidden, inner = x.shape[1], spec.intermediate_size
     sizes = experts.numel(), spec.num_held
-    first = _tiling(gate_up, x, *sizes, inner, tiling, paired=spec.gated, batch_invariant=batch_invariant)
-    second = _tiling(down, x, *sizes, hidden, tiling, batch_invariant=batch_invariant)
+    first = product_tiling(gate_up, x, *sizes, inner, tiling, paired=spec.gated, batch_invariant=batch_invariant)
+    second = product_tiling(down, x, *sizes, hidden, tiling, batch_invariant=batch_invariant)
     routing, rounding = (None, None) if prepared is None else (prepared.routing, prepared.rounding)
-    due = _rounding(x, gate_up) if rounding is None else None
+    due = rounding_for(x, gate_up) if rounding is None else None
     rounding = rounding or due
     if routing is None:
         routing = sort_choices(experts, spec.num_held, batch_invariant, due, first.tokens)
@@ -360,45 +350,29 @@ def moe_mlp(
     return _sum(weighted, experts, plus, spec)
 
 
-chooses = cuda_router.takes
-
-
-def choose_experts(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    correction: torch.Tensor | None,
-    spec: MoeSpec,
-    gate_up: Held | None,
-) -> Choice:
-    """``route`` of ``router_logits``, and what ``moe_mlp`` begins with, for what ``cuda_router`` takes."""
-    tokens, hidden = x.shape
-    if gate_up is None:
-        return Choice(*cuda_router.choose_experts(x, weight, bias, correction, spec, None, 0)[:2], None)
-    rounding = _rounding(x, gate_up)
-    if rounding is not None and (rounding.group < hidden or rounding.held.x_scale is not None):
-        rounding = None
-    tiling = _tiling(gate_up, x, tokens * spec.top_k, spec.num_held, spec.intermediate_size, None, paired=spec.gated)
-    experts, weights, routing = cuda_router.choose_experts(x, weight, bias, correction, spec, rounding, tiling.tokens)
-    return Choice(experts, weights, Prepared(routing, rounding))
-
-
-def _rounding(x: torch.Tensor, gate_up: Held) -> Rounding | None:
+def rounding_for(x: torch.Tensor, gate_up: Held) -> Rounding | None:
+    """The rounding of x that the first product takes, which is not done yet."""
     return rounding_of(x, gate_up) if isinstance(gate_up, ExpertCodes) and gate_up.x_group is not None else None
 
 
-def _tiling(
+def product_tiling(
     held: Held,
     x: torch.Tensor,
     choices: int,
     count: int,
     outputs: int,
-    given: MoeTiling | None,
+    given: MoeTiling | None = None,
     *,
     paired: bool = False,
     batch_invariant: bool = False,
 ) -> MoeTiling:
-    """The tiling of a product of rows of x's dtype with ``held``."""
+    """Chooses the tiling of a product of rows of x's dtype with ``held``, unless it is ``given``.
+
+    Args:
+        choices: tokens times experts of a token.
+        count: experts.
+        paired: a program has the outputs of gate and up.
+    """
     kind: Kind = held.kind if isinstance(held, ExpertCodes) else "floats"
     inputs = held.shape[-1]
     fetches = _fetches(held, x, inputs)

@@ -11,7 +11,6 @@ from headrace.kernels.cuda_launch import CudaKernel
 from headrace.kernels.linear.fp8_reference import quantize_rows_ref
 from headrace.kernels.moe import choose_experts, cuda_router
 from headrace.kernels.moe import reference as ref
-from headrace.kernels.moe import triton_experts as moe
 from headrace.kernels.moe.codes import ExpertCodes
 from headrace.kernels.moe.cuda_router import takes
 from headrace.model_spec import MoeSpec
@@ -63,7 +62,7 @@ def test_what_the_kernel_is_given(tokens: int, rows: int, clusters: int, sorts: 
     launches: list[tuple[object, ...]] = []
     monkeypatch.setattr(CudaKernel, "launch", lambda self, *arguments: launches.append((self, *arguments)))
     x, weight = torch.empty(tokens, HIDDEN).bfloat16(), torch.empty(128, HIDDEN)
-    choice = moe.choose_experts(x, weight, None, None, SPEC, coded(SPEC, "cpu"))
+    choice = cuda_router.choose_experts(x, weight, None, None, SPEC, coded(SPEC, "cpu"))
     assert choice.experts.shape == choice.weights.shape == (tokens, 8)
     ((kernel, grid, *given),) = launches
     assert isinstance(kernel, CudaKernel) and grid == (16 * clusters, 1, 1)
@@ -74,7 +73,7 @@ def test_what_the_kernel_is_given(tokens: int, rows: int, clusters: int, sorts: 
     assert (routing is not None) == bool(sorts)
     assert given[-6:-3] == [2 * HIDDEN, tokens, 0 if routing is None else routing.tiles(16)]
     assert routing is None or routing.table is None or len(routing.table) == routing.tiles(16)
-    moe.choose_experts(x, weight, None, None, SPEC, None)
+    cuda_router.choose_experts(x, weight, None, None, SPEC, None)
     assert launches[1][0]._macros["SORT"] == launches[1][0]._macros["ROUND"] == 0  # type: ignore[attr-defined]
 
 
@@ -92,13 +91,13 @@ def test_choices(name: str, tokens: int) -> None:
     correction = torch.randn(spec.num_experts, device="cuda") * 0.1 if spec.correction_bias else None
     exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
     wanted, factors = ref.route(exact.float(), spec, correction)
-    choice = moe.choose_experts(x, weight, bias, correction, spec, coded(spec, "cuda"))
+    choice = cuda_router.choose_experts(x, weight, bias, correction, spec, coded(spec, "cuda"))
     same = (choice.experts.sort(1).values == wanted.sort(1).values).all(1)
     assert (~same).sum() <= 1 + tokens // 100
     empty = torch.zeros(tokens, spec.num_experts, device="cuda")
     got = empty.scatter(1, choice.experts.long(), choice.weights)
     torch.testing.assert_close(got[same], empty.scatter(1, wanted.long(), factors)[same], atol=1e-5, rtol=1e-4)
-    again = moe.choose_experts(x, weight, bias, correction, spec, None)
+    again = cuda_router.choose_experts(x, weight, bias, correction, spec, None)
     assert torch.equal(again.experts, choice.experts) and torch.equal(again.weights, choice.weights)
 
 
@@ -110,7 +109,7 @@ def test_order_tiles_and_rounded_rows(tokens: int) -> None:
     torch.manual_seed(tokens)
     x, weight = torch.randn(tokens, HIDDEN, device="cuda").bfloat16(), torch.randn(128, HIDDEN, device="cuda") * 0.02
     for rows in (x, x[:1].repeat(tokens, 1)):
-        experts, _, prepared = moe.choose_experts(rows, weight, None, None, SPEC, coded(SPEC, "cuda"))
+        experts, _, prepared = cuda_router.choose_experts(rows, weight, None, None, SPEC, coded(SPEC, "cuda"))
         assert prepared is not None and prepared.routing is not None and prepared.rounding is not None
         routing, flat = prepared.routing, experts.flatten().cpu()
         order = flat.argsort(stable=True)

@@ -1,13 +1,15 @@
-// Products of tiles of up to 32 tokens with their experts' weights, for Hopper GPUs (sm_90a), compiled by NVRTC without any include.
+// Products in e4m3 of tiles of up to 32 tokens with their experts' weights, for Hopper GPUs (sm_90a), compiled by NVRTC without any
+// include.
 //
 // A block makes the outputs of LINES lines of an expert's weight for the rows of a tile. One warp asks the tensor memory
 // accelerator for weights and rows in a ring of STAGES steps of 128 bytes of channels, four multiply them. The second product asks
 // for its first weights while the first still runs (programmatic dependent launch): blocks of the first let it start when they
 // know the tiles, and so it knows them too.
 //
-// Constants: KIND of weight and x (0 bfloat16, 1 float16, 2 e4m3), FIRST (1: the first product, of tokens' rows with a gate and an up, and
-// y is silu(gate) up, by place in the order; 0: the second, of rows by place, and y is its output times a factor, by choice), ROWS (8,
-// 16 or 32), TABLED (0: each choice is a tile, whose expert ``order`` has), LINES (a multiple of 64; of FIRST half of them gate, half up), STAGES, Y_KIND (0 bfloat16, 1 float16), TOP_K, EXPERTS.
+// Constants: FIRST (1: the first product, of tokens' rows with a gate and an up, and y is silu(gate) up, by place in the order; 0: the
+// second, of rows by place, and y is its output times a factor, by choice), ROWS (of a tile: 8, 16 or 32), TABLED (0: each choice is
+// a tile, whose expert ``order`` has), LINES (a multiple of 64; of FIRST half of them are the gate's, half the up's), STAGES, Y_KIND
+// (0 bfloat16, 1 float16), TOP_K, EXPERTS.
 
 typedef unsigned long long u64;
 
@@ -17,7 +19,6 @@ struct alignas(64) TensorMap {
 
 constexpr int THREADS = 160, HEIGHT = LINES / 64, SUMS = ROWS / 2, OUTPUTS = FIRST ? LINES / 2 : LINES;
 constexpr int WEIGHT_BYTES = LINES * 128, STAGE_BYTES = WEIGHT_BYTES + ROWS * 128;
-constexpr int LINE_CHANNELS = KIND == 2 ? 128 : 64;
 
 __device__ __forceinline__ void wait_for(unsigned barrier, unsigned parity) {
     unsigned done;
@@ -45,16 +46,6 @@ __device__ __forceinline__ u64 descriptor(unsigned address) {
     return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
 }
 
-#if KIND == 0
-#define INPUTS_16 "k16.f32.bf16.bf16"
-#define MAJORS ", 0, 0"
-#elif KIND == 1
-#define INPUTS_16 "k16.f32.f16.f16"
-#define MAJORS ", 0, 0"
-#else
-#define INPUTS_16 "k32.f32.e4m3.e4m3"
-#define MAJORS ""
-#endif
 #define D4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D16(d, i) D4(d, i), D4(d, i + 4), D4(d, i + 8), D4(d, i + 12)
 
@@ -64,18 +55,18 @@ __device__ __forceinline__ void multiply(float (&d)[SUMS], u64 weight, u64 x) {
 #if ROWS == 8
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %6, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n8" INPUTS_16 " {%0, %1, %2, %3}, %4, %5, p, 1, 1" MAJORS ";\n}\n"
+        "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3}, %4, %5, p, 1, 1;\n}\n"
         : D4(d, 0) : "l"(weight), "l"(x), "n"(ADD ? 1 : 0));
 #elif ROWS == 16
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %10, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n16" INPUTS_16 " {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, p, 1, 1" MAJORS ";\n}\n"
+        "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, p, 1, 1;\n}\n"
         : D4(d, 0), D4(d, 4) : "l"(weight), "l"(x), "n"(ADD ? 1 : 0));
 #else
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32" INPUTS_16 " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-        "%16, %17, p, 1, 1" MAJORS ";\n}\n"
+        "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+        "%16, %17, p, 1, 1;\n}\n"
         : D16(d, 0) : "l"(weight), "l"(x), "n"(ADD ? 1 : 0));
 #endif
 }
@@ -152,8 +143,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) expert_product(
         asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(often));
         auto load_weight = [&](int step, unsigned to, unsigned barrier) {
             expect(barrier, WEIGHT_BYTES + (FIRST ? used : ROWS) * 128);
-            load_tile(to, weight, barrier, step * LINE_CHANNELS, line, once);
-            if (FIRST) load_tile(to + OUTPUTS * 128, weight, barrier, step * LINE_CHANNELS, line + out, once);
+            load_tile(to, weight, barrier, step * 128, line, once);
+            if (FIRST) load_tile(to + OUTPUTS * 128, weight, barrier, step * 128, line + out, once);
         };
         if (lane == 0) {
             for (int s = 0; s < STAGES; ++s) {
@@ -170,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) expert_product(
         int row = FIRST && lane < used ? choice_at(lane) / TOP_K : first;
         auto load_x = [&](int step, unsigned to, unsigned barrier) {
             if (FIRST ? lane < used : lane == 0)
-                load_tile(to + WEIGHT_BYTES + (FIRST ? lane * 128 : 0), x, barrier, step * LINE_CHANNELS, row, often);
+                load_tile(to + WEIGHT_BYTES + (FIRST ? lane * 128 : 0), x, barrier, step * 128, row, often);
         };
         for (int step = 0; step < ahead; ++step) load_x(step, base + step * STAGE_BYTES, full + 8 * step);
         int stage = 0;
@@ -190,17 +181,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) expert_product(
     // What this thread will finish: eight outputs of some rows.
     constexpr int EIGHTS = OUTPUTS / 8, AT_ONCE = 128 / EIGHTS, MINE = (ROWS + AT_ONCE - 1) / AT_ONCE, HALVES = FIRST ? 2 : 1;
     int output = threadIdx.x % EIGHTS * 8, first_row = threadIdx.x / EIGHTS;
-    [[maybe_unused]] float factor[HALVES][8], tall[MINE];
-    if (KIND == 2) {
-        const float* from = weight_scales + line + output;
+    float factor[HALVES][8], tall[MINE];
+    const float* from = weight_scales + line + output;
 #pragma unroll
-        for (int h = 0; h < HALVES; ++h)
+    for (int h = 0; h < HALVES; ++h)
 #pragma unroll
-            for (int i = 0; i < 8; i += 4) {
-                float4 four = __ldg((const float4*)(from + h * out + i));
-                factor[h][i] = four.x, factor[h][i + 1] = four.y, factor[h][i + 2] = four.z, factor[h][i + 3] = four.w;
-            }
-    }
+        for (int i = 0; i < 8; i += 4) {
+            float4 four = __ldg((const float4*)(from + h * out + i));
+            factor[h][i] = four.x, factor[h][i + 1] = four.y, factor[h][i + 2] = four.z, factor[h][i + 3] = four.w;
+        }
     asm volatile("bar.sync 2, 160;" ::: "memory");
     // What the kernel before has written is read behind this alone.
     if (!FIRST) asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -212,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) expert_product(
         bool mine = row < used;
         choice[i] = mine ? choice_at(row) : 0;
         share[i] = FIRST || !mine ? 1.0f : __ldcg(factors + choice[i]);
-        tall[i] = KIND == 2 && mine ? __ldcg(x_scales + (FIRST ? choice[i] / TOP_K : first + row)) : 1.0f;
+        tall[i] = mine ? __ldcg(x_scales + (FIRST ? choice[i] / TOP_K : first + row)) : 1.0f;
     }
     int stage = 0;
     unsigned parity = 0;
@@ -224,7 +213,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) expert_product(
     for (int step = 0; step < steps; ++step) {
         unsigned from = base + stage * STAGE_BYTES;
         wait_for(full + 8 * stage, parity);
-#if KIND == 2
         // The matrix units keep about 14 bits of a sum: those of 128 channels are added outside of them.
         float part[HEIGHT][SUMS];
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -243,20 +231,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) expert_product(
 #pragma unroll
             for (int i = 0; i < SUMS; ++i) sums[t][i] += part[t][i];
         }
-#else
-#pragma unroll
-        for (int t = 0; t < HEIGHT; ++t) settle(sums[t]);
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-        for (int k = 0; k < 4; ++k)
-#pragma unroll
-            for (int t = 0; t < HEIGHT; ++t)
-                multiply<true>(sums[t], descriptor(from + t * 8192) + 2 * k, descriptor(from + WEIGHT_BYTES) + 2 * k);
-        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-#pragma unroll
-        for (int t = 0; t < HEIGHT; ++t) settle(sums[t]);
-#endif
         if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(empty + 8 * stage) : "memory");
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }
@@ -288,9 +262,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) expert_product(
         float result[8];
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-            if (KIND == 2)
 #pragma unroll
-                for (int h = 0; h < HALVES; ++h) values[h][j] *= factor[h][j] * tall[i];
+            for (int h = 0; h < HALVES; ++h) values[h][j] *= factor[h][j] * tall[i];
             result[j] = FIRST ? gated(values[0][j], values[HALVES - 1][j]) : rounded(values[0][j]) * share[i];
         }
         long long at = (long long)(FIRST ? first + row : choice[i]) * out + first_output + output;

@@ -339,6 +339,7 @@ def moe_mlp(
     taken = (x, x) if rounding is None else (_typed(rounding.codes, gate_up), rounding.scales)
     plain = tiling is None and adapters is None and gate_up_bias is None and down_bias is None and not batch_invariant
     if plain and cuda_experts.takes(gate_up, down, spec, routing, x.dtype):
+        assert isinstance(gate_up, ExpertCodes) and isinstance(down, ExpertCodes)
         rows, scales = _rounded(cuda_experts.first(*taken, routing, gate_up, spec.top_k, x.dtype), down)
         return _sum(cuda_experts.second(rows, scales, routing, down, weights, x.dtype), experts, plus, spec)
     low = None if adapters is None else shrink(x, adapters.gate_up, adapters.places, routing, spec.top_k)

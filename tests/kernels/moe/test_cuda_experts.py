@@ -20,18 +20,15 @@ from headrace.model_spec import MoeSpec
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 BF16, HIDDEN, INNER = torch.bfloat16, 512, 256
 SPEC = MoeSpec(num_experts=32, top_k=4, intermediate_size=INNER)
-FORMATS = ["bfloat16", "e4m3"]
 
 
-def held(outputs: int, inputs: int, form: str, device: str) -> torch.Tensor | ExpertCodes:
+def codes(outputs: int, inputs: int, device: str = "cpu") -> ExpertCodes:
     torch.manual_seed(outputs)
     shape = SPEC.num_experts, outputs, inputs
     weight = torch.randn(shape, device=device) * inputs**-0.5
-    if form == "bfloat16":
-        return weight.to(BF16)
     scales = weight.abs().amax(2, keepdim=True) / 448
-    codes = (weight / scales).to(torch.float8_e4m3fn).view(torch.uint8)
-    return ExpertCodes("e4m3", shape, codes, scales.transpose(1, 2).contiguous(), (1, inputs), x_group=inputs)
+    held = (weight / scales).to(torch.float8_e4m3fn).view(torch.uint8)
+    return ExpertCodes("e4m3", shape, held, scales.transpose(1, 2).contiguous(), (1, inputs), x_group=inputs)
 
 
 def sorted_choices(tokens: int, rows: int) -> Routing:
@@ -41,14 +38,13 @@ def sorted_choices(tokens: int, rows: int) -> Routing:
     return Routing(experts.numel(), SPEC.num_experts, True, order, order, table, rows)
 
 
-@pytest.mark.parametrize("kind", [0, 1, 2])
-def test_kernels_compile(kind: int, nvrtc: None) -> None:
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_kernels_compile(dtype: torch.dtype, nvrtc: None) -> None:
     sizes = [*cuda_experts._SINGLE, *cuda_experts._SOME, *cuda_experts._MANY]
     for (rows, first, tabled), size in zip(
         itertools.product((8, 16, 32), (True, False), (True, False)), itertools.cycle(sizes), strict=False
     ):
-        dtype = torch.float16 if kind == 1 else BF16
-        kernel = cuda_experts._kernel.__wrapped__(first, tabled, kind, dtype, rows, size, 4, 32)
+        kernel = cuda_experts._kernel.__wrapped__(first, tabled, dtype, rows, size, 4, 32)
         assert kernel.binary().startswith(b"\x7fELF")
 
 
@@ -59,22 +55,20 @@ def test_sizes_fit_side_by_side() -> None:
 
 
 def test_which_products_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of sorted choices those in FP8."""
+    """Those in FP8, with scales of whole rows."""
     monkeypatch.setattr(cuda_experts, "refusals", lambda device: ())
-    floats, codes = ((held(2 * INNER, HIDDEN, form, "cpu"), held(HIDDEN, INNER, form, "cpu")) for form in ("bfloat16", "e4m3"))
+    first, second = codes(2 * INNER, HIDDEN), codes(HIDDEN, INNER)
     some = sorted_choices(8, 16)
     alone = dataclasses.replace(some, in_order=False, table=None, table_tokens=0)
-    assert takes(*codes, SPEC, some, BF16) and takes(*codes, SPEC, alone, BF16) and takes(*floats, SPEC, alone, BF16)
-    assert not takes(*floats, SPEC, some, BF16)
-    assert not takes(*codes, SPEC, dataclasses.replace(some, table_tokens=64), BF16)
-    assert not takes(*codes, SPEC, some, torch.float32)
-    assert not takes(codes[0], floats[1], SPEC, some, BF16)
-    assert not takes(*codes, dataclasses.replace(SPEC, act="gelu"), some, BF16)
-    assert isinstance(codes[0], ExpertCodes) and isinstance(codes[1], ExpertCodes)
-    assert not takes(dataclasses.replace(codes[0], x_group=128), codes[1], SPEC, some, BF16)
-    assert not takes(codes[0], dataclasses.replace(codes[1], group=(128, 128)), SPEC, some, BF16)
+    assert takes(first, second, SPEC, some, BF16) and takes(first, second, SPEC, alone, BF16)
+    assert not takes(first.codes.to(BF16), second.codes.to(BF16), SPEC, some, BF16)
+    assert not takes(first, second, SPEC, dataclasses.replace(some, table_tokens=64), BF16)
+    assert not takes(first, second, SPEC, some, torch.float32)
+    assert not takes(first, second, dataclasses.replace(SPEC, act="gelu"), some, BF16)
+    assert not takes(dataclasses.replace(first, x_group=128), second, SPEC, some, BF16)
+    assert not takes(first, dataclasses.replace(second, group=(128, 128)), SPEC, some, BF16)
     monkeypatch.setattr(cuda_experts, "refusals", lambda device: ("it is no Hopper",))
-    assert not takes(*codes, SPEC, some, BF16)
+    assert not takes(first, second, SPEC, some, BF16)
 
 
 def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +77,7 @@ def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_experts, "tensor_map", lambda x, height, width: (tuple(x.shape), height, width))
     monkeypatch.setattr(cuda_experts, "choose_sizes", lambda routing: (BlockSizes(128, 108), BlockSizes(64, 44)))
     routing, x = sorted_choices(8, 16), torch.empty(8, HIDDEN, dtype=torch.uint8)
-    gate_up, down = held(2 * INNER, HIDDEN, "e4m3", "cpu"), held(HIDDEN, INNER, "e4m3", "cpu")
+    gate_up, down = codes(2 * INNER, HIDDEN), codes(HIDDEN, INNER)
     active = cuda_experts.first(x, torch.ones(1, 8), routing, gate_up, SPEC.top_k, BF16)
     assert (active.shape, active.dtype) == ((32, INNER), BF16)
     rows = torch.empty(32, INNER, dtype=torch.uint8)
@@ -102,10 +96,9 @@ def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @GPU
 @pytest.mark.parametrize("tokens", [1, 2, 9, 40, 200])
-@pytest.mark.parametrize("form", FORMATS)
-def test_against_float64(form: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_against_float64(tokens: int) -> None:
     """With tiles of all heights; tokens that are alike fill several tiles of an expert. Bitwise the same again and again."""
-    gate_up, down = held(2 * INNER, HIDDEN, form, "cuda"), held(HIDDEN, INNER, form, "cuda")
+    gate_up, down = codes(2 * INNER, HIDDEN, "cuda"), codes(HIDDEN, INNER, "cuda")
     torch.manual_seed(tokens)
     x = torch.randn(tokens, HIDDEN, device="cuda", dtype=BF16)
     weights = torch.rand(tokens, SPEC.top_k, device="cuda")
@@ -125,8 +118,8 @@ def product(
     x: torch.Tensor,
     experts: torch.Tensor,
     weights: torch.Tensor,
-    gate_up: torch.Tensor | ExpertCodes,
-    down: torch.Tensor | ExpertCodes,
+    gate_up: ExpertCodes,
+    down: ExpertCodes,
     routing: Routing,
 ) -> torch.Tensor:
     rows, scales = moe._rounded(x, gate_up)
@@ -138,30 +131,24 @@ def wanted_sum(
     x: torch.Tensor,
     experts: torch.Tensor,
     weights: torch.Tensor,
-    gate_up: torch.Tensor | ExpertCodes,
-    down: torch.Tensor | ExpertCodes,
+    gate_up: ExpertCodes,
+    down: ExpertCodes,
 ) -> torch.Tensor:
     """In float64 but for the rounding of rows."""
-
-    def matrix(of: torch.Tensor | ExpertCodes, expert: int) -> torch.Tensor:
-        return (of.dequantize(expert) if isinstance(of, ExpertCodes) else of[expert]).double()
-
-    def rows(of: torch.Tensor | ExpertCodes, x: torch.Tensor) -> torch.Tensor:
-        return (of.round_rows(x.to(BF16)) if isinstance(of, ExpertCodes) else x).double()
 
     total = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for expert in experts.unique().tolist():
         token, choice = (experts == expert).nonzero(as_tuple=True)
-        gate, up = (rows(gate_up, x[token]) @ matrix(gate_up, expert).t()).chunk(2, 1)
+        gate, up = (gate_up.round_rows(x[token]).double() @ gate_up.dequantize(expert).double().t()).chunk(2, 1)
         active = torch.nn.functional.silu(gate) * up
-        out = rows(down, active) @ matrix(down, expert).t()
+        out = down.round_rows(active.to(BF16)).double() @ down.dequantize(expert).double().t()
         total.index_add_(0, token, out * weights[token, choice].double()[:, None])
     return total
 
 
 def test_reference_of_the_reference() -> None:
     """``wanted_sum`` is what the reference computes, but for its roundings."""
-    gate_up, down = held(2 * INNER, HIDDEN, "e4m3", "cpu"), held(HIDDEN, INNER, "e4m3", "cpu")
+    gate_up, down = codes(2 * INNER, HIDDEN), codes(HIDDEN, INNER)
     x, weights = torch.randn(5, HIDDEN, dtype=BF16), torch.rand(5, SPEC.top_k)
     experts = torch.rand(5, SPEC.num_experts).topk(SPEC.top_k).indices.int()
     wanted = wanted_sum(x, experts, weights, gate_up, down)

@@ -49,11 +49,14 @@ _SOME_CHOICES = 256
 measured on an H200 with the experts of Qwen3-30B-A3B."""
 
 
-def takes(first: Held, second: Held, spec: MoeSpec, routing: Routing, dtype: torch.dtype) -> bool:
-    """Whether the kernel computes both products. ``dtype``: of the results."""
+def taken(
+    first: Held, second: Held, spec: MoeSpec, routing: Routing, dtype: torch.dtype
+) -> tuple[ExpertCodes, ExpertCodes] | None:
+    """Returns the matrices if the kernel computes both products. ``dtype``: of the results."""
     silu = spec.gated and spec.act in ("silu", "swish")
-    tiles = not routing.in_order or routing.table_tokens in _ROWS
-    return silu and tiles and dtype in _RESULTS and _reads(first) and _reads(second)
+    if not silu or dtype not in _RESULTS or (routing.in_order and routing.table_tokens not in _ROWS):
+        return None
+    return (first, second) if _reads(first) and _reads(second) else None
 
 
 def _reads(held: Held) -> TypeGuard[ExpertCodes]:

@@ -338,10 +338,10 @@ def moe_mlp(
         due.launch()
     taken = (x, x) if rounding is None else (_typed(rounding.codes, gate_up), rounding.scales)
     plain = tiling is None and adapters is None and gate_up_bias is None and down_bias is None and not batch_invariant
-    if plain and cuda_experts.takes(gate_up, down, spec, routing, x.dtype):
-        assert isinstance(gate_up, ExpertCodes) and isinstance(down, ExpertCodes)
-        rows, scales = _rounded(cuda_experts.first(*taken, routing, gate_up, spec.top_k, x.dtype), down)
-        return _sum(cuda_experts.second(rows, scales, routing, down, weights, x.dtype), experts, plus, spec)
+    few = cuda_experts.taken(gate_up, down, spec, routing, x.dtype) if plain else None
+    if few is not None:
+        rows, scales = _rounded(cuda_experts.first(*taken, routing, few[0], spec.top_k, x.dtype), down)
+        return _sum(cuda_experts.second(rows, scales, routing, few[1], weights, x.dtype), experts, plus, spec)
     low = None if adapters is None else shrink(x, adapters.gate_up, adapters.places, routing, spec.top_k)
     active = _gate_up(x, *taken, routing, gate_up, gate_up_bias, low, down, spec, first)
     if adapters is not None and isinstance(active, torch.Tensor):

@@ -13,7 +13,7 @@ from headrace.kernels.moe import cuda_experts, triton_sort
 from headrace.kernels.moe import reference as ref
 from headrace.kernels.moe import triton_experts as moe
 from headrace.kernels.moe.codes import ExpertCodes
-from headrace.kernels.moe.cuda_experts import BlockSizes, takes
+from headrace.kernels.moe.cuda_experts import BlockSizes, taken
 from headrace.kernels.moe.triton_sort import Routing
 from headrace.model_spec import MoeSpec
 
@@ -60,15 +60,15 @@ def test_which_products_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = codes(2 * INNER, HIDDEN), codes(HIDDEN, INNER)
     some = sorted_choices(8, 16)
     alone = dataclasses.replace(some, in_order=False, table=None, table_tokens=0)
-    assert takes(first, second, SPEC, some, BF16) and takes(first, second, SPEC, alone, BF16)
-    assert not takes(first.codes.to(BF16), second.codes.to(BF16), SPEC, some, BF16)
-    assert not takes(first, second, SPEC, dataclasses.replace(some, table_tokens=64), BF16)
-    assert not takes(first, second, SPEC, some, torch.float32)
-    assert not takes(first, second, dataclasses.replace(SPEC, act="gelu"), some, BF16)
-    assert not takes(dataclasses.replace(first, x_group=128), second, SPEC, some, BF16)
-    assert not takes(first, dataclasses.replace(second, group=(128, 128)), SPEC, some, BF16)
+    assert taken(first, second, SPEC, some, BF16) and taken(first, second, SPEC, alone, BF16)
+    assert not taken(first.codes.to(BF16), second.codes.to(BF16), SPEC, some, BF16)
+    assert not taken(first, second, SPEC, dataclasses.replace(some, table_tokens=64), BF16)
+    assert not taken(first, second, SPEC, some, torch.float32)
+    assert not taken(first, second, dataclasses.replace(SPEC, act="gelu"), some, BF16)
+    assert not taken(dataclasses.replace(first, x_group=128), second, SPEC, some, BF16)
+    assert not taken(first, dataclasses.replace(second, group=(128, 128)), SPEC, some, BF16)
     monkeypatch.setattr(cuda_experts, "refusals", lambda device: ("it is no Hopper",))
-    assert not takes(first, second, SPEC, some, BF16)
+    assert not taken(first, second, SPEC, some, BF16)
 
 
 def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,11 +26,11 @@ ROUTES = {
 }
 
 
-def coded(spec: MoeSpec, device: str) -> ExpertCodes:
-    shape = spec.num_experts, 2 * INNER, HIDDEN
+def coded(spec: MoeSpec, device: str, width: int = HIDDEN) -> ExpertCodes:
+    shape = spec.num_experts, 2 * INNER, width
     codes = torch.randint(0, 120, shape, dtype=torch.uint8, device=device)
     scales = torch.full((spec.num_experts, 1, 2 * INNER), 2**-12, device=device)
-    return ExpertCodes("e4m3", shape, codes, scales, (1, HIDDEN), x_group=HIDDEN)
+    return ExpertCodes("e4m3", shape, codes, scales, (1, width), x_group=width)
 
 
 @pytest.mark.parametrize("rows", [8, 64])
@@ -103,13 +103,14 @@ def test_choices(name: str, tokens: int) -> None:
 
 @pytest.mark.gpu
 @GPU
+@pytest.mark.parametrize("width", [HIDDEN, 2 * HIDDEN])
 @pytest.mark.parametrize("tokens", [5, 8, 21, 32])
-def test_order_tiles_and_rounded_rows(tokens: int) -> None:
+def test_order_tiles_and_rounded_rows(tokens: int, width: int) -> None:
     """They are those of the kernels that sort and round alone; tokens that are alike go to the same experts."""
     torch.manual_seed(tokens)
-    x, weight = torch.randn(tokens, HIDDEN, device="cuda").bfloat16(), torch.randn(128, HIDDEN, device="cuda") * 0.02
+    x, weight = torch.randn(tokens, width, device="cuda").bfloat16(), torch.randn(128, width, device="cuda") * 0.02
     for rows in (x, x[:1].repeat(tokens, 1)):
-        experts, _, prepared = cuda_router.choose_experts(rows, weight, None, None, SPEC, coded(SPEC, "cuda"))
+        experts, _, prepared = cuda_router.choose_experts(rows, weight, None, None, SPEC, coded(SPEC, "cuda", width))
         assert prepared is not None and prepared.routing is not None and prepared.rounding is not None
         routing, flat = prepared.routing, experts.flatten().cpu()
         order = flat.argsort(stable=True)
@@ -124,7 +125,9 @@ def test_order_tiles_and_rounded_rows(tokens: int) -> None:
         ]
         table = routing.table.tolist()
         assert [row[:3] for row in table[: len(tiles)]] == tiles and {row[0] for row in table[len(tiles) :]} <= {128}
-        codes, scales = quantize_rows_ref(rows.cpu(), HIDDEN)
+        logits = rows.double() @ weight.double().t()
+        assert (experts.sort(1).values == logits.topk(8).indices.sort(1).values).all(1).sum() >= tokens - 1
+        codes, scales = quantize_rows_ref(rows.cpu(), width)
         assert torch.equal(prepared.rounding.codes.cpu(), codes.view(torch.uint8))
         assert torch.equal(prepared.rounding.scales.flatten().cpu(), scales.flatten())
 

@@ -88,7 +88,8 @@ def linear_gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
     """``silu(gate) * up`` of the halves of ``x W^T``: ``[T, K] -> [T, N / 2]``; None where no kernel computes both faster."""
     if x.ndim != 2 or weight.dtype != x.dtype or not gpu.takes(x):
         return None
-    return cuda_wide.gated(x, weight) if len(x) <= cuda_wide.MAX_ROWS else cuda_tall.gated(x, weight)
+    y = cuda_wide.gated(x, weight)
+    return cuda_tall.gated(x, weight) if y is None else y
 
 
 def chosen_by_lt(rows: int, weight: torch.Tensor) -> bool:

@@ -33,7 +33,7 @@ def gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
         return None
     pairs = support.resources(x.device).multiprocessors // 2
     tiles = cdiv(rows, 2 * _ROWS) * cdiv(lines, _LINES)
-    if rows * lines < _FILLED * cdiv(tiles, pairs) * pairs * 2 * _ROWS * _LINES:
+    if rows * lines <= _FILLED * cdiv(tiles, pairs) * pairs * 2 * _ROWS * _LINES:
         return None
     y = torch.empty(rows, lines // 2, dtype=x.dtype, device=x.device)
     maps = tensor_map(x, _ROWS, _CHANNELS), tensor_map(weight, _LINES // 2, _CHANNELS)

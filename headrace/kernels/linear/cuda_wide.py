@@ -72,19 +72,22 @@ _SMALL_TILINGS = (
     _TILINGS[2],
 )
 """The same for weights of fewer than ``MIN_NUMBERS``, measured with qkv and o of Qwen3 30B-A3B."""
+_FP8_TILINGS = ((16, (CudaTiling(32, 1, 216, 2), CudaTiling(32, 2, 72), CudaTiling(64, 1, 72))), *_TILINGS[1:])
+"""The same for large weights in FP8."""
 _SHARED_KB = 216
 """Shared memory of a multiprocessor for whole blocks of 72, 108 or 216 KB."""
 
 
 @functools.cache
-def choose_tiling(rows: int, out_features: int, multiprocessors: int, *, small: bool = False) -> CudaTiling:
+def choose_tiling(rows: int, out_features: int, multiprocessors: int, *, small: bool = False, fp8: bool = False) -> CudaTiling:
     """Chooses the tiling whose blocks leave the least of the multiprocessors empty, with few blocks one after the other."""
 
     def filled(tiling: CudaTiling) -> float:
         waves = cdiv(out_features, tiling.tile) * tiling.split / (multiprocessors * (_SHARED_KB // tiling.kilobytes))
         return waves / math.ceil(waves) - math.ceil(waves) / 100
 
-    return max(next(tilings for most, tilings in (_SMALL_TILINGS if small else _TILINGS) if rows <= most), key=filled)
+    table = _SMALL_TILINGS if small else _FP8_TILINGS if fp8 else _TILINGS
+    return max(next(tilings for most, tilings in table if rows <= most), key=filled)
 
 
 _FEW_OUTPUTS = 4096
@@ -100,7 +103,8 @@ def choose(x: torch.Tensor, weight: torch.Tensor) -> CudaTiling | None:
     least = 2 if not small else 9 if len(weight) <= _FEW_OUTPUTS and x.itemsize == 2 else 17
     if not least <= len(x) <= MAX_ROWS or weight.numel() < SMALL_NUMBERS or not takes(x, weight):
         return None
-    return choose_tiling(len(x), len(weight), support.resources(x.device).multiprocessors, small=small)
+    multiprocessors = support.resources(x.device).multiprocessors
+    return choose_tiling(len(x), len(weight), multiprocessors, small=small, fp8=x.itemsize == 1)
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -104,7 +104,7 @@ def test_halves_that_are_gated(monkeypatch: pytest.MonkeyPatch) -> None:
     assert maps == [((20_000, 1024), 32, 64), ((8, 1024), 8, 64)]
     assert isinstance(kernel, CudaKernel) and kernel._macros["GATED"] == 1
     assert gated(x[:1], weight) is None and gated(x, weight[:-1]) is None
-    monkeypatch.setattr(cuda_wide, "choose_tiling", lambda rows, out, multiprocessors, small: CudaTiling(32, 2, 72))
+    monkeypatch.setattr(cuda_wide, "choose_tiling", lambda rows, out, multiprocessors, **kind: CudaTiling(32, 2, 72))
     assert gated(x, weight) is None
 
 

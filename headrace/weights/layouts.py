@@ -130,7 +130,7 @@ class MatrixTensors:
         """Raises ConfigError if a tensor was not claimed."""
         self.pass_over(*INPUT_SCALES, "input_zero_point", "input_global_scale")
         if left := sorted(self._tensors.keys() - self._claimed):
-            raise self.error(left[0], "is not part of the matrix")
+            raise self.error(left[0], "is no part of the matrix")
         return MatrixLayout(shape, kind, self.spec, self.pieces, decode)
 
 
@@ -146,7 +146,7 @@ def _matrix(parts: MatrixTensors, leaf: str) -> tuple[int, ...]:
     """The shape of a tensor that must have two axes at least."""
     shape = parts.tensor(leaf).shape
     if len(shape) < 2:
-        raise parts.error(leaf, f"is of the shape {list(shape)}, which is not a matrix")
+        raise parts.error(leaf, f"is of the shape {list(shape)}, which is no matrix")
     return shape
 
 

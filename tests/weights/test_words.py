@@ -149,7 +149,7 @@ def test_the_converter_of_compressed_tensors_agrees_on_awq(tmp_path: Path) -> No
         ({"scales": torch.ones(4, 24)}, GPTQ, r"model\.m\.scales is of the shape \[4, 24\], not \[3, 24\]"),
         ({"qzeros": torch.zeros(3, 4)}, GPTQ, r"model\.m\.qzeros is stored as F32, not as I32"),
         ({"weight": torch.zeros(24, 96)}, GPTQ, r"model\.m\.weight is stored as F32, but model\.m\.g_idx is beside it"),
-        ({"weight_scale": torch.zeros(24)}, GPTQ, r"model\.m\.weight_scale is not part of the matrix"),
+        ({"weight_scale": torch.zeros(24)}, GPTQ, r"model\.m\.weight_scale is no part of the matrix"),
         (
             {},
             GPTQ | {"modules_to_not_convert": ["m"]},

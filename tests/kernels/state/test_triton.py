@@ -278,7 +278,7 @@ def test_decode_rows_of_one_program(rows: int, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_padding_rows_read_nothing(device: torch.device) -> None:
-    """Rows that fill a captured size have inputs that are no numbers, and no block."""
+    """Rows that fill a captured size have inputs that are not numbers, and no block."""
     for name in NAMES:
         case = Case(name, torch.float32, torch.float32, device)
         states, at = case.states(), torch.arange(5)

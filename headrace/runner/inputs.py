@@ -33,7 +33,7 @@ class StepBuffers:
         scheduler = config.scheduler
         self.num_logits_rows = max(scheduler.max_num_seqs, *config.graph_rows, 0) * scheduler.decode_tokens
         """The most that a step may have."""
-        # One place more than a captured step has, for a piece beside it.
+        # One place more than a captured step has, for a piece that runs along.
         self._most = self.num_logits_rows + PROMPT_ROWS + 1
         self.device = device
         size = 3 * _aligned(self._most + 1)

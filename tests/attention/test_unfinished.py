@@ -36,7 +36,7 @@ class Counting(TritonAttention):
     def finishes(self, cache: LayerCache) -> bool:
         return self.may and super().finishes(cache)
 
-    def run(self, inputs):  # type: ignore[no-untyped-def]
+    def run(self, inputs):
         self.finished += inputs.unfinished is not None
         return super().run(inputs)
 
@@ -97,7 +97,7 @@ def attend(
 def test_they_are_as_in_other_steps(longest: int, rotary: int, changes: dict[str, object], device: torch.device) -> None:
     rows = [(1, 9), (1, 40), (1, 1), (1, 8), (1, 300)]
     case = {"normed": "soft_cap" not in changes, "longest": longest, "rotary": rotary, **changes}
-    got, expected = (attend(rows, torch.float32, device, may, **case) for may in (True, False))  # type: ignore[arg-type]
+    got, expected = (attend(rows, torch.float32, device, may, **case) for may in (True, False))
     assert (got.finished, expected.finished) == (1, 0)
     torch.testing.assert_close(got.out, expected.out, atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(got.cache.rows, expected.cache.rows, atol=1e-6, rtol=1e-5, equal_nan=True)

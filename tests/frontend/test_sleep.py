@@ -16,7 +16,8 @@ from support.models.architectures import quiet
 from support.models.tiny_llama import write_config, write_model
 
 from headrace import LLM, SamplingParams
-from headrace.core.weights import Begin, DiskSource, Finish, Load, Pause, Resume, Sleep
+from headrace.core import commands
+from headrace.core.weights import DiskSource
 from headrace.engine.sleep import owned_tensors
 from headrace.errors import ConfigError, UnavailableError, WeightsError
 from headrace.host import pages
@@ -83,7 +84,7 @@ def test_dropped_weights_must_come_back(llm: LLM, folder: Path) -> None:
     before, core = outputs_of(llm), llm._engine.core
     llm.sleep(2)
     with pytest.raises(WeightsError, match="asleep"):
-        core.weights.call(Resume())  # type: ignore[union-attr]
+        core.weights.call(commands.Resume())  # type: ignore[union-attr]
     llm.wake_up(["weights"])
     assert state(llm)[0] == "asleep"
     llm.wake_up(["kv_cache"])
@@ -93,8 +94,8 @@ def test_dropped_weights_must_come_back(llm: LLM, folder: Path) -> None:
     some = dict(list(weights_of(folder).items())[1:])
     with pytest.raises(WeightsError, match=r"dropped.*1 tensors were not written: lm_head\.weight"):
         llm.update_weights(some)
-    llm._engine.command(Load(DiskSource(str(folder))))
-    llm._engine.command(Finish(0))
+    llm._engine.command(commands.Load(DiskSource(str(folder))))
+    llm._engine.command(commands.Finish(0))
     assert state(llm) == ("serving", None)
     hits = llm.stats.prefix_hit_tokens
     assert outputs_of(llm, cached=True) == before
@@ -110,7 +111,7 @@ def test_an_update_wakes_the_weights(llm: LLM, folder: Path) -> None:
     hits = llm.stats.prefix_hit_tokens
     other = outputs_of(llm, cached=True)
     assert other != before and llm.stats.prefix_hit_tokens == hits
-    llm._engine.command(Sleep(2, until_update=True))
+    llm._engine.command(commands.Sleep(2, until_update=True))
     llm.reload_weights()
     assert state(llm) == ("serving", None), "the end of the update woke everything"
     assert outputs_of(llm) == before
@@ -124,7 +125,7 @@ def test_weights_that_no_file_has_are_kept(llm: LLM, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("headrace.engine.executor.own_weights", refuse)
     before = outputs_of(llm)
-    llm._engine.command(Sleep(2, until_update=True))
+    llm._engine.command(commands.Sleep(2, until_update=True))
     assert llm._engine.weights.level == 1
     with pytest.raises(WeightsError, match="stored as Q4_K"):
         llm.reload_weights()
@@ -146,15 +147,15 @@ def test_prefixes_outlive_the_sleep_of_weights(llm: LLM) -> None:
 
 
 def test_a_pause_outlives_sleep(llm: LLM) -> None:
-    llm._engine.command(Pause("keep"))
+    llm._engine.command(commands.Pause("keep"))
     llm.sleep(1)
     llm.wake_up()
     assert state(llm) == ("paused", "abort")
-    llm._engine.command(Begin())
+    llm._engine.command(commands.Begin())
     with pytest.raises(WeightsError, match="an update is open"):
         llm.sleep(1)
-    llm._engine.command(Finish(0))
-    llm._engine.command(Resume())
+    llm._engine.command(commands.Finish(0))
+    llm._engine.command(commands.Resume())
     assert state(llm) == ("serving", None)
 
 
@@ -315,7 +316,7 @@ def test_ranks_and_replicas(folder: Path, args: dict[str, Any]) -> None:
     llm = build(folder, **args)
     before = outputs_of(llm)
     for level in (1, 2):
-        memory = llm._engine.command(Sleep(level)).memory  # type: ignore[arg-type]
+        memory = llm._engine.command(commands.Sleep(level)).memory  # type: ignore[arg-type]
         assert [one.device for one in memory] == ["cpu"] * 2 and all(one.used > 2**24 for one in memory)
         assert llm.is_sleeping
         llm.wake_up()

@@ -92,6 +92,14 @@ def check_parts(whole: Decoder, ranks: list[Decoder]) -> None:
         assert seen.all() or name.endswith(("o_proj.bias", "down_proj.bias", "down_proj_bias")), name
 
 
+def check_ranks(whole: Decoder, hf_config: Any, *source: Any, **options: Any) -> None:
+    """``check_parts`` of two ranks that load the same weights."""
+    ranks = [part_of(spec(hf_config), rank, 2) for rank in range(2)]
+    for model in ranks:
+        load(model, hf_config, *source, **options)
+    check_parts(whole, ranks)
+
+
 WORKS = [name for name in CASES if name not in ("llama-head-dim", "llama-uneven-narrow-v", "qwen3-uneven")]
 
 
@@ -134,10 +142,7 @@ def test_dummy_weights_are_parts_of_the_same_ones() -> None:
     hf_config = config(attention_bias=True)
     whole = registry.build(spec(hf_config), "float32", "cpu")
     load(whole, hf_config, "dummy", [], seed=3)
-    ranks = [part_of(spec(hf_config), rank, 2) for rank in range(2)]
-    for model in ranks:
-        load(model, hf_config, "dummy", [], seed=3)
-    check_parts(whole, ranks)
+    check_ranks(whole, hf_config, "dummy", [], seed=3)
 
 
 @pytest.mark.parametrize("tile", [(32, 64), (48, 40)], ids=str)
@@ -159,10 +164,7 @@ def test_tiles_of_fp8_are_cut_with_their_scales(tile: tuple[int, int], tmp_path:
     load(whole, hf_config, "safetensors", [tmp_path / "model.safetensors"])
     for name, parameter in registry.name_table(whole.spec).items():
         assert torch.equal(parameter.view(dict(whole.named_parameters())[parameter.parameter]), meant[name])
-    ranks = [part_of(spec(hf_config), rank, 2) for rank in range(2)]
-    for model in ranks:
-        load(model, hf_config, "safetensors", [tmp_path / "model.safetensors"])
-    check_parts(whole, ranks)
+    check_ranks(whole, hf_config, "safetensors", [tmp_path / "model.safetensors"])
 
 
 WORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -211,10 +213,7 @@ def test_words_are_cut_with_their_scales(name: str, tmp_path: Path, monkeypatch:
         return load_floats(method, layer, parts)
 
     monkeypatch.setattr(UnquantizedMethod, "load", load_both)
-    ranks = [part_of(spec(hf_config), rank, 2) for rank in range(2)]
-    for model in ranks:
-        load(model, hf_config, "safetensors", [tmp_path / "model.safetensors"])
-    check_parts(whole, ranks)
+    check_ranks(whole, hf_config, "safetensors", [tmp_path / "model.safetensors"])
     assert len(compared) == 28
     # The inputs of o_proj and down_proj, which begin or end within a group.
     assert sum(group < 32 for group in compared) == (8 if name == "awq-odd" else 0)

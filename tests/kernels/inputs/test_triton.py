@@ -38,7 +38,7 @@ def run(
     counts = torch.tensor([count for _, count in rows], dtype=torch.int64)
     starts = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))).int()
     longest = max([int(made.num_computed[slot]) + count for slot, count in rows if slot >= 0], default=1)
-    return module.step_inputs(  # type: ignore[attr-defined]
+    return module.step_inputs(
         made.token_ids.to(device),
         made.num_computed.to(device),
         [group.to(device) for group in made.groups],

@@ -169,7 +169,7 @@ decode_from_rank: Callable[[bytearray], FromRank] = msgspec.msgpack.Decoder(From
 
 
 def tensor_spec(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """Raises: ConfigError: it is no tensor with values, or has a part of them."""
+    """Raises: ConfigError: it is not a tensor with values, or has a part of them."""
     check_whole(name, tensor)
     return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 

@@ -343,7 +343,7 @@ class EngineSupervisor:
                     if delta.finish_reason is None or (request := self._isolation.sample_ended(delta.request_id)) is None:
                         continue
                     if delta.finish_reason in ("stop", "length"):
-                        # Whatever kills the engine next, it is no crash loop yet.
+                        # Whatever kills the engine next, it is not a crash loop yet.
                         self._deaths = 0
                         self._quarantine.served(request)
             case messages.Rejected(request_id):

@@ -127,7 +127,7 @@ class ScaledCheckpoint(Checkpoint):
             )
         if weight is not None and weight[1].kind in FLOATS:
             extra = sorted(name for name in names.values() if name != weight[0])
-            raise ConfigError(f"{weight[0]} is stored as {weight[1].kind}, but there is {extra[0]} too", "model")
+            raise ConfigError(f"{weight[0]} is stored as {weight[1].kind}, but {extra[0]} is beside it", "model")
         endings = {leaf: end for end, leaf in _STACKED.items()}
         parts = MatrixTensors(
             module,

@@ -1,4 +1,4 @@
-"""The scripts of ``benchmarks/``, which are no package."""
+"""The scripts of ``benchmarks/``, which are not a package."""
 
 from __future__ import annotations
 

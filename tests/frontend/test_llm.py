@@ -446,7 +446,7 @@ def test_start_up_keeps_account(tiny_folder: Path) -> None:
         assert info.environment["threads"] == "1"
         stats = llm.stats
         assert (stats.step, stats.generation_tokens, stats.finished, stats.prompt_tokens) == (0, 0, {}, 0), (
-            "the warm-up is no work"
+            "the warm-up is not work"
         )
         assert llm.generate("hello", greedy())[0].num_cached_tokens == 0
 

@@ -357,7 +357,7 @@ def test_a_configuration_comes_back_equal(folder: Path) -> None:
     copy = from_plain(msgspec.msgpack.decode(msgspec.msgpack.encode(to_plain(config))))
     assert copy == config and copy.sparse is not None and type(copy.sparse.selector) is type(config.sparse.selector)
     for data in (["os:environ", 1], ["headrace.errors:listed", "x"], ["headrace.host.child:ChildProcess"]):
-        with pytest.raises(TypeError, match="is no record"):
+        with pytest.raises(TypeError, match="is not a record"):
             from_plain(data)
-    with pytest.raises(TypeError, match="is no record"):
+    with pytest.raises(TypeError, match="is not a record"):
         to_plain(folder)

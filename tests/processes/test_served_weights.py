@@ -158,7 +158,7 @@ def test_groups_are_joined_in_any_order(shared: Shared) -> None:
 
 @pytest.mark.slow
 def test_values_that_never_came(shared: Shared, folder: Path, tmp_path: Path) -> None:
-    """A broadcast of uninitialised memory is noticed by its NaN, and is no success."""
+    """A broadcast of uninitialised memory is noticed by its NaN, and is not a success."""
 
     async def work(trainer: Trainer) -> None:
         new = version_of(folder, 0)

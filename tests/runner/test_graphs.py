@@ -45,7 +45,7 @@ def through_graphs(
 
 
 def test_launches_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt of 9 tokens in room for 1 + 16; then 3 rows in room for 6; the prompt that gives logprobs is no graph."""
+    """A prompt of 9 tokens in room for 1 + 16; then 3 rows in room for 6; the prompt that gives logprobs is not a graph."""
     world = World()
     made, graphs = runner(world, monkeypatch)
     engine = Engine(world, made)

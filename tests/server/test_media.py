@@ -129,7 +129,7 @@ def test_responses(api: Api, llm: SeeingLLM) -> None:
     assert api.post("/v1/responses", {"input": [*body["input"], *called]}).status_code == 200
     assert prompt(llm).endswith("[tool]" + "\x01" * 24 + "\n[assistant]")
     body["input"][0]["content"][1]["image_url"] = "data:image/png;base64,AAAA"
-    assert "is no picture" in refused(api, body, "input[0].content[1]", path="/v1/responses")
+    assert "is not a picture" in refused(api, body, "input[0].content[1]", path="/v1/responses")
     refused(
         api,
         {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]},

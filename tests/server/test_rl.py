@@ -197,7 +197,7 @@ def test_a_trainer_that_is_gone(http: httpx.Client, folder: Path) -> None:
     trainer.close()
     trainer = joined(http)
     assert sync(http, trainer, weights, "next")["version"] == "next"
-    # The next one is gone after half of the tensors: what it wrote is no part of another update.
+    # The next one is gone after half of the tensors: what it wrote is not part of another update.
     half = dict(list(weights.items())[::2])
     post(http, "/pause?mode=keep")
     post(http, "/start_weight_update")

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def on_ranks(size: int, run: Callable[[ThreadGroup], T]) -> list[T]:
-    """Returns the results of ``run`` on each rank. Raises the first exception that is no consequence of another."""
+    """Returns the results of ``run`` on each rank. Raises the first exception that is not a consequence of another."""
 
     def guarded(group: ThreadGroup) -> T | BaseException:
         try:

@@ -254,7 +254,7 @@ def compressed(kind: str, **weights: Any) -> dict[str, Any]:
         ({"weight": CODES, "weight_scale": EACH[:5]}, STATIC, r"m\.weight_scale is of the shape \[5\], not \[12, 1\]"),
         ({"weight": CODES, "weight_scale": EACH.int()}, STATIC, r"m\.weight_scale is stored as I32, not as F32 or"),
         ({"weight": CODES.view(torch.int8), "weight_scale": EACH}, STATIC, r"m\.weight is stored as I8, not as F8_E4M3"),
-        ({"weight": EACH, "weight_scale": EACH}, STATIC, r"m\.weight is stored as F32, but there is m\.weight_scale too"),
+        ({"weight": EACH, "weight_scale": EACH}, STATIC, r"m\.weight is stored as F32, but m\.weight_scale is beside it"),
         ({"weight": CODES.view(-1), "weight_scale": EACH}, STATIC, r"m\.weight is of the shape \[192\], which is no matrix"),
         (
             {"weight": CODES, "weight_scale": EACH, "weight_scale_inv": EACH},

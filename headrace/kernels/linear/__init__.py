@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.kernels import gpu, support
-from headrace.kernels.linear import cuda_rows, cuda_wide, native
+from headrace.kernels.linear import cuda_rows, cuda_tall, cuda_wide, native
 from headrace.kernels.linear.reference import linear_by_head_ref, linear_float32_ref, linear_ref
 from headrace.kernels.lora import Factors, expand, expand_gated, shrink
 
@@ -92,7 +92,8 @@ def linear_gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
         return None
     if (tiling := cuda_rows.choose(x, weight, gated=True)) is not None:
         return cuda_rows.linear(x, weight, tiling, gated=True)
-    return cuda_wide.gated(x, weight)
+    y = cuda_wide.gated(x, weight)
+    return cuda_tall.gated(x, weight) if y is None else y
 
 
 def chosen_by_lt(rows: int, weight: torch.Tensor) -> bool:

@@ -42,7 +42,7 @@ def send_weights(path: str, tensors: Sequence[torch.Tensor], seconds: float) -> 
 
 
 class OpenSibling(OpenSource):
-    """All weights of the replica that sends them at a path. They are no tensors of a checkpoint: ``copy`` writes them."""
+    """All weights of the replica that sends them at a path. They are not tensors of a checkpoint: ``copy`` writes them."""
 
     facts: list[TensorFacts] = []
 

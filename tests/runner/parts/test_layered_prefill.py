@@ -280,7 +280,7 @@ def test_decoding_rows_are_replayed_beside_layers(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_prompt_that_breaks_down_between_layers_takes_nobody_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its KV is no number in the layers computed so far, and its blocks go to others."""
+    """Its KV is not a number in the layers computed so far, and its blocks go to others."""
     poison = 7
     healthy = [
         msgspec.structs.replace(each, prompt_token_ids=[8 if token == poison else token for token in each.prompt_token_ids])

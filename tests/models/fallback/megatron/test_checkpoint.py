@@ -177,7 +177,7 @@ def test_checkpoints_that_are_not_whole_are_refused(copied: Path) -> None:
     with refused("stored as zarr and torch"):
         load(copied)
     (copied / "metadata.json").write_text("{}")
-    with refused("is no distributed checkpoint of Megatron"):
+    with refused("is not a distributed checkpoint of Megatron"):
         load(copied)
 
 
@@ -186,7 +186,7 @@ def test_a_run_without_an_iteration_is_refused(tmp_path: Path) -> None:
     with refused("names no iteration"):
         load(tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("12")
-    with refused("iter_0000012 is no distributed checkpoint"):
+    with refused("iter_0000012 is not a distributed checkpoint"):
         load(tmp_path)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.kernels import gpu, support
-from headrace.kernels.linear import cuda_wide, native
+from headrace.kernels.linear import cuda_tall, cuda_wide, native
 from headrace.kernels.linear.reference import linear_by_head_ref, linear_float32_ref, linear_ref
 from headrace.kernels.lora import Factors, expand, expand_gated, shrink
 
@@ -88,7 +88,8 @@ def linear_gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
     """``silu(gate) * up`` of the halves of ``x W^T``: ``[T, K] -> [T, N / 2]``; None where no kernel computes both faster."""
     if x.ndim != 2 or weight.dtype != x.dtype or not gpu.takes(x):
         return None
-    return cuda_wide.gated(x, weight)
+    y = cuda_wide.gated(x, weight)
+    return cuda_tall.gated(x, weight) if y is None else y
 
 
 def chosen_by_lt(rows: int, weight: torch.Tensor) -> bool:

@@ -35,7 +35,8 @@ compiling: ContextVar[Executor | None] = ContextVar("compiling", default=None)
 _CLUSTER, _PROGRAMMATIC = 4, 6
 _MAX_SHARED, _CARVEOUT, _LARGE_CLUSTERS = 8, 9, 14
 _UNSIGNED = {1: 0, 2: 1, 4: 2}
-_SWIZZLE_128, _PROMOTE_256 = 3, 3
+_SWIZZLES = {32: 1, 64: 2, 128: 3}
+_PROMOTE_256 = 3
 
 _LAUNCH = "<7I4xQQI4x"
 """``CUlaunchConfig``: grid, block, bytes of shared memory, stream, attributes and their number."""
@@ -145,35 +146,39 @@ class CudaKernel:
 
 
 def tensor_map(x: torch.Tensor, rows: int, columns: int) -> bytes:
-    """Describes a matrix to the tensor memory accelerator, which loads tiles of it in the 128-byte swizzle, with zeros past its
-    ends.
+    """Describes matrices to the tensor memory accelerator, which loads tiles of one, with zeros past its ends, in the swizzle
+    of a tile's rows.
 
     Args:
-        x: ``[R, C]`` of 1, 2 or 4 bytes an element, last axis contiguous; its address and rows at multiples of 16 bytes.
-        rows, columns: of a tile; at most 256 rows, of at most 128 bytes.
+        x: ``[R, C]`` or ``[matrices, R, C]`` of 1, 2 or 4 bytes an element, last axis contiguous; its address and other strides
+            are multiples of 16 bytes.
+        rows, columns: of a tile; at most 256 rows, of 32, 64 or 128 bytes.
 
     Raises:
         RuntimeError: the driver refuses it.
     """
     size = x.element_size()
-    return _tensor_map(x.data_ptr(), *x.shape, x.stride(0) * size, size, rows, columns)
+    return _tensor_map(x.data_ptr(), x.shape, x.stride(), size, rows, columns)
 
 
 @functools.lru_cache(1 << 14)
-def _tensor_map(pointer: int, height: int, width: int, pitch: int, size: int, rows: int, columns: int) -> bytes:
+def _tensor_map(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int, rows: int, columns: int) -> bytes:
     """A map says where a tensor is and no more, so that it serves whatever tensor is there later."""
     space = ctypes.create_string_buffer(_MAP + 64)
     place = -ctypes.addressof(space) % 64
+    axes = len(shape)
+    pitches = [stride * size for stride in strides[-2::-1]]
     sizes = (
-        struct.pack("<2Q", width, height),
-        struct.pack("<Q", pitch),
-        struct.pack("<2I", columns, rows),
-        struct.pack("<2I", 1, 1),
+        struct.pack(f"<{axes}Q", *shape[::-1]),
+        struct.pack(f"<{axes - 1}Q", *pitches),
+        struct.pack(f"<{axes}I", columns, rows, *[1] * (axes - 2)),
+        struct.pack(f"<{axes}I", *[1] * axes),
     )
+    swizzle = _SWIZZLES[columns * size]
     status = _driver().cuTensorMapEncodeTiled(
-        ctypes.addressof(space) + place, _UNSIGNED[size], 2, pointer, *sizes, 0, _SWIZZLE_128, _PROMOTE_256, 0
+        ctypes.addressof(space) + place, _UNSIGNED[size], axes, pointer, *sizes, 0, swizzle, _PROMOTE_256, 0
     )
-    _check(status, f"no tiles of {rows} x {columns} from {height} x {width} elements of {size} bytes, rows {pitch} bytes apart")
+    _check(status, f"no tiles of {rows} x {columns} from {tuple(shape)} elements of {size} bytes, {pitches} bytes apart")
     return space.raw[place : place + _MAP]
 
 

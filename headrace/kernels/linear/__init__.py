@@ -128,10 +128,9 @@ def linear_adapted(
         y, low = kernels.linear_and_low(x, weight, bias, factors, out_dtype)
         expand(factors.added(low), y)
         return y
+    if not batch_invariant and (y := cuda_wide.adapted(x, weight, bias, out_dtype, factors)) is not None:
+        return y
     added = shrink(x, factors, batch_invariant=batch_invariant)
-    fits = not batch_invariant and x.ndim == 2 and len(x) in _ADAPTED_ROWS and weight.dtype == x.dtype
-    if fits and gpu.takes(x) and support.is_hopper(x.device) and wide_kernels.adds(x, weight, added):
-        return wide_kernels.linear(x, weight, bias, out_dtype, added=added)
     y = linear(x, weight, bias, out_dtype, batch_invariant=batch_invariant, exact=exact)
     expand(added, y, batch_invariant=batch_invariant)
     return y
@@ -141,8 +140,10 @@ def linear_adapted_gated(
     x: torch.Tensor, weight: torch.Tensor, factors: Factors, *, batch_invariant: bool = False
 ) -> torch.Tensor | None:
     """``silu_mul`` of ``linear_adapted``, whose parts are gate and up; None: no kernel makes both."""
-    if batch_invariant or not _is_single(x, weight):
+    if batch_invariant:
         return None
+    if not _is_single(x, weight):
+        return cuda_wide.adapted_gated(x, weight, factors)
     y, low = kernels.linear_and_low(x, weight, None, factors)
     return expand_gated(factors.added(low), y)
 

@@ -16,6 +16,9 @@ import torch
 from headrace.kernels import support
 from headrace.kernels.cuda_launch import CudaKernel, refusals, tensor_map
 from headrace.kernels.linear.fp8_reference import Fp8Rows, Fp8Weight
+from headrace.kernels.lora import cuda_shrink
+from headrace.kernels.lora.cuda_shrink import READY, MaskedLow, shrink
+from headrace.kernels.lora.reference import Factors
 from headrace.kernels.support import cdiv
 
 MAX_ROWS = 64
@@ -25,6 +28,7 @@ _SOURCE = Path(__file__).with_name("wide.cu")
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2}
 """Numbers that ``wide.cu`` has for the factors' dtypes."""
 _RESULTS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_SIXTEEN = 16
 _LINE, _OUTPUTS, _THREADS, _FIXED = 128, 64, 160, 1024 + 256
 """Bytes of a line of shared memory, outputs of an instruction, threads of a block, and bytes that it needs beside stages."""
 
@@ -106,6 +110,7 @@ def linear(
     out_dtype: torch.dtype | None = None,
     *,
     tiling: CudaTiling,
+    added: MaskedLow | None = None,
 ) -> torch.Tensor:
     """``x W^T + bias`` for rows and a weight that the kernel ``takes``.
 
@@ -115,11 +120,12 @@ def linear(
         bias: ``[out]``
         out_dtype: what the product is rounded to; None: x's dtype.
         tiling: of at most 64 rows, each a multiple of 8, times its ``fold``.
+        added: what adapters add before the result is rounded, with parts of whole tiles. It was launched last.
 
     Returns:
         ``[rows, out]``
     """
-    return _product(x, weight, bias, out_dtype or x.dtype, tiling, 0, 0)
+    return _product(x, weight, bias, out_dtype or x.dtype, tiling, 0, 0, added=added)
 
 
 def gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
@@ -127,6 +133,31 @@ def gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
     if len(weight) % 2 or choose(x, weight) != _GATED:
         return None
     return _product(x, weight, None, x.dtype, _GATED, 0, 0, gated=True)
+
+
+def adapted(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None, factors: Factors
+) -> torch.Tensor | None:
+    """``linear`` and what adapters add. None where the kernel does not take it."""
+    if not _adds(x, weight, factors):
+        return None
+    tiling = choose_tiling(len(x), len(weight), support.resources(x.device).multiprocessors)
+    if any(end % tiling.tile for end in factors.ends[:-1]):
+        return None
+    return linear(x, weight, bias, out_dtype, tiling=tiling, added=shrink(x, factors))
+
+
+def adapted_gated(x: torch.Tensor, weight: torch.Tensor, factors: Factors) -> torch.Tensor | None:
+    """``silu_mul`` of ``adapted``, of parts that are gate and up. None where the product's own tiling is another."""
+    half = len(weight) // 2
+    if not _adds(x, weight, factors) or tuple(factors.ends) != (half, 2 * half) or choose(x, weight) != _GATED:
+        return None
+    return _product(x, weight, None, x.dtype, _GATED, 0, 0, gated=True, added=shrink(x, factors))
+
+
+def _adds(x: torch.Tensor, weight: torch.Tensor, factors: Factors) -> bool:
+    few = x.ndim == 2 and 1 < len(x) <= MAX_ROWS and weight.dtype == x.dtype and x.is_cuda
+    return few and x.itemsize == 2 and takes(x, weight) and cuda_shrink.takes(x, factors)
 
 
 def fp8_linear(
@@ -147,6 +178,7 @@ def _product(
     weight_scales: int,
     *,
     gated: bool = False,
+    added: MaskedLow | None = None,
 ) -> torch.Tensor:
     (rows, inputs), out, height = x.shape, len(weight), tiling.tile
     if gated:
@@ -154,20 +186,34 @@ def _product(
     wide = max(8, support.power_of_two(rows))
     columns = _LINE // x.itemsize
     y = torch.empty(rows, out, dtype=dtype, device=x.device)
-    kernel = _kernel(tiling, wide, x.dtype, dtype, None if bias is None else bias.dtype, gated)
+    kernel = _kernel(tiling, wide, x.dtype, dtype, None if bias is None else bias.dtype, gated, added is not None)
+    adapters: list[bytes | int] = []
+    if added is not None:
+        adapters += [tensor_map(added.b, height, _SIXTEEN), tensor_map(added.low, wide, columns)]
+        adapters += [added.places.data_ptr(), added.ready, added.b.shape[2], *added.ends[:-1], *[out * 2] * (3 - len(added.ends))]
     kernel.launch(
         (cdiv(out, height) * tiling.split, 1, 1), tensor_map(weight, height, columns), tensor_map(x, wide, columns),
         y.data_ptr(), 0 if bias is None else bias.data_ptr(), x_scales, weight_scales, rows, out,
-        cdiv(inputs, tiling.lines * tiling.fold * columns),
+        cdiv(inputs, tiling.lines * tiling.fold * columns), *adapters,
     )  # fmt: skip
     return y
 
 
 @functools.cache
 def _kernel(
-    tiling: CudaTiling, rows: int, kind: torch.dtype, result: torch.dtype, bias: torch.dtype | None, gated: bool = False
+    tiling: CudaTiling,
+    rows: int,
+    kind: torch.dtype,
+    result: torch.dtype,
+    bias: torch.dtype | None,
+    gated: bool = False,
+    adapted: bool = False,
 ) -> CudaKernel:
     macros = {"KIND": _KINDS[kind], "ROWS": rows, "TILE": tiling.tile, "SPLIT": tiling.split, "LINES": tiling.lines}
     macros |= {"STAGES": tiling.stages(rows), "Y_KIND": _RESULTS[result], "GATED": int(gated)}
     macros |= {"BIAS": 0 if bias is None else _RESULTS[bias] + 1}
-    return CudaKernel(_SOURCE, "wide_product", "MMPPPPiii", macros, _THREADS, tiling.shared(rows), tiling.split)
+    parameters = "MMPPPPiii"
+    if adapted:
+        macros |= {"ADAPTED": 1, "READY": int(READY)}
+        parameters += "MMPPiii"
+    return CudaKernel(_SOURCE, "wide_product", parameters, macros, _THREADS, tiling.shared(rows), tiling.split)

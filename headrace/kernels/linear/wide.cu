@@ -10,7 +10,9 @@
 // Constants: KIND of weight and x (0 bfloat16, 1 float16, 2 e4m3), ROWS (8, 16, 32 or 64), TILE (16, 32 or a multiple of 64), SPLIT (1 to 8),
 // LINES (128 bytes of channels of each line of an instruction a step), STAGES, Y_KIND (0 bfloat16, 1 float16, 2 float32),
 // BIAS (0 none, 1 bfloat16, 2 float16, 3 float32), GATED (1: the weight is a gate's, then as many outputs of an up projection,
-// and y is silu(gate) up; TILE, at least 64, is lines of both, SPLIT 1 and BIAS 0).
+// and y is silu(gate) up; TILE, at least 64, is lines of both, SPLIT 1 and BIAS 0), ADAPTED (1: what adapters add joins the
+// sums. B's columns in the places that any row has are further channels, and what they are multiplied by comes from shrink.cu,
+// with zeros in rows of other places. The kernel before is that one, and says in READY when the one before it is complete).
 
 #ifdef DEBUG
 #define SPIN_BEGINS long long spun = clock64();
@@ -39,6 +41,10 @@ struct alignas(64) TensorMap {
 
 typedef unsigned long long u64;
 
+#ifndef ADAPTED
+#define ADAPTED 0
+#endif
+
 #if TILE < 64
 #define SIZE (ROWS * 64 / TILE)
 #else
@@ -55,6 +61,8 @@ constexpr int WEIGHT_BYTES = HEIGHT * 8192;
 constexpr int X_BYTES = WIDTH * 128;
 constexpr int STAGE_BYTES = LINES * (WEIGHT_BYTES + X_BYTES);
 constexpr int LINE_CHANNELS = KIND == 2 ? 128 : 64;
+constexpr int SIXTEEN_BYTES = HEIGHT * 2048;  // 16 of B's columns
+constexpr int STEP_SIXTEENS = LINES * FOLD * 4;
 static_assert(WIDTH <= 64 && (!GATED || (TILE >= 64 && SPLIT == 1)), "sizes");
 
 __device__ __forceinline__ unsigned shared_address(const void* place) {
@@ -80,9 +88,30 @@ __device__ __forceinline__ void load_tile(unsigned to, const TensorMap& map, uns
         :: "r"(to), "l"(&map), "r"(barrier), "r"(channel), "r"(line), "l"(policy) : "memory");
 }
 
+__device__ __forceinline__ void load_cube(unsigned to, const TensorMap& map, unsigned barrier, int column, int line, int place, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2], %6;"
+        :: "r"(to), "l"(&map), "r"(barrier), "r"(column), "r"(line), "r"(place), "l"(policy) : "memory");
+}
+
 // Lines of 128 bytes, of which eight stand together with their pieces of 16 bytes exchanged.
 __device__ __forceinline__ u64 descriptor(unsigned address) {
     return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
+}
+
+// Lines of 32 bytes likewise.
+__device__ __forceinline__ u64 narrow_descriptor(unsigned address) {
+    return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)16 << 32 | (u64)3 << 62;
+}
+
+// Which places the lanes of a warp have, as bits.
+__device__ __forceinline__ u64 places_of(int first, int second) {
+    unsigned low = 0, high = 0;
+    if (first >= 0) (first < 32 ? low : high) |= 1u << (first & 31);
+    if (second >= 0) (second < 32 ? low : high) |= 1u << (second & 31);
+    asm volatile("redux.sync.or.b32 %0, %0, 0xffffffff;" : "+r"(low));
+    asm volatile("redux.sync.or.b32 %0, %0, 0xffffffff;" : "+r"(high));
+    return (u64)high << 32 | low;
 }
 
 #if KIND == 0
@@ -239,6 +268,10 @@ __device__ __forceinline__ void wait_cluster() { asm volatile("barrier.cluster.w
 extern "C" __global__ void __launch_bounds__(THREADS, TILE > 128 ? 1 : 3) wide_product(
     const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, void* y, const void* bias,
     const float* x_scales, const float* weight_scales, int rows, int out, int steps
+#if ADAPTED
+    , const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap low, const int* places, const unsigned* ready,
+    int adapter_rank, int end_0, int end_1
+#endif
 #ifdef TRACE
     , u64* trace
 #endif
@@ -272,6 +305,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILE > 128 ? 1 : 3) wide_p
                     to + LINES * WEIGHT_BYTES + (l * FOLD + f) * (ROWS * 128), x, barrier, channel_of(unit, l, f), 0, often);
     };
     int ahead = count < STAGES ? count : STAGES;
+#if ADAPTED
+    int own_row = threadIdx.x & 31;
+    int first_place = own_row < rows ? places[own_row] : -1, second_place = own_row + 32 < rows ? places[own_row + 32] : -1;
+#endif
     if (threadIdx.x == 128) {
         STAMP(0)
         asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -290,10 +327,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILE > 128 ? 1 : 3) wide_p
     }
     __syncwarp();
     __syncthreads();
+    int added = 0;
+#if ADAPTED
+    // B's columns, in sixteens, are the last block's of those that share channels.
+    u64 used = places_of(first_place, second_place);
+    int of_place = (adapter_rank + 15) / 16, of_part = __popcll(used) * of_place, sixteens = GATED ? 2 * of_part : of_part;
+    if (rank == SPLIT - 1) added = (sixteens + STEP_SIXTEENS - 1) / STEP_SIXTEENS;
+#endif
 
     if (threadIdx.x >= 128) {
         if (threadIdx.x > 128) return;
+#if ADAPTED && READY
+        unsigned complete;
+        SPIN_BEGINS
+        do {
+            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(complete) : "l"(ready) : "memory");
+            BOUNDED_SPIN
+        } while (!complete);
+        asm volatile("fence.proxy.async;" ::: "memory");
+#else
         asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
         STAMP(2)
         for (int unit = 0; unit < ahead; ++unit) load_x(unit, base + unit * STAGE_BYTES, full + 8 * unit);
         int stage = 0;
@@ -307,6 +361,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILE > 128 ? 1 : 3) wide_p
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
         STAMP(3)
+#if ADAPTED
+        asm volatile("griddepcontrol.wait;" ::: "memory");
+        int part = GATED ? 0 : (first_output >= end_0) + (first_output >= end_1), at = 0;
+        u64 rest = used;
+        for (int unit = count; unit < count + added; ++unit) {
+            stage = unit % STAGES;
+            unsigned to = base + stage * STAGE_BYTES, barrier = full + 8 * stage;
+            if (unit >= STAGES) wait_for(empty + 8 * stage, unit / STAGES - 1 & 1);
+            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(STAGE_BYTES) : "memory");
+            for (int l = 0; l < LINES; ++l)
+                for (int f = 0; f < FOLD; ++f) {
+                    int run = ((unit - count) * LINES + l) * FOLD + f;
+                    load_tile(
+                        to + LINES * WEIGHT_BYTES + (l * FOLD + f) * (ROWS * 128), low, barrier, part * of_part * 16 + run * 64, 0, often);
+                    for (int k = 0; k < 4; ++k, ++at) {
+                        if (at % of_part == 0) rest = used;
+                        // Columns behind the last are outside of B: zeros.
+                        int column = at < sixteens ? at % of_place * 16 : 1 << 20, place = __ffsll(rest) - 1;
+                        unsigned tile = to + l * WEIGHT_BYTES + k * SIXTEEN_BYTES + f * (TILE * 32);
+                        load_cube(tile, b, barrier, GATED && at >= of_part ? 1 << 20 : column, first_output, place, once);
+                        if (GATED)
+                            load_cube(
+                                tile + OUTPUTS * 32, b, barrier, at < of_part ? 1 << 20 : column, out + first_output, place, once);
+                        if (at % of_place == of_place - 1) rest &= rest - 1;
+                    }
+                }
+        }
+#endif
         return;
     }
 
@@ -324,7 +406,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILE > 128 ? 1 : 3) wide_p
         more[i] = BIAS && at < out ? bias_of(bias, at) : 0.0f;
     }
     // What the kernel before has written is read behind this alone.
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (!ADAPTED) asm volatile("griddepcontrol.wait;" ::: "memory");
 #pragma unroll
     for (int i = 0; i < MINE; ++i) {
         int row = first_row + i * AT_ONCE;
@@ -337,7 +419,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILE > 128 ? 1 : 3) wide_p
     for (int t = 0; t < HEIGHT; ++t)
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) sums[t][i] = 0.0f;
-    for (int unit = 0; unit < count; ++unit) {
+    for (int unit = 0; unit < count + added; ++unit) {
         unsigned from = base + stage * STAGE_BYTES;
         wait_for(full + 8 * stage, parity);
 #ifdef TRACE
@@ -366,15 +448,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILE > 128 ? 1 : 3) wide_p
 #pragma unroll
         for (int t = 0; t < HEIGHT; ++t) settle(sums[t]);
         begin_multiplying();
+        bool of_b = ADAPTED && unit >= count;
 #pragma unroll
         for (int l = 0; l < LINES; ++l)
 #pragma unroll
             for (int k = 0; k < 4; ++k)
 #pragma unroll
-                for (int t = 0; t < HEIGHT; ++t)
-                    multiply<true>(
-                        sums[t], descriptor(from + l * WEIGHT_BYTES + t * 8192) + 2 * k,
-                        descriptor(from + LINES * WEIGHT_BYTES + l * X_BYTES) + 2 * k);
+                for (int t = 0; t < HEIGHT; ++t) {
+                    u64 left_side = descriptor(from + l * WEIGHT_BYTES + t * 8192) + 2 * k;
+                    if (of_b) left_side = narrow_descriptor(from + l * WEIGHT_BYTES + k * SIXTEEN_BYTES + t * 2048);
+                    multiply<true>(sums[t], left_side, descriptor(from + LINES * WEIGHT_BYTES + l * X_BYTES) + 2 * k);
+                }
         commit();
         // Not one step later, which arrives only then, where the memory is what the block waits for.
         wait_multiplied();
@@ -387,6 +471,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILE > 128 ? 1 : 3) wide_p
 #ifdef TRACE
     if (threadIdx.x == 0) STAMP(5)
 #endif
+    if (ADAPTED) asm volatile("griddepcontrol.wait;" ::: "memory");
     // Sums go through the memory of the ring, which is not needed any more: rows of a tile's outputs, for each run of channels.
     // With four more numbers a row, the warp's 32 sums stand in as many banks.
     constexpr int PITCH = 4 * (TILE + 4), RUN = ROWS * PITCH, GROUPS = TILE / 16;

@@ -43,7 +43,6 @@ from headrace.kernels.linear import triton_fp8 as linear_fp8
 from headrace.kernels.linear import triton_fp8_few as fp8_few
 from headrace.kernels.linear import triton_fp8_wide as fp8_wide
 from headrace.kernels.linear import triton_matmul as matmul
-from headrace.kernels.linear import triton_wide as wide
 from headrace.kernels.linear import triton_wna16 as wna16
 from headrace.kernels.linear.fp8_reference import GROUP, Fp8Weight
 from headrace.kernels.linear.fp8_tilings import FewTiling, SingleTiling, WideTiling
@@ -299,8 +298,6 @@ def others() -> None:
             y, low = linear.linear_and_low(rows[:1], torch.zeros(6144, 4096, dtype=BF16), None, one_row)
             lora.expand(one_row.added(low), held[:1], y)
             lora.expand_gated(one_row.added(low), y)
-        if tokens <= 40 and rank == 16:
-            wide.linear(rows, torch.zeros(6144, 4096, dtype=BF16), added=added)
 
 
 def states() -> None:
@@ -432,9 +429,6 @@ def products() -> None:
         matmul.matmul(x[:2].reshape(2, -1), torch.zeros(64, x[0].numel(), dtype=dtype))
         for turned in (weight.transpose(1, 2), torch.zeros(16, 512, 128, dtype=dtype)):
             matmul.matmul_by_head(x, turned, torch.zeros(4, 16, 512, dtype=dtype))
-    x, weight = torch.zeros(8, 4096, dtype=BF16), torch.zeros(12352, 4096, dtype=BF16)
-    for outputs in (len(weight), 4096):
-        wide.linear(x, weight[:outputs], x[0].new_zeros(outputs), torch.float32)
 
 
 def fp8_products() -> None:

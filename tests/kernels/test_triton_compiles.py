@@ -18,15 +18,15 @@ CAPABILITY, SHARED = 90, 227 << 10
 READ_AHEAD = {
     *("_single", "_several", "_fp8_single", "_fp8_few", "_fp8_wide", "_scale", "_packed_few", "_packed_floats"),
     *("_router_logits", "_peer_sum", "_shrink", "_expand", "_conv_rows", "_delta_rule", "_kept_rule", "_invariant_product"),
-    *("_wide", "_rms_norm", "_attend", "_expand_one", "_expand_gated"),
+    *("_rms_norm", "_attend", "_expand_one", "_expand_gated"),
 }
-FETCH_AHEAD = {"_invariant_product", "_wide"}
+FETCH_AHEAD = {"_invariant_product"}
 """Kernels that begin with what no kernel of the step writes, a weight or a state: read it, or fetch it into the L2 cache."""
 ALONE = {"_reshape_and_cache"}
 """Launched when the kernel before is complete."""
 
 
-PARTS = {"attention": 8, "products": 15, "experts": 8, "sparse": 9, "rest": 47}
+PARTS = {"attention": 8, "products": 14, "experts": 8, "sparse": 9, "rest": 46}
 """Kernels of each part."""
 
 

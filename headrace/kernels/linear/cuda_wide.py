@@ -17,8 +17,8 @@ from headrace.kernels import support
 from headrace.kernels.cuda_launch import CudaKernel, refusals, tensor_map
 from headrace.kernels.linear.fp8_reference import Fp8Rows, Fp8Weight
 from headrace.kernels.lora import cuda_shrink
-from headrace.kernels.lora.cuda_shrink import READY, MaskedLow, shrink
-from headrace.kernels.lora.reference import Factors
+from headrace.kernels.lora.cuda_shrink import READY, SIXTEEN, MaskedLow, shrink
+from headrace.kernels.lora.reference import PARTS, Factors
 from headrace.kernels.support import cdiv
 
 MAX_ROWS = 64
@@ -28,7 +28,6 @@ _SOURCE = Path(__file__).with_name("wide.cu")
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2}
 """Numbers that ``wide.cu`` has for the factors' dtypes."""
 _RESULTS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-_SIXTEEN = 16
 _LINE, _OUTPUTS, _THREADS, _FIXED = 128, 64, 160, 1024 + 256
 """Bytes of a line of shared memory, outputs of an instruction, threads of a block, and bytes that it needs beside stages."""
 
@@ -156,7 +155,7 @@ def adapted_gated(x: torch.Tensor, weight: torch.Tensor, factors: Factors) -> to
 
 
 def _adds(x: torch.Tensor, weight: torch.Tensor, factors: Factors) -> bool:
-    few = x.ndim == 2 and 1 < len(x) <= MAX_ROWS and weight.dtype == x.dtype and x.is_cuda
+    few = x.ndim == 2 and 1 < len(x) <= MAX_ROWS and weight.dtype == x.dtype
     return few and x.itemsize == 2 and takes(x, weight) and cuda_shrink.takes(x, factors)
 
 
@@ -189,8 +188,9 @@ def _product(
     kernel = _kernel(tiling, wide, x.dtype, dtype, None if bias is None else bias.dtype, gated, added is not None)
     adapters: list[bytes | int] = []
     if added is not None:
-        adapters += [tensor_map(added.b, height, _SIXTEEN), tensor_map(added.low, wide, columns)]
-        adapters += [added.places.data_ptr(), added.ready, added.b.shape[2], *added.ends[:-1], *[out * 2] * (3 - len(added.ends))]
+        end_0, end_1, _ = (*added.ends, *[len(weight)] * PARTS)[:PARTS]
+        adapters += [tensor_map(added.b, height, SIXTEEN), tensor_map(added.low, wide, columns)]
+        adapters += [added.places.data_ptr(), added.ready, added.b.shape[2], end_0, end_1]
     kernel.launch(
         (cdiv(out, height) * tiling.split, 1, 1), tensor_map(weight, height, columns), tensor_map(x, wide, columns),
         y.data_ptr(), 0 if bias is None else bias.data_ptr(), x_scales, weight_scales, rows, out,

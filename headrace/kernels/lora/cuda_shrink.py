@@ -16,14 +16,16 @@ import torch
 
 from headrace.kernels import support
 from headrace.kernels.cuda_launch import CudaKernel
-from headrace.kernels.lora.reference import Factors
+from headrace.kernels.lora.reference import PARTS, Factors
 from headrace.kernels.support import cdiv
 
-MAX_PLACES, MAX_PARTS = 64, 3
+MAX_PLACES = 64
 READY = True
 _SOURCE = Path(__file__).with_name("shrink.cu")
-_SHARES, _SIXTEEN, _CHANNELS = 8, 16, 32
-"""Blocks that share the channels, as a cluster; ranks of a block; and channels that a warp multiplies at once."""
+SIXTEEN = 16
+"""Ranks of a block."""
+_SHARES, _CHANNELS = 8, 32
+"""Blocks that share the channels, as a cluster, and channels that a warp multiplies at once."""
 _CELLS, _CELL = 512, 32
 """Cells, more than launches of which one may begin before another is complete, and numbers of one."""
 _turn = itertools.count()
@@ -49,7 +51,8 @@ def takes(x: torch.Tensor, factors: Factors) -> bool:
     """Whether the kernel multiplies x ``[T, K]`` of 16 bits by A, and B suits the tensor memory accelerator."""
     a, b = factors.a, factors.b
     whole = support.in_pieces(x, a, b) and not (x.shape[1] | b.shape[2]) & 7
-    return factors.places is not None and whole and len(a) <= MAX_PLACES and len(factors.ends) <= MAX_PARTS and a.dtype == x.dtype
+    few = len(a) <= MAX_PLACES and len(factors.ends) <= PARTS
+    return factors.places is not None and whole and few and a.dtype == b.dtype == x.dtype
 
 
 def shrink(x: torch.Tensor, factors: Factors) -> MaskedLow:
@@ -57,14 +60,12 @@ def shrink(x: torch.Tensor, factors: Factors) -> MaskedLow:
     a, places = factors.a, factors.places
     assert places is not None
     (rows, inputs), parts, rank = x.shape, len(factors.ends), factors.b.shape[2]
-    groups = parts * cdiv(rank, _SIXTEEN)
-    low = torch.empty(rows, len(a) * groups * _SIXTEEN, dtype=x.dtype, device=x.device)
+    groups = parts * cdiv(rank, SIXTEEN)
+    low = torch.empty(rows, len(a) * groups * SIXTEEN, dtype=x.dtype, device=x.device)
     ready = _cells(x.device).data_ptr() + next(_turn) % _CELLS * _CELL * 4
     kernel = _kernel(x.dtype, max(8, support.power_of_two(rows)), inputs, rank, parts, len(a))
-    kernel.launch(
-        (_SHARES * groups * len(a), 1, 1), x.data_ptr(), a.data_ptr(), places.data_ptr(), low.data_ptr(), ready, rows, x.stride(0),
-        a.stride(0),
-    )  # fmt: skip
+    grid = (_SHARES * groups * len(a), 1, 1)
+    kernel.launch(grid, x.data_ptr(), a.data_ptr(), places.data_ptr(), low.data_ptr(), ready, rows, x.stride(0), a.stride(0))
     return MaskedLow(low, factors.b, places, factors.ends, ready)
 
 

@@ -120,8 +120,6 @@ def compile_only(capability: int) -> None:
             line |= {"widths": [options["D"], options["DV"]], "asynchronous": "wgmma" in ptx}
         if "PARTS" in options:
             line["asynchronous"] = "wgmma" in ptx
-        if options.get("ADAPTED") and "wgmma" in ptx:  # Disassembling all would take a minute.
-            line["unset"] = unset(kernel.asm["sass"])
         print(json.dumps(line | before_waiting(ptx, bool(options.get("launch_pdl")))), flush=True)
 
     JITFunction.run = compiled
@@ -130,33 +128,6 @@ def compile_only(capability: int) -> None:
     products = state, conv, activation, norm, linear_fp8, fp8_few, fp8_wide, experts_kernels, rounding, sorting
     for module in (paged_attention, kv_cache, qkv, lora, sparse_attention, sparse_estimate, sparse_means, *products):
         module.mode = lambda device: native
-
-
-def unset(sass: str) -> list[str]:
-    """Lists the instructions that read a uniform register which no instruction writes. ptxas makes such code of products of
-    64 channels with tiles of 16 rows that add what adapters add at their end:
-    all but the first of the right factors were read from wrong places."""
-    written: set[int] = set()
-    read: dict[int, str] = {}
-    for line in sass.splitlines():
-        match = re.search(r"\s(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]*) ([^;]*);", line)
-        if match is None:
-            continue
-        name, arguments = match[1], [argument.strip() for argument in match[2].split(",")]
-        target = re.fullmatch(r"UR(\d+)", arguments[0])
-        if target is not None and re.match(r"U|S2UR|R2UR|CS2UR|REDUX|LDC", name):
-            wide = 2 if ".64" in name or "WIDE" in name else 1
-            written |= {int(target[1]) + place for place in range(wide)}
-            arguments = arguments[1:]
-        for argument in arguments:
-            factors = re.search(r"gdesc\[UR(\d+)\]", argument)
-            if factors is not None:  # Two descriptors, of which one is not read where the left factor is in registers.
-                first = int(factors[1])
-                skipped = 2 if re.fullmatch(r"R\d+", arguments[1]) else 0
-                read |= dict.fromkeys(range(first + skipped, first + 4), line)
-            else:
-                read |= dict.fromkeys(map(int, re.findall(r"UR(\d+)", argument)), line)
-    return [line.strip() for register, line in read.items() if register not in written]
 
 
 def before_waiting(ptx: str, early: bool) -> dict[str, Any]:

@@ -16,8 +16,6 @@ import torch
 from headrace.kernels import support
 from headrace.kernels.cuda_launch import CudaKernel, refusals, tensor_map
 from headrace.kernels.linear.fp8_reference import Fp8Rows, Fp8Weight
-from headrace.kernels.lora import cuda_shrink
-from headrace.kernels.lora.cuda_shrink import READY, SIXTEEN, MaskedLow, shrink
 from headrace.kernels.lora.reference import PARTS, Factors
 from headrace.kernels.support import cdiv
 
@@ -30,6 +28,12 @@ _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2}
 _RESULTS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _LINE, _OUTPUTS, _THREADS, _FIXED = 128, 64, 160, 1024 + 256
 """Bytes of a line of shared memory, outputs of an instruction, threads of a block, and bytes that it needs beside stages."""
+_SHARED_KB = 216
+"""Shared memory of a multiprocessor for whole blocks of 72, 108 or 216 KB."""
+_MAX_PLACES, _MAX_RANK = 64, 512
+"""Of adapters."""
+_SIXTEEN, _SHARE, _SHRINKING = 16, 512, 128
+"""Ranks that an instruction takes, most channels over which a block multiplies x by A, and its threads that do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +58,11 @@ class CudaTiling:
         """Steps in flight."""
         return ((self.kilobytes << 10) - _FIXED) // self._stage(rows)
 
+    @property
+    def resident(self) -> int:
+        """Blocks that a multiprocessor has at a time; with adapters, registers are enough for three."""
+        return min(_SHARED_KB // self.kilobytes, 3)
+
     def shared(self, rows: int) -> int:
         """Bytes of shared memory that a block takes."""
         return _FIXED + self.stages(rows) * self._stage(rows)
@@ -69,8 +78,6 @@ _TILINGS = (
 )
 """Largest numbers of rows, and the tilings to choose from: the first line that fits counts. As measured on an H200 with the
 products of Qwen3 8B in 16 bits, and in FP8 with 64 rows, in the chain of a layer (see benchmarks/)."""
-_SHARED_KB = 216
-"""Shared memory of a multiprocessor for whole blocks of 72, 108 or 216 KB."""
 
 
 @functools.cache
@@ -78,7 +85,7 @@ def choose_tiling(rows: int, out_features: int, multiprocessors: int) -> CudaTil
     """Chooses the tiling whose blocks leave the least of the multiprocessors empty, with few blocks one after the other."""
 
     def filled(tiling: CudaTiling) -> float:
-        waves = cdiv(out_features, tiling.tile) * tiling.split / (multiprocessors * (_SHARED_KB // tiling.kilobytes))
+        waves = cdiv(out_features, tiling.tile) * tiling.split / (multiprocessors * tiling.resident)
         return waves / math.ceil(waves) - math.ceil(waves) / 100
 
     return max(next(tilings for most, tilings in _TILINGS if rows <= most), key=filled)
@@ -109,7 +116,7 @@ def linear(
     out_dtype: torch.dtype | None = None,
     *,
     tiling: CudaTiling,
-    added: MaskedLow | None = None,
+    added: Factors | None = None,
 ) -> torch.Tensor:
     """``x W^T + bias`` for rows and a weight that the kernel ``takes``.
 
@@ -119,7 +126,7 @@ def linear(
         bias: ``[out]``
         out_dtype: what the product is rounded to; None: x's dtype.
         tiling: of at most 64 rows, each a multiple of 8, times its ``fold``.
-        added: what adapters add before the result is rounded, with parts of whole tiles. It was launched last.
+        added: adapters that add to it before it is rounded, with parts of whole tiles.
 
     Returns:
         ``[rows, out]``
@@ -143,7 +150,7 @@ def adapted(
     tiling = choose_tiling(len(x), len(weight), support.resources(x.device).multiprocessors)
     if any(end % tiling.tile for end in factors.ends[:-1]):
         return None
-    return linear(x, weight, bias, out_dtype, tiling=tiling, added=shrink(x, factors))
+    return linear(x, weight, bias, out_dtype, tiling=tiling, added=factors)
 
 
 def adapted_gated(x: torch.Tensor, weight: torch.Tensor, factors: Factors) -> torch.Tensor | None:
@@ -151,12 +158,16 @@ def adapted_gated(x: torch.Tensor, weight: torch.Tensor, factors: Factors) -> to
     half = len(weight) // 2
     if not _adds(x, weight, factors) or tuple(factors.ends) != (half, 2 * half) or choose(x, weight) != _GATED:
         return None
-    return _product(x, weight, None, x.dtype, _GATED, 0, 0, gated=True, added=shrink(x, factors))
+    return _product(x, weight, None, x.dtype, _GATED, 0, 0, gated=True, added=factors)
 
 
 def _adds(x: torch.Tensor, weight: torch.Tensor, factors: Factors) -> bool:
-    few = x.ndim == 2 and 1 < len(x) <= MAX_ROWS and weight.dtype == x.dtype
-    return few and x.itemsize == 2 and takes(x, weight) and cuda_shrink.takes(x, factors)
+    """Whether the kernel can add them. B's rows are loaded by the tensor memory accelerator."""
+    a, b = factors.a, factors.b
+    if x.ndim != 2 or not 1 < len(x) <= MAX_ROWS or factors.places is None or not x.dtype == weight.dtype == a.dtype == b.dtype:
+        return False
+    fit = len(a) <= _MAX_PLACES and len(factors.ends) <= PARTS and b.shape[2] <= _MAX_RANK and not b.shape[2] & 7
+    return fit and x.itemsize == 2 and support.in_pieces(a, b) and takes(x, weight)
 
 
 def fp8_linear(
@@ -177,7 +188,7 @@ def _product(
     weight_scales: int,
     *,
     gated: bool = False,
-    added: MaskedLow | None = None,
+    added: Factors | None = None,
 ) -> torch.Tensor:
     (rows, inputs), out, height = x.shape, len(weight), tiling.tile
     if gated:
@@ -186,17 +197,46 @@ def _product(
     columns = _LINE // x.itemsize
     y = torch.empty(rows, out, dtype=dtype, device=x.device)
     kernel = _kernel(tiling, wide, x.dtype, dtype, None if bias is None else bias.dtype, gated, added is not None)
-    adapters: list[bytes | int] = []
-    if added is not None:
-        end_0, end_1, _ = (*added.ends, *[len(weight)] * PARTS)[:PARTS]
-        adapters += [tensor_map(added.b, height, SIXTEEN), tensor_map(added.low, wide, columns)]
-        adapters += [added.places.data_ptr(), added.ready, added.b.shape[2], end_0, end_1]
+    blocks = cdiv(out, height) * tiling.split
+    adapters = [] if added is None else _adapters(x, added, tiling, blocks, height, wide)
     kernel.launch(
-        (cdiv(out, height) * tiling.split, 1, 1), tensor_map(weight, height, columns), tensor_map(x, wide, columns),
+        (blocks, 1, 1), tensor_map(weight, height, columns), tensor_map(x, wide, columns),
         y.data_ptr(), 0 if bias is None else bias.data_ptr(), x_scales, weight_scales, rows, out,
         cdiv(inputs, tiling.lines * tiling.fold * columns), *adapters,
     )  # fmt: skip
     return y
+
+
+def _adapters(x: torch.Tensor, factors: Factors, tiling: CudaTiling, blocks: int, height: int, wide: int) -> list[bytes | int]:
+    """The kernel's arguments for what adapters add."""
+    (rows, inputs), (places, _, rank), parts = x.shape, factors.b.shape, len(factors.ends)
+    assert factors.places is not None
+    sixteens, step = cdiv(rank, _SIXTEEN), 4 * tiling.lines * tiling.fold
+    share = _SHARE // (2 if tiling.resident > 2 else 1)
+    shares = torch.empty(cdiv(inputs, share) * rows * parts * sixteens * _SIXTEEN, dtype=torch.float32, device=x.device)
+    low = torch.empty(rows, parts * cdiv(places * sixteens, step) * step * _SIXTEEN, dtype=x.dtype, device=x.device)
+    ends = (*factors.ends, *[factors.ends[-1]] * PARTS)[: PARTS - 1]
+    # All of these run at the same time, whatever the others wait for.
+    workers = min(blocks, support.resources(x.device).multiprocessors * tiling.resident)
+    return [
+        tensor_map(factors.b, height, _SIXTEEN), tensor_map(low, wide, 4 * _SIXTEEN), x.data_ptr(), factors.a.data_ptr(),
+        factors.places.data_ptr(), shares.data_ptr(), low.data_ptr(), _cells(x.device).data_ptr(), x.stride(0),
+        factors.a.stride(0), inputs, rank, parts, *ends, low.shape[1], workers,
+    ]  # fmt: skip
+
+
+def _cells(device: torch.device) -> torch.Tensor:
+    """Counters of the kernel's blocks: 0 between launches. Each stream has its own, and so have graphs, which are replayed one
+    after the other: theirs exist before the first is captured, as kernels run once before."""
+    captured = _cells_of(device, None)
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return captured
+    return _cells_of(device, torch.cuda.current_stream(device).cuda_stream)
+
+
+@functools.cache
+def _cells_of(device: torch.device, stream: int | None) -> torch.Tensor:
+    return torch.zeros(64 + MAX_ROWS * PARTS * (_MAX_RANK // _SIXTEEN), dtype=torch.int32, device=device)
 
 
 @functools.cache
@@ -214,6 +254,7 @@ def _kernel(
     macros |= {"BIAS": 0 if bias is None else _RESULTS[bias] + 1}
     parameters = "MMPPPPiii"
     if adapted:
-        macros |= {"ADAPTED": 1, "READY": int(READY)}
-        parameters += "MMPPiii"
-    return CudaKernel(_SOURCE, "wide_product", parameters, macros, _THREADS, tiling.shared(rows), tiling.split)
+        macros |= {"ADAPTED": 1, "RESIDENT": tiling.resident}
+        parameters += "MMPPPPPPqqiiiiiii"
+    threads = _THREADS + (_SHRINKING if adapted else 0)
+    return CudaKernel(_SOURCE, "wide_product", parameters, macros, threads, tiling.shared(rows), tiling.split)

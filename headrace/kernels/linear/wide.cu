@@ -10,9 +10,12 @@
 // Constants: KIND of weight and x (0 bfloat16, 1 float16, 2 e4m3), ROWS (8, 16, 32 or 64), TILE (16, 32 or a multiple of 64), SPLIT (1 to 8),
 // LINES (128 bytes of channels of each line of an instruction a step), STAGES, Y_KIND (0 bfloat16, 1 float16, 2 float32),
 // BIAS (0 none, 1 bfloat16, 2 float16, 3 float32), GATED (1: the weight is a gate's, then as many outputs of an up projection,
-// and y is silu(gate) up; TILE, at least 64, is lines of both, SPLIT 1 and BIAS 0), ADAPTED (1: what adapters add joins the
-// sums. B's columns in the places that any row has are further channels, and what they are multiplied by comes from shrink.cu,
-// with zeros in rows of other places. The kernel before is that one, and says in READY when the one before it is complete).
+// and y is silu(gate) up; TILE, at least 64, is lines of both, SPLIT 1 and BIAS 0), ADAPTED (1: what adapters add joins the sums;
+// 0), RESIDENT (blocks that a multiprocessor is to have at a time).
+//
+// Adapters: four more warps of the first blocks multiply x by A in registers, while the weight is multiplied. B's columns in the
+// places that any row has are further channels, in steps behind those of the weight. They are multiplied by what these warps
+// have made, with zeros in rows that have another place.
 
 #ifdef DEBUG
 #define SPIN_BEGINS long long spun = clock64();
@@ -43,6 +46,7 @@ typedef unsigned long long u64;
 
 #ifndef ADAPTED
 #define ADAPTED 0
+#define RESIDENT (TILE > 128 ? 1 : 3)
 #endif
 
 #if TILE < 64
@@ -50,7 +54,7 @@ typedef unsigned long long u64;
 #else
 #define SIZE ROWS
 #endif
-constexpr int THREADS = 160;
+constexpr int THREADS = ADAPTED ? 288 : 160;
 constexpr int FOLD = TILE < 64 ? 64 / TILE : 1;  // runs of channels side by side in an instruction
 constexpr int HEIGHT = TILE < 64 ? 1 : TILE / 64;  // instructions that cover a tile
 constexpr int WIDTH = SIZE;  // of an instruction
@@ -62,7 +66,7 @@ constexpr int X_BYTES = WIDTH * 128;
 constexpr int STAGE_BYTES = LINES * (WEIGHT_BYTES + X_BYTES);
 constexpr int LINE_CHANNELS = KIND == 2 ? 128 : 64;
 constexpr int SIXTEEN_BYTES = HEIGHT * 2048;  // 16 of B's columns
-constexpr int STEP_SIXTEENS = LINES * FOLD * 4;
+constexpr int LINE_SIXTEENS = FOLD * 4, STEP_SIXTEENS = LINES * LINE_SIXTEENS;
 static_assert(WIDTH <= 64 && (!GATED || (TILE >= 64 && SPLIT == 1)), "sizes");
 
 __device__ __forceinline__ unsigned shared_address(const void* place) {
@@ -104,15 +108,6 @@ __device__ __forceinline__ u64 narrow_descriptor(unsigned address) {
     return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)16 << 32 | (u64)3 << 62;
 }
 
-// Which places the lanes of a warp have, as bits.
-__device__ __forceinline__ u64 places_of(int first, int second) {
-    unsigned low = 0, high = 0;
-    if (first >= 0) (first < 32 ? low : high) |= 1u << (first & 31);
-    if (second >= 0) (second < 32 ? low : high) |= 1u << (second & 31);
-    asm volatile("redux.sync.or.b32 %0, %0, 0xffffffff;" : "+r"(low));
-    asm volatile("redux.sync.or.b32 %0, %0, 0xffffffff;" : "+r"(high));
-    return (u64)high << 32 | low;
-}
 
 #if KIND == 0
 #define INPUTS_16 "k16.f32.bf16.bf16"
@@ -265,12 +260,202 @@ __device__ __forceinline__ void store_eight(void* y, const float* sums, int row,
 __device__ __forceinline__ void arrive_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wait_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-extern "C" __global__ void __launch_bounds__(THREADS, TILE > 128 ? 1 : 3) wide_product(
+#if ADAPTED
+struct Adapters {
+    const unsigned short* x;  // [rows, inputs], x_row numbers from row to row
+    const unsigned short* a;  // [places, parts * rank, inputs], a_place numbers from place to place
+    float* shares;  // [channels / SHARE, rows, parts * sixteens * 16]: A's products of a share of the channels
+    unsigned short* low;  // [rows, low_row]: A's products of all of them, which B is multiplied by
+    unsigned* cells;  // counters, 0 between launches: sixteens that are done, blocks that know it, and the shares of each sixteen
+    long long x_row, a_place;
+    int inputs, rank, parts, low_row, workers;
+};
+
+constexpr int RUNS = RESIDENT > 2 ? 2 : 4;  // of 32 channels, which a warp has in registers
+constexpr int TOGETHER = ROWS < 16 ? 1 : 2;  // eights of rows whose channels are on their way
+constexpr int SHARE = 128 * RUNS, DONE = 0, KNOWN = 32, ARRIVED = 64;
+
+// The places that the rows of a step have, as bits, and the columns of B and of A's products in them, by sixteens: of a part, in
+// the order of places. In low each part begins with a step, and the runs of channels of an instruction are neighbours.
+struct Columns {
+    u64 used;
+    int of_place, of_part, all;
+
+    __device__ __forceinline__ Columns(int first, int second, int rank) {
+        unsigned low = 0, high = 0;
+        if (first >= 0) (first < 32 ? low : high) |= 1u << (first & 31);
+        if (second >= 0) (second < 32 ? low : high) |= 1u << (second & 31);
+        asm volatile("redux.sync.or.b32 %0, %0, 0xffffffff;" : "+r"(low));
+        asm volatile("redux.sync.or.b32 %0, %0, 0xffffffff;" : "+r"(high));
+        used = (u64)high << 32 | low;
+        of_place = (rank + 15) / 16, of_part = __popcll(used) * of_place, all = GATED ? 2 * of_part : of_part;
+    }
+    __device__ __forceinline__ int steps() const { return (all + STEP_SIXTEENS - 1) / STEP_SIXTEENS; }
+    __device__ __forceinline__ int first_of(int part) const { return GATED ? 0 : part * steps() * STEP_SIXTEENS; }
+    // Where a sixteen of a part is in low. Of an instruction's runs each has four, side by side.
+    __device__ __forceinline__ int place_in_low(int at) const {
+        int within = at % LINE_SIXTEENS;
+        return at - within + within % FOLD * 4 + within / FOLD;
+    }
+    // How many times 16 channels of a line are multiplied.
+    __device__ __forceinline__ int instructions(int step, int line) const {
+        int left = all - step * STEP_SIXTEENS - line * LINE_SIXTEENS;
+        return left <= 0 ? 0 : left >= LINE_SIXTEENS ? 4 : (left + FOLD - 1) / FOLD;
+    }
+};
+
+__device__ __forceinline__ void multiply_16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+#if KIND == 0
+#define FACTORS "bf16.bf16"
+#else
+#define FACTORS "f16.f16"
+#endif
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32." FACTORS ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"
+        : D4(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ uint4 load_once(const void* place) {
+    uint4 four;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(four.x), "=r"(four.y), "=r"(four.z), "=r"(four.w) : "l"(place));
+    return four;
+}
+
+__device__ __forceinline__ void meet_shrinking() { asm volatile("bar.sync 2, 128;" ::: "memory"); }
+
+// Four warps multiply the rows of a place by 16 lines of A over a share of the channels, and again for the next share or lines
+// that are theirs. Which 16 channels an instruction takes does not matter, so that a thread loads eight neighbours of each line.
+// Who is the last of the shares adds them up.
+__device__ __forceinline__ void shrink(const Adapters& given, const Columns& columns, int first, int second, int rows) {
+    __shared__ float exchanged[4][8][16];
+    __shared__ unsigned char list[64];
+    __shared__ int last_share;
+    int thread = threadIdx.x - 160, warp = thread >> 5, lane = thread & 31, line = lane >> 2, quarter = lane & 3;
+    int shares = (given.inputs + SHARE - 1) / SHARE, sixteens = columns.of_part * given.parts, width = given.parts * columns.of_place * 16;
+    if (blockIdx.x >= given.workers) return;
+    for (int unit = blockIdx.x; unit < sixteens * shares; unit += given.workers) {
+        int share = unit / sixteens, mine = unit % sixteens, slot = mine / (given.parts * columns.of_place);
+        int part = mine / columns.of_place % given.parts, sixteen = mine % columns.of_place;
+        u64 rest = columns.used;
+        for (int i = 0; i < slot; ++i) rest &= rest - 1;
+        int place = __ffsll(rest) - 1;
+        u64 own = (u64)__ballot_sync(~0u, second == place) << 32 | __ballot_sync(~0u, first == place);
+        int count = __popcll(own);
+        int start = share * SHARE + warp * (RUNS * 32) + quarter * 8;
+        unsigned lines[RUNS][2][4];
+#pragma unroll
+        for (int i = 0; i < RUNS; ++i)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                int at = sixteen * 16 + line + h * 8, channel = start + i * 32;
+                uint4 four = make_uint4(0, 0, 0, 0);
+                if (at < given.rank && channel < given.inputs)
+                    four = load_once(given.a + place * given.a_place + (long long)(part * given.rank + at) * given.inputs + channel);
+                lines[i][h][0] = four.x, lines[i][h][1] = four.y, lines[i][h][2] = four.z, lines[i][h][3] = four.w;
+            }
+        if (unit == blockIdx.x) asm volatile("griddepcontrol.wait;" ::: "memory");
+        meet_shrinking();
+        if (thread < 64 && own >> thread & 1) list[__popcll(own & (((u64)1 << thread) - 1))] = thread;
+        meet_shrinking();
+        float* products = given.shares + (long long)share * rows * width + (part * columns.of_place + sixteen) * 16;
+        for (int eight = 0; eight < count; eight += TOGETHER * 8) {
+            uint4 right[TOGETHER][RUNS];
+#pragma unroll
+            for (int j = 0; j < TOGETHER; ++j) {
+                int at = eight + j * 8 + line;
+                const unsigned short* row = given.x + list[at < count ? at : 0] * given.x_row;
+#pragma unroll
+                for (int i = 0; i < RUNS; ++i) {
+                    int channel = start + i * 32;
+                    right[j][i] = make_uint4(0, 0, 0, 0);
+                    if (at < count && channel < given.inputs) right[j][i] = *(const uint4*)(row + channel);
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < TOGETHER; ++j) {
+                if (eight + j * 8 >= count) break;
+                float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+                for (int i = 0; i < RUNS; ++i) {
+                    unsigned front[4] = {lines[i][0][0], lines[i][1][0], lines[i][0][1], lines[i][1][1]};
+                    unsigned back[4] = {lines[i][0][2], lines[i][1][2], lines[i][0][3], lines[i][1][3]};
+                    multiply_16(sums, front, right[j][i].x, right[j][i].y);
+                    multiply_16(sums, back, right[j][i].z, right[j][i].w);
+                }
+#pragma unroll
+                for (int i = 0; i < 4; ++i) exchanged[warp][quarter * 2 + i % 2][line + i / 2 * 8] = sums[i];
+                meet_shrinking();
+                int at = eight + j * 8 + thread / 16;
+                float sum = 0.0f;
+#pragma unroll
+                for (int w = 0; w < 4; ++w) sum += exchanged[w][thread / 16][thread % 16];
+                if (at < count) products[list[at] * width + thread % 16] = sum;
+                meet_shrinking();
+            }
+        }
+        if (thread == 0) {
+            unsigned before;
+            asm volatile("fence.acq_rel.gpu;\natom.relaxed.gpu.global.add.u32 %0, [%1], 1;\nfence.acq_rel.gpu;"
+                : "=r"(before) : "l"(given.cells + ARRIVED + mine) : "memory");
+            last_share = before == shares - 1;
+        }
+        meet_shrinking();
+        if (!last_share) continue;
+        int within = (GATED ? part * columns.of_part : 0) + slot * columns.of_place + sixteen, from = columns.first_of(part);
+        unsigned short* target = given.low + (from + columns.place_in_low(within)) * 16;
+        products -= (long long)share * rows * width;
+        for (int i = thread; i < count * 4; i += 128) {
+            int row = list[i / 4];
+            const float* place = products + row * width + i % 4 * 4;
+            float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 8
+            for (int s = 0; s < shares; ++s) {
+                float four[4];
+                asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+                    : "=f"(four[0]), "=f"(four[1]), "=f"(four[2]), "=f"(four[3]) : "l"(place + (long long)s * rows * width) : "memory");
+#pragma unroll
+                for (int k = 0; k < 4; ++k) sum[k] += four[k];
+            }
+            unsigned both[2];
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+#if KIND == 1
+                asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both[k]) : "f"(sum[2 * k + 1]), "f"(sum[2 * k]));
+#else
+                asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both[k]) : "f"(sum[2 * k + 1]), "f"(sum[2 * k]));
+#endif
+            }
+            *(uint2*)(target + (long long)row * given.low_row + i % 4 * 4) = make_uint2(both[0], both[1]);
+        }
+        if (thread < rows) {
+            unsigned short* row = given.low + (long long)thread * given.low_row;
+            auto clear = [&](int sixteen_of_low) {
+                uint4* sixteen = (uint4*)(row + sixteen_of_low * 16);
+                sixteen[0] = sixteen[1] = make_uint4(0, 0, 0, 0);
+            };
+            if (!(own >> thread & 1)) clear(from + columns.place_in_low(within));
+            if (within == columns.all - 1)
+                for (int i = columns.all; i < columns.steps() * STEP_SIXTEENS; ++i) clear(from + columns.place_in_low(i));
+        }
+        // The tensor memory accelerators of other multiprocessors read it.
+        asm volatile("fence.proxy.async;" ::: "memory");
+        meet_shrinking();
+        if (thread == 0) {
+            given.cells[ARRIVED + mine] = 0;
+            asm volatile("fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.u32 [%0], 1;" :: "l"(given.cells + DONE) : "memory");
+        }
+    }
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(ADAPTED ? 320 : THREADS, RESIDENT) wide_product(
     const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, void* y, const void* bias,
     const float* x_scales, const float* weight_scales, int rows, int out, int steps
 #if ADAPTED
-    , const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap low, const int* places, const unsigned* ready,
-    int adapter_rank, int end_0, int end_1
+    , const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap low, const unsigned short* adapted_x,
+    const unsigned short* a, const int* places, float* shares, unsigned short* low_to, unsigned* cells, long long x_row,
+    long long a_place, int inputs, int adapter_rank, int parts, int end_0, int end_1, int low_row, int workers
 #endif
 #ifdef TRACE
     , u64* trace
@@ -308,6 +493,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILE > 128 ? 1 : 3) wide_p
 #if ADAPTED
     int own_row = threadIdx.x & 31;
     int first_place = own_row < rows ? places[own_row] : -1, second_place = own_row + 32 < rows ? places[own_row + 32] : -1;
+    Adapters adapters{
+        adapted_x, a, shares, low_to, cells, x_row, a_place, inputs, adapter_rank, parts, low_row, workers};
+    if (threadIdx.x >= 160) return shrink(adapters, Columns(first_place, second_place, adapter_rank), first_place, second_place, rows);
 #endif
     if (threadIdx.x == 128) {
         STAMP(0)
@@ -326,28 +514,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILE > 128 ? 1 : 3) wide_p
         STAMP(1)
     }
     __syncwarp();
-    __syncthreads();
+    asm volatile("bar.sync 0, 160;" ::: "memory");
     int added = 0;
 #if ADAPTED
-    // B's columns, in sixteens, are the last block's of those that share channels.
-    u64 used = places_of(first_place, second_place);
-    int of_place = (adapter_rank + 15) / 16, of_part = __popcll(used) * of_place, sixteens = GATED ? 2 * of_part : of_part;
-    if (rank == SPLIT - 1) added = (sixteens + STEP_SIXTEENS - 1) / STEP_SIXTEENS;
+    // B's columns are for the last block of those that share channels.
+    Columns columns(first_place, second_place, adapter_rank);
+    if (rank == SPLIT - 1) added = columns.steps();
 #endif
 
     if (threadIdx.x >= 128) {
         if (threadIdx.x > 128) return;
-#if ADAPTED && READY
-        unsigned complete;
-        SPIN_BEGINS
-        do {
-            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(complete) : "l"(ready) : "memory");
-            BOUNDED_SPIN
-        } while (!complete);
-        asm volatile("fence.proxy.async;" ::: "memory");
-#else
         asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
         STAMP(2)
         for (int unit = 0; unit < ahead; ++unit) load_x(unit, base + unit * STAGE_BYTES, full + 8 * unit);
         int stage = 0;
@@ -362,31 +539,51 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILE > 128 ? 1 : 3) wide_p
         }
         STAMP(3)
 #if ADAPTED
-        asm volatile("griddepcontrol.wait;" ::: "memory");
         int part = GATED ? 0 : (first_output >= end_0) + (first_output >= end_1), at = 0;
-        u64 rest = used;
+        u64 rest = columns.used;
         for (int unit = count; unit < count + added; ++unit) {
             stage = unit % STAGES;
-            unsigned to = base + stage * STAGE_BYTES, barrier = full + 8 * stage;
-            if (unit >= STAGES) wait_for(empty + 8 * stage, unit / STAGES - 1 & 1);
-            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(STAGE_BYTES) : "memory");
+            unsigned to = base + stage * STAGE_BYTES, barrier = full + 8 * stage, bytes = 0;
             for (int l = 0; l < LINES; ++l)
-                for (int f = 0; f < FOLD; ++f) {
-                    int run = ((unit - count) * LINES + l) * FOLD + f;
-                    load_tile(
-                        to + LINES * WEIGHT_BYTES + (l * FOLD + f) * (ROWS * 128), low, barrier, part * of_part * 16 + run * 64, 0, often);
-                    for (int k = 0; k < 4; ++k, ++at) {
-                        if (at % of_part == 0) rest = used;
-                        // Columns behind the last are outside of B: zeros.
-                        int column = at < sixteens ? at % of_place * 16 : 1 << 20, place = __ffsll(rest) - 1;
+                if (int taken = columns.instructions(unit - count, l)) bytes += X_BYTES + taken * SIXTEEN_BYTES;
+            if (unit >= STAGES) wait_for(empty + 8 * stage, unit / STAGES - 1 & 1);
+            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+            for (int l = 0; l < LINES; ++l)
+                for (int k = 0; k < columns.instructions(unit - count, l); ++k)
+                    for (int f = 0; f < FOLD; ++f, ++at) {
+                        // Columns behind the last are outside of B: zeros. So is each part's half of the other part's columns.
+                        if (at == columns.of_part) rest = columns.used;
+                        int column = at < columns.all ? at % columns.of_place * 16 : 1 << 20, place = __ffsll(rest) - 1;
                         unsigned tile = to + l * WEIGHT_BYTES + k * SIXTEEN_BYTES + f * (TILE * 32);
-                        load_cube(tile, b, barrier, GATED && at >= of_part ? 1 << 20 : column, first_output, place, once);
+                        bool second = at >= columns.of_part;
+                        load_cube(tile, b, barrier, GATED && second ? 1 << 20 : column, first_output, place, once);
                         if (GATED)
-                            load_cube(
-                                tile + OUTPUTS * 32, b, barrier, at < of_part ? 1 << 20 : column, out + first_output, place, once);
-                        if (at % of_place == of_place - 1) rest &= rest - 1;
+                            load_cube(tile + OUTPUTS * 32, b, barrier, second ? column : 1 << 20, out + first_output, place, once);
+                        if (at % columns.of_place == columns.of_place - 1) rest &= rest - 1;
                     }
-                }
+            if (unit == count) {
+                unsigned done;
+                SPIN_BEGINS
+                do {
+                    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(done) : "l"(cells + DONE) : "memory");
+                    BOUNDED_SPIN
+                } while (done < columns.of_part * parts);
+                asm volatile("fence.proxy.async;" ::: "memory");
+            }
+            for (int l = 0; l < LINES; ++l)
+                if (columns.instructions(unit - count, l))
+                    for (int f = 0; f < FOLD; ++f) {
+                        int run = ((unit - count) * LINES + l) * FOLD + f;
+                        load_tile(
+                            to + LINES * WEIGHT_BYTES + (l * FOLD + f) * (ROWS * 128), low, barrier,
+                            (columns.first_of(part) + run * 4) * 16, 0, often);
+                    }
+        }
+        if (added) {
+            // The last to know leaves the cells as they were.
+            unsigned before;
+            asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(cells + KNOWN) : "memory");
+            if (before == gridDim.x / SPLIT - 1) cells[DONE] = cells[KNOWN] = 0;
         }
 #endif
         return;
@@ -406,7 +603,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILE > 128 ? 1 : 3) wide_p
         more[i] = BIAS && at < out ? bias_of(bias, at) : 0.0f;
     }
     // What the kernel before has written is read behind this alone.
-    if (!ADAPTED) asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
 #pragma unroll
     for (int i = 0; i < MINE; ++i) {
         int row = first_row + i * AT_ONCE;
@@ -419,7 +616,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILE > 128 ? 1 : 3) wide_p
     for (int t = 0; t < HEIGHT; ++t)
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) sums[t][i] = 0.0f;
-    for (int unit = 0; unit < count + added; ++unit) {
+    for (int unit = 0; unit < count; ++unit) {
         unsigned from = base + stage * STAGE_BYTES;
         wait_for(full + 8 * stage, parity);
 #ifdef TRACE
@@ -448,17 +645,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILE > 128 ? 1 : 3) wide_p
 #pragma unroll
         for (int t = 0; t < HEIGHT; ++t) settle(sums[t]);
         begin_multiplying();
-        bool of_b = ADAPTED && unit >= count;
 #pragma unroll
         for (int l = 0; l < LINES; ++l)
 #pragma unroll
             for (int k = 0; k < 4; ++k)
 #pragma unroll
-                for (int t = 0; t < HEIGHT; ++t) {
-                    u64 left_side = descriptor(from + l * WEIGHT_BYTES + t * 8192) + 2 * k;
-                    if (of_b) left_side = narrow_descriptor(from + l * WEIGHT_BYTES + k * SIXTEEN_BYTES + t * 2048);
-                    multiply<true>(sums[t], left_side, descriptor(from + LINES * WEIGHT_BYTES + l * X_BYTES) + 2 * k);
-                }
+                for (int t = 0; t < HEIGHT; ++t)
+                    multiply<true>(
+                        sums[t], descriptor(from + l * WEIGHT_BYTES + t * 8192) + 2 * k,
+                        descriptor(from + LINES * WEIGHT_BYTES + l * X_BYTES) + 2 * k);
         commit();
         // Not one step later, which arrives only then, where the memory is what the block waits for.
         wait_multiplied();
@@ -471,7 +666,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILE > 128 ? 1 : 3) wide_p
 #ifdef TRACE
     if (threadIdx.x == 0) STAMP(5)
 #endif
-    if (ADAPTED) asm volatile("griddepcontrol.wait;" ::: "memory");
+#if ADAPTED
+    for (int step = 0; step < added; ++step) {
+        unsigned from = base + stage * STAGE_BYTES;
+        wait_for(full + 8 * stage, parity);
+        for (int l = 0; l < LINES; ++l)
+            for (int k = 0; k < columns.instructions(step, l); ++k) {
+#pragma unroll
+                for (int t = 0; t < HEIGHT; ++t) settle(sums[t]);
+                begin_multiplying();
+#pragma unroll
+                for (int t = 0; t < HEIGHT; ++t)
+                    multiply<true>(
+                        sums[t], narrow_descriptor(from + l * WEIGHT_BYTES + k * SIXTEEN_BYTES + t * 2048),
+                        descriptor(from + LINES * WEIGHT_BYTES + l * X_BYTES) + 2 * k);
+                commit();
+                wait_multiplied();
+#pragma unroll
+                for (int t = 0; t < HEIGHT; ++t) settle(sums[t]);
+            }
+        if (lane == 0) arrive(empty + 8 * stage);
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+#endif
     // Sums go through the memory of the ring, which is not needed any more: rows of a tile's outputs, for each run of channels.
     // With four more numbers a row, the warp's 32 sums stand in as many banks.
     constexpr int PITCH = 4 * (TILE + 4), RUN = ROWS * PITCH, GROUPS = TILE / 16;

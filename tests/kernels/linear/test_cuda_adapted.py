@@ -1,4 +1,4 @@
-"""What adapters add, in CUDA C++: A's products in a kernel of their own, and B in the ring of products of 2 to 64 rows."""
+"""What adapters add to products of 2 to 64 rows, in their kernel in CUDA C++."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace.kernels.activation import silu_mul
 from headrace.kernels.cuda_launch import CudaKernel
 from headrace.kernels.linear import cuda_wide
 from headrace.kernels.linear.cuda_wide import CudaTiling
-from headrace.kernels.lora import Factors, cuda_shrink
+from headrace.kernels.lora import Factors
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 BF16 = torch.bfloat16
@@ -30,12 +30,8 @@ TILINGS = [
 
 
 def test_kernels_compile(nvrtc: None) -> None:
-    """In registers alone, and with as little memory as is left beside a product's blocks."""
-    for rows, inputs, rank, parts, places in ((8, 4096, 16, 3, 8), (64, 12288, 24, 1, 64), (32, 28672, 64, 2, 1)):
-        for kind in (BF16, torch.float16):
-            assert cuda_shrink._kernel.__wrapped__(kind, rows, inputs, rank, parts, places).binary().startswith(b"\x7fELF")
-    for rows, tiling in (*TILINGS[::3], (64, cuda_wide._GATED)):
-        kernel = cuda_wide._kernel.__wrapped__(tiling, rows, BF16, BF16, None, tiling == cuda_wide._GATED, True)
+    for (rows, tiling), kind in itertools.product((*TILINGS, (64, cuda_wide._GATED)), (BF16, torch.float16)):
+        kernel = cuda_wide._kernel.__wrapped__(tiling, rows, kind, kind, None, tiling == cuda_wide._GATED, True)
         assert kernel.binary().startswith(b"\x7fELF")
 
 
@@ -62,17 +58,23 @@ def test_what_the_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     assert factors.places is not None
     y = product.linear_adapted(x, weight, None, None, factors)
     assert (y.shape, y.dtype) == ((13, 6144), BF16)
-    (shrink, grid, *at, ready, rows, x_row, a_place), (_, blocks, *given) = launches
-    b, low, places, cell, rank, *ends = given[9:]
-    # A cluster of eight for each sixteen ranks of each part of each adapter, which has as many columns.
-    assert grid == (8 * 2 * 3 * 3, 1, 1) and (rows, x_row, a_place) == (13, 4096, factors.a.stride(0))
-    assert at[:3] == [x.data_ptr(), factors.a.data_ptr(), factors.places.data_ptr()] and ready == cell
-    assert isinstance(shrink, CudaKernel) and shrink._macros["ROWS"] == 16 and shrink._macros["CHANNELS"] == 128
-    assert (places, rank, ends) == (factors.places.data_ptr(), 24, [4096, 5120])
-    assert blocks == (192 * 2, 1, 1) and b == ((3, 6144, 24), factors.b.stride(0), 32, 16)
-    assert low == ((13, 3 * 3 * 32), 3 * 3 * 32, 16, 64)
-    product.linear_adapted(x, weight, None, None, factors)
-    assert launches[2][6] != cell, "a launch that is not complete polls it"
+    ((kernel, grid, *given),) = launches
+    b, low, *at, x_row, a_place, inputs, rank, parts, end_0, end_1, low_row, workers = given[9:]
+    # What a step takes of low's columns, 8 times 16, is a whole part's in each of three places of 24 ranks.
+    assert grid == (384, 1, 1) and b == ((3, 6144, 24), factors.b.stride(0), 32, 16) and low == ((13, 3 * 128), 384, 16, 64)
+    assert at[:3] == [x.data_ptr(), factors.a.data_ptr(), factors.places.data_ptr()]
+    assert (x_row, a_place, inputs, rank, parts, end_0, end_1, low_row) == (
+        4096,
+        factors.a.stride(0),
+        4096,
+        24,
+        3,
+        4096,
+        5120,
+        384,
+    )
+    assert workers == 3 * 8, "blocks of eight multiprocessors, which take turns with A"
+    assert isinstance(kernel, CudaKernel) and (kernel._macros["ADAPTED"], kernel._macros["RESIDENT"]) == (1, 3)
 
 
 def test_which_products_add(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +92,7 @@ def test_which_products_add(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert added() and added(rank=8) and added(rows=64) and added((64,)) and added((64, 64, 3)) and added(places=64)
     assert not (added((24, 40)) or added(rank=4) or added(rows=65) or added((64,) * 4) or added(places=65))
-    assert not added(kind=torch.float32) and made == ["shrink", "wide_product"] * 6
+    assert not added(kind=torch.float32) and made == ["wide_product"] * 6
     x, weight = torch.empty(9, 1024).bfloat16(), torch.empty(24576, 1024).bfloat16()
     for parts, taken in (((12288, 12288), True), ((8192, 16384), False)):
         gated = product.linear_adapted_gated(x, weight, tables(1, parts, 1024, 16, 9))
@@ -159,8 +161,7 @@ def test_shapes(most: int, tiling: CudaTiling, places: int, rank: int, kind: tor
         def run(
             x: torch.Tensor = x, weight: torch.Tensor = weight, bias: torch.Tensor = bias, factors: Factors = factors
         ) -> torch.Tensor:
-            added = cuda_shrink.shrink(x, factors)
-            return cuda_wide.linear(x, weight, bias, torch.float32, tiling=tiling, added=added)
+            return cuda_wide.linear(x, weight, bias, torch.float32, tiling=tiling, added=factors)
 
         base = cuda_wide.linear(x, weight, bias, torch.float32, tiling=tiling)
         check(run, factors, lambda: expected(x, weight, bias, factors), base, 2e-3)  # noqa: B023

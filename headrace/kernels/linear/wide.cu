@@ -273,6 +273,7 @@ struct Adapters {
 
 constexpr int RUNS = RESIDENT > 2 ? 2 : 4;  // of 32 channels, which a warp has in registers
 constexpr int TOGETHER = ROWS < 16 ? 1 : RESIDENT > 1 ? 2 : 4;  // eights of rows whose channels are on their way
+constexpr int SHARES_AT_ONCE = RESIDENT > 1 ? 8 : 16;
 constexpr int SHARE = 128 * RUNS, DONE = 0, KNOWN = 32, ARRIVED = 64;
 
 // The places that the rows of a step have, as bits, and the columns of B and of A's products in them, by sixteens: of a part, in
@@ -409,7 +410,7 @@ __device__ __forceinline__ void shrink(const Adapters& given, const Columns& col
             int row = list[i / 4];
             const float* place = products + row * width + i % 4 * 4;
             float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll (RESIDENT > 1 ? 8 : 16)
+#pragma unroll SHARES_AT_ONCE
             for (int s = 0; s < shares; ++s) {
                 float four[4];
                 asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"

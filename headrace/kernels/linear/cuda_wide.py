@@ -30,10 +30,10 @@ _LINE, _OUTPUTS, _THREADS, _FIXED = 128, 64, 160, 1024 + 256
 """Bytes of a line of shared memory, outputs of an instruction, threads of a block, and bytes that it needs beside stages."""
 _SHARED_KB = 216
 """Shared memory of a multiprocessor for whole blocks of 72, 108 or 216 KB."""
-_MAX_PLACES, _MAX_RANK = 64, 512
-"""Of adapters."""
-_SIXTEEN, _SHARE, _SHRINKING = 16, 512, 128
-"""Ranks that an instruction takes, most channels over which a block multiplies x by A, and its threads that do."""
+_MAX_PLACES, _SIXTEEN, _ADDING = 64, 16, 128
+"""Places of adapters, ranks that an instruction takes, and threads of a block for what they add."""
+_SHARES = ((1 << 25, 512), (math.inf, 2048))
+"""Largest numbers of a weight, and channels over which a block multiplies by A: where there is time, few sums are left to add."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +166,7 @@ def _adds(x: torch.Tensor, weight: torch.Tensor, factors: Factors) -> bool:
     a, b = factors.a, factors.b
     if x.ndim != 2 or not 1 < len(x) <= MAX_ROWS or factors.places is None or not x.dtype == weight.dtype == a.dtype == b.dtype:
         return False
-    fit = len(a) <= _MAX_PLACES and len(factors.ends) <= PARTS and b.shape[2] <= _MAX_RANK and not b.shape[2] & 7
+    fit = len(a) <= _MAX_PLACES and len(factors.ends) <= PARTS and not b.shape[2] & 7
     return fit and x.itemsize == 2 and support.in_pieces(a, b) and takes(x, weight)
 
 
@@ -198,7 +198,7 @@ def _product(
     y = torch.empty(rows, out, dtype=dtype, device=x.device)
     kernel = _kernel(tiling, wide, x.dtype, dtype, None if bias is None else bias.dtype, gated, added is not None)
     blocks = cdiv(out, height) * tiling.split
-    adapters = [] if added is None else _adapters(x, added, tiling, blocks, height, wide)
+    adapters = [] if added is None else _adapters(x, added, tiling, blocks, height)
     kernel.launch(
         (blocks, 1, 1), tensor_map(weight, height, columns), tensor_map(x, wide, columns),
         y.data_ptr(), 0 if bias is None else bias.data_ptr(), x_scales, weight_scales, rows, out,
@@ -207,21 +207,20 @@ def _product(
     return y
 
 
-def _adapters(x: torch.Tensor, factors: Factors, tiling: CudaTiling, blocks: int, height: int, wide: int) -> list[bytes | int]:
+def _adapters(x: torch.Tensor, factors: Factors, tiling: CudaTiling, blocks: int, height: int) -> list[bytes | int]:
     """The kernel's arguments for what adapters add."""
-    (rows, inputs), (places, _, rank), parts = x.shape, factors.b.shape, len(factors.ends)
+    (rows, inputs), rank, parts = x.shape, factors.b.shape[2], len(factors.ends)
     assert factors.places is not None
-    sixteens, step = cdiv(rank, _SIXTEEN), 4 * tiling.lines * tiling.fold
-    share = _SHARE // (2 if tiling.resident > 2 else 1)
-    shares = torch.empty(cdiv(inputs, share) * rows * parts * sixteens * _SIXTEEN, dtype=torch.float32, device=x.device)
-    low = torch.empty(rows, parts * cdiv(places * sixteens, step) * step * _SIXTEEN, dtype=x.dtype, device=x.device)
+    share = next(share for most, share in _SHARES if inputs * factors.ends[-1] <= most)
+    numbers = cdiv(inputs, share) * rows * parts * cdiv(rank, _SIXTEEN) * _SIXTEEN
+    shares = torch.empty(numbers, dtype=torch.float32, device=x.device)
     ends = (*factors.ends, *[factors.ends[-1]] * PARTS)[: PARTS - 1]
     # All of these run at the same time, whatever the others wait for.
     workers = min(blocks, support.resources(x.device).multiprocessors * tiling.resident)
     return [
-        tensor_map(factors.b, height, _SIXTEEN), tensor_map(low, wide, 4 * _SIXTEEN), x.data_ptr(), factors.a.data_ptr(),
-        factors.places.data_ptr(), shares.data_ptr(), low.data_ptr(), _cells(x.device).data_ptr(), x.stride(0),
-        factors.a.stride(0), inputs, rank, parts, *ends, low.shape[1], workers,
+        tensor_map(factors.b, height, _SIXTEEN), x.data_ptr(), factors.a.data_ptr(), factors.places.data_ptr(),
+        shares.data_ptr(), _cells(x.device).data_ptr(), x.stride(0), factors.a.stride(0), inputs, rank, parts, *ends, share,
+        workers,
     ]  # fmt: skip
 
 
@@ -236,7 +235,7 @@ def _cells(device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _cells_of(device: torch.device, stream: int | None) -> torch.Tensor:
-    return torch.zeros(64 + MAX_ROWS * PARTS * (_MAX_RANK // _SIXTEEN), dtype=torch.int32, device=device)
+    return torch.zeros(64, dtype=torch.int32, device=device)
 
 
 @functools.cache
@@ -255,6 +254,6 @@ def _kernel(
     parameters = "MMPPPPiii"
     if adapted:
         macros |= {"ADAPTED": 1, "RESIDENT": tiling.resident}
-        parameters += "MMPPPPPPqqiiiiiii"
-    threads = _THREADS + (_SHRINKING if adapted else 0)
+        parameters += "MPPPPPqqiiiiiii"
+    threads = _THREADS + (_ADDING if adapted else 0)
     return CudaKernel(_SOURCE, "wide_product", parameters, macros, threads, tiling.shared(rows), tiling.split)

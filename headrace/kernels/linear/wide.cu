@@ -264,23 +264,23 @@ __device__ __forceinline__ void wait_cluster() { asm volatile("barrier.cluster.w
 struct Adapters {
     const unsigned short* x;  // [rows, inputs], x_row numbers from row to row
     const unsigned short* a;  // [places, parts * rank, inputs], a_place numbers from place to place
-    float* shares;  // [channels / SHARE, rows, parts * sixteens * 16]: A's products of a share of the channels
-    unsigned short* low;  // [rows, low_row]: A's products of all of them, which B is multiplied by
-    unsigned* cells;  // counters, 0 between launches: sixteens that are done, blocks that know it, and the shares of each sixteen
+    float* shares;  // [shares, rows, parts * sixteens * 16]: A's products of a share of the channels
+    unsigned* cells;  // counters, 0 between launches: of what is made, and of blocks that know it
     long long x_row, a_place;
-    int inputs, rank, parts, low_row, workers;
+    int inputs, rank, parts, share, workers;
 };
 
 constexpr int RUNS = RESIDENT > 2 ? 2 : 4;  // of 32 channels, which a warp has in registers
-constexpr int TOGETHER = ROWS < 16 ? 1 : RESIDENT > 1 ? 2 : 4;  // eights of rows whose channels are on their way
-constexpr int SHARES_AT_ONCE = RESIDENT > 1 ? 8 : 16;
-constexpr int SHARE = 128 * RUNS, DONE = 0, KNOWN = 32, ARRIVED = 64;
+constexpr int SPAN = 128 * RUNS;
+constexpr int EIGHTS = ROWS < 16 ? 1 : 2;  // of rows, whose products with A are made at a time
+constexpr int SHARES_AT_ONCE = RESIDENT > 1 ? 4 : 8;
+constexpr int MADE = 0, KNOWN = 32;
 
-// The places that the rows of a step have, as bits, and the columns of B and of A's products in them, by sixteens: of a part, in
-// the order of places. In low each part begins with a step, and the runs of channels of an instruction are neighbours.
+// The places that the rows of a step have, as bits, and B's columns in them, by sixteens: of a part, and of its ranks, in the order
+// of places.
 struct Columns {
     u64 used;
-    int of_place, of_part, all;
+    int present, of_place, of_part, all;
 
     __device__ __forceinline__ Columns(int first, int second, int rank) {
         unsigned low = 0, high = 0;
@@ -288,17 +288,11 @@ struct Columns {
         if (second >= 0) (second < 32 ? low : high) |= 1u << (second & 31);
         asm volatile("redux.sync.or.b32 %0, %0, 0xffffffff;" : "+r"(low));
         asm volatile("redux.sync.or.b32 %0, %0, 0xffffffff;" : "+r"(high));
-        used = (u64)high << 32 | low;
-        of_place = (rank + 15) / 16, of_part = __popcll(used) * of_place, all = GATED ? 2 * of_part : of_part;
+        used = (u64)high << 32 | low, present = __popcll(used);
+        of_place = (rank + 15) / 16, of_part = present * of_place, all = GATED ? 2 * of_part : of_part;
     }
     __device__ __forceinline__ int steps() const { return (all + STEP_SIXTEENS - 1) / STEP_SIXTEENS; }
-    __device__ __forceinline__ int first_of(int part) const { return GATED ? 0 : part * steps() * STEP_SIXTEENS; }
-    // Where a sixteen of a part is in low. Of an instruction's runs each has four, side by side.
-    __device__ __forceinline__ int place_in_low(int at) const {
-        int within = at % LINE_SIXTEENS;
-        return at - within + within % FOLD * 4 + within / FOLD;
-    }
-    // How many times 16 channels of a line are multiplied.
+    // How many times 16 channels of a line are multiplied, in each run the next of the columns.
     __device__ __forceinline__ int instructions(int step, int line) const {
         int left = all - step * STEP_SIXTEENS - line * LINE_SIXTEENS;
         return left <= 0 ? 0 : left >= LINE_SIXTEENS ? 4 : (left + FOLD - 1) / FOLD;
@@ -323,129 +317,159 @@ __device__ __forceinline__ uint4 load_once(const void* place) {
     return four;
 }
 
-__device__ __forceinline__ void meet_shrinking() { asm volatile("bar.sync 2, 128;" ::: "memory"); }
+__device__ __forceinline__ float4 load_made(const float* place) {
+    float4 four;
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+        : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w) : "l"(place) : "memory");
+    return four;
+}
 
-// Four warps multiply the rows of a place by 16 lines of A over a share of the channels, and again for the next share or lines
-// that are theirs. Which 16 channels an instruction takes does not matter, so that a thread loads eight neighbours of each line.
-// Who is the last of the shares adds them up.
-__device__ __forceinline__ void shrink(const Adapters& given, const Columns& columns, int first, int second, int rows) {
+__device__ __forceinline__ unsigned rounded_pair(float low, float high) {
+    unsigned both;
+#if KIND == 1
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+#else
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+#endif
+    return both;
+}
+
+__device__ __forceinline__ void meet_adding() { asm volatile("bar.sync 2, 128;" ::: "memory"); }
+
+// Four warps multiply up to 16 rows of a place by 16 lines of A over a share of the channels, and go on with whatever else is
+// theirs. Which 16 channels an instruction takes does not matter, so that a thread loads eight neighbours of each line.
+// Returns how much there is to make, of all blocks.
+__device__ __forceinline__ int multiply_by_a(const Adapters& given, const Columns& columns, int first, int second, int rows) {
     __shared__ float exchanged[4][8][16];
-    __shared__ unsigned char list[64];
-    __shared__ int last_share;
+    __shared__ unsigned char list[16];
     int thread = threadIdx.x - 160, warp = thread >> 5, lane = thread & 31, line = lane >> 2, quarter = lane & 3;
-    int shares = (given.inputs + SHARE - 1) / SHARE, sixteens = columns.of_part * given.parts, width = given.parts * columns.of_place * 16;
-    if (blockIdx.x >= given.workers) return;
-    for (int unit = blockIdx.x; unit < sixteens * shares; unit += given.workers) {
-        int share = unit / sixteens, mine = unit % sixteens, slot = mine / (given.parts * columns.of_place);
-        int part = mine / columns.of_place % given.parts, sixteen = mine % columns.of_place;
-        u64 rest = columns.used;
-        for (int i = 0; i < slot; ++i) rest &= rest - 1;
-        int place = __ffsll(rest) - 1;
-        u64 own = (u64)__ballot_sync(~0u, second == place) << 32 | __ballot_sync(~0u, first == place);
-        int count = __popcll(own);
-        int start = share * SHARE + warp * (RUNS * 32) + quarter * 8;
+    int across = given.parts * columns.of_place, shares = (given.inputs + given.share - 1) / given.share, groups = 0;
+    auto rows_of = [&](int place) { return (u64)__ballot_sync(~0u, second == place) << 32 | __ballot_sync(~0u, first == place); };
+    for (u64 rest = columns.used; rest; rest &= rest - 1) groups += (__popcll(rows_of(__ffsll(rest) - 1)) + 8 * EIGHTS - 1) / (8 * EIGHTS);
+    int units = groups * across * shares;
+    if (blockIdx.x >= given.workers) return units;
+    for (int unit = blockIdx.x; unit < units; unit += given.workers) {
+        int group = unit % groups, column = unit / groups % across, share = unit / groups / across;
+        int part = column / columns.of_place, sixteen = column % columns.of_place, place = 0;
+        u64 own = 0;
+        for (u64 rest = columns.used; rest; rest &= rest - 1) {
+            place = __ffsll(rest) - 1, own = rows_of(place);
+            int here = (__popcll(own) + 8 * EIGHTS - 1) / (8 * EIGHTS);
+            if (group < here) break;
+            group -= here;
+        }
+        int count = __popcll(own) - group * 8 * EIGHTS, start = share * given.share + warp * (RUNS * 32) + quarter * 8;
         unsigned lines[RUNS][2][4];
+        auto load_lines = [&](int channel) {
 #pragma unroll
-        for (int i = 0; i < RUNS; ++i)
+            for (int i = 0; i < RUNS; ++i)
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                int at = sixteen * 16 + line + h * 8, channel = start + i * 32;
-                uint4 four = make_uint4(0, 0, 0, 0);
-                if (at < given.rank && channel < given.inputs)
-                    four = load_once(given.a + place * given.a_place + (long long)(part * given.rank + at) * given.inputs + channel);
-                lines[i][h][0] = four.x, lines[i][h][1] = four.y, lines[i][h][2] = four.z, lines[i][h][3] = four.w;
-            }
+                for (int h = 0; h < 2; ++h) {
+                    int at = sixteen * 16 + line + h * 8;
+                    uint4 four = make_uint4(0, 0, 0, 0);
+                    if (at < given.rank && channel + i * 32 < given.inputs)
+                        four = load_once(
+                            given.a + place * given.a_place + (long long)(part * given.rank + at) * given.inputs + channel + i * 32);
+                    lines[i][h][0] = four.x, lines[i][h][1] = four.y, lines[i][h][2] = four.z, lines[i][h][3] = four.w;
+                }
+        };
+        load_lines(start);
         if (unit == blockIdx.x) asm volatile("griddepcontrol.wait;" ::: "memory");
-        meet_shrinking();
-        if (thread < 64 && own >> thread & 1) list[__popcll(own & (((u64)1 << thread) - 1))] = thread;
-        meet_shrinking();
-        float* products = given.shares + (long long)share * rows * width + (part * columns.of_place + sixteen) * 16;
-        for (int eight = 0; eight < count; eight += TOGETHER * 8) {
-            uint4 right[TOGETHER][RUNS];
+        meet_adding();
+        int index = __popcll(own & (((u64)1 << (thread & 63)) - 1)) - group * 8 * EIGHTS;
+        if (thread < 64 && own >> thread & 1 && index >= 0 && index < 16) list[index] = thread;
+        meet_adding();
+        const unsigned short* row[EIGHTS];
+        float sums[EIGHTS][4];
 #pragma unroll
-            for (int j = 0; j < TOGETHER; ++j) {
-                int at = eight + j * 8 + line;
-                const unsigned short* row = given.x + list[at < count ? at : 0] * given.x_row;
+        for (int j = 0; j < EIGHTS; ++j) {
+            row[j] = given.x + list[j * 8 + line < count ? j * 8 + line : 0] * given.x_row;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[j][i] = 0.0f;
+        }
+        for (int pass = 0; pass < given.share; pass += SPAN) {
+            int channel = start + pass;
+            if (pass) load_lines(channel);
+            uint4 right[EIGHTS][RUNS];
+#pragma unroll
+            for (int j = 0; j < EIGHTS; ++j)
 #pragma unroll
                 for (int i = 0; i < RUNS; ++i) {
-                    int channel = start + i * 32;
                     right[j][i] = make_uint4(0, 0, 0, 0);
-                    if (at < count && channel < given.inputs) right[j][i] = *(const uint4*)(row + channel);
+                    if (j * 8 + line < count && channel + i * 32 < given.inputs) right[j][i] = *(const uint4*)(row[j] + channel + i * 32);
                 }
-            }
 #pragma unroll
-            for (int j = 0; j < TOGETHER; ++j) {
-                if (eight + j * 8 >= count) break;
-                float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+            for (int j = 0; j < EIGHTS; ++j)
 #pragma unroll
                 for (int i = 0; i < RUNS; ++i) {
                     unsigned front[4] = {lines[i][0][0], lines[i][1][0], lines[i][0][1], lines[i][1][1]};
                     unsigned back[4] = {lines[i][0][2], lines[i][1][2], lines[i][0][3], lines[i][1][3]};
-                    multiply_16(sums, front, right[j][i].x, right[j][i].y);
-                    multiply_16(sums, back, right[j][i].z, right[j][i].w);
+                    multiply_16(sums[j], front, right[j][i].x, right[j][i].y);
+                    multiply_16(sums[j], back, right[j][i].z, right[j][i].w);
+                }
+        }
+#pragma unroll
+        for (int j = 0; j < EIGHTS; ++j) {
+            if (j) meet_adding();
+#pragma unroll
+            for (int i = 0; i < 4; ++i) exchanged[warp][quarter * 2 + i % 2][line + i / 2 * 8] = sums[j][i];
+            meet_adding();
+            int at = j * 8 + thread / 16;
+            float sum = 0.0f;
+#pragma unroll
+            for (int w = 0; w < 4; ++w) sum += exchanged[w][thread / 16][thread % 16];
+            if (at < count) given.shares[((long long)share * rows + list[at]) * across * 16 + column * 16 + thread % 16] = sum;
+        }
+        meet_adding();
+        if (thread == 0) asm volatile("fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.u32 [%0], 1;" :: "l"(given.cells + MADE) : "memory");
+    }
+    return units;
+}
+
+// Puts A's products in the place of x in the steps of B, with zeros in rows of other places. A thread has half of a row's
+// sixteen columns in some of the places. `lows`: a barrier for each stage, on which four warps arrive.
+__device__ __forceinline__ void put_products(
+    const Adapters& given, const Columns& columns, int first, int second, int rows, int part, int count, unsigned base, unsigned empty,
+    unsigned lows) {
+    constexpr int SUBS = 64 / ROWS;
+    int thread = threadIdx.x - 160, lane = thread & 31, row = thread / 2 % ROWS, half = thread % 2, sub = thread / (2 * ROWS);
+    int shares = (given.inputs + given.share - 1) / given.share, width = given.parts * columns.of_place * 16;
+    int low_place = __shfl_sync(~0u, first, row & 31), high_place = __shfl_sync(~0u, second, row & 31);
+    int place = row < 32 ? low_place : high_place, slot = place < 0 ? -1 : __popcll(columns.used & (((u64)1 << place) - 1)), loaded = -1;
+    unsigned value[4];
+    for (int step = 0; step < columns.steps(); ++step) {
+        int unit = count + step, stage = unit % STAGES;
+        unsigned to = base + stage * STAGE_BYTES + LINES * WEIGHT_BYTES;
+        if (unit >= STAGES) wait_for(empty + 8 * stage, unit / STAGES - 1 & 1);
+        for (int within = sub; within < STEP_SIXTEENS; within += SUBS) {
+            int l = within / LINE_SIXTEENS, k = within % LINE_SIXTEENS / FOLD, f = within % FOLD, at = step * STEP_SIXTEENS + within;
+            if (k >= columns.instructions(step, l)) continue;
+            int column = at / columns.present;
+            // The row's own column is one of those of this thread, or it is another's.
+            bool own = at < columns.all && slot >= 0 && (column * columns.present + slot) % STEP_SIXTEENS % SUBS == sub;
+            if (own && column != loaded) {
+                loaded = column;
+                const float* from = given.shares + (long long)row * width + (part * columns.of_place + column) * 16 + half * 8;
+                float sum[8] = {};
+#pragma unroll SHARES_AT_ONCE
+                for (int share = 0; share < shares; ++share) {
+                    float4 one = load_made(from), other = load_made(from + 4);
+                    sum[0] += one.x, sum[1] += one.y, sum[2] += one.z, sum[3] += one.w;
+                    sum[4] += other.x, sum[5] += other.y, sum[6] += other.z, sum[7] += other.w;
+                    from += rows * width;
                 }
 #pragma unroll
-                for (int i = 0; i < 4; ++i) exchanged[warp][quarter * 2 + i % 2][line + i / 2 * 8] = sums[i];
-                meet_shrinking();
-                int at = eight + j * 8 + thread / 16;
-                float sum = 0.0f;
-#pragma unroll
-                for (int w = 0; w < 4; ++w) sum += exchanged[w][thread / 16][thread % 16];
-                if (at < count) products[list[at] * width + thread % 16] = sum;
-                meet_shrinking();
+                for (int i = 0; i < 4; ++i) value[i] = rounded_pair(sum[2 * i], sum[2 * i + 1]);
             }
+            own = own && at == column * columns.present + slot;
+            unsigned target = to + l * X_BYTES + f * (ROWS * 128) + row * 128 + ((k * 2 + half ^ row & 7) << 4);
+            asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
+                :: "r"(target), "r"(own ? value[0] : 0), "r"(own ? value[1] : 0), "r"(own ? value[2] : 0), "r"(own ? value[3] : 0)
+                : "memory");
         }
-        if (thread == 0) {
-            unsigned before;
-            asm volatile("fence.acq_rel.gpu;\natom.relaxed.gpu.global.add.u32 %0, [%1], 1;\nfence.acq_rel.gpu;"
-                : "=r"(before) : "l"(given.cells + ARRIVED + mine) : "memory");
-            last_share = before == shares - 1;
-        }
-        meet_shrinking();
-        if (!last_share) continue;
-        int within = (GATED ? part * columns.of_part : 0) + slot * columns.of_place + sixteen, from = columns.first_of(part);
-        unsigned short* target = given.low + (from + columns.place_in_low(within)) * 16;
-        products -= (long long)share * rows * width;
-        for (int i = thread; i < count * 4; i += 128) {
-            int row = list[i / 4];
-            const float* place = products + row * width + i % 4 * 4;
-            float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll SHARES_AT_ONCE
-            for (int s = 0; s < shares; ++s) {
-                float four[4];
-                asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
-                    : "=f"(four[0]), "=f"(four[1]), "=f"(four[2]), "=f"(four[3]) : "l"(place + (long long)s * rows * width) : "memory");
-#pragma unroll
-                for (int k = 0; k < 4; ++k) sum[k] += four[k];
-            }
-            unsigned both[2];
-#pragma unroll
-            for (int k = 0; k < 2; ++k) {
-#if KIND == 1
-                asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both[k]) : "f"(sum[2 * k + 1]), "f"(sum[2 * k]));
-#else
-                asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both[k]) : "f"(sum[2 * k + 1]), "f"(sum[2 * k]));
-#endif
-            }
-            *(uint2*)(target + (long long)row * given.low_row + i % 4 * 4) = make_uint2(both[0], both[1]);
-        }
-        if (thread < rows) {
-            unsigned short* row = given.low + (long long)thread * given.low_row;
-            auto clear = [&](int sixteen_of_low) {
-                uint4* sixteen = (uint4*)(row + sixteen_of_low * 16);
-                sixteen[0] = sixteen[1] = make_uint4(0, 0, 0, 0);
-            };
-            if (!(own >> thread & 1)) clear(from + columns.place_in_low(within));
-            if (within == columns.all - 1)
-                for (int i = columns.all; i < columns.steps() * STEP_SIXTEENS; ++i) clear(from + columns.place_in_low(i));
-        }
-        // The tensor memory accelerators of other multiprocessors read it.
-        asm volatile("fence.proxy.async;" ::: "memory");
-        meet_shrinking();
-        if (thread == 0) {
-            given.cells[ARRIVED + mine] = 0;
-            asm volatile("fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.u32 [%0], 1;" :: "l"(given.cells + DONE) : "memory");
-        }
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        __syncwarp();
+        if (lane == 0) arrive(lows + 8 * stage);
     }
 }
 #endif
@@ -454,9 +478,9 @@ extern "C" __global__ void __launch_bounds__(ADAPTED ? 320 : THREADS, RESIDENT) 
     const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, void* y, const void* bias,
     const float* x_scales, const float* weight_scales, int rows, int out, int steps
 #if ADAPTED
-    , const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap low, const unsigned short* adapted_x,
-    const unsigned short* a, const int* places, float* shares, unsigned short* low_to, unsigned* cells, long long x_row,
-    long long a_place, int inputs, int adapter_rank, int parts, int end_0, int end_1, int low_row, int workers
+    , const __grid_constant__ TensorMap b, const unsigned short* adapted_x, const unsigned short* a, const int* places, float* shares,
+    unsigned* cells, long long x_row, long long a_place, int inputs, int adapter_rank, int parts, int end_0, int end_1, int share,
+    int workers
 #endif
 #ifdef TRACE
     , u64* trace
@@ -492,11 +516,10 @@ extern "C" __global__ void __launch_bounds__(ADAPTED ? 320 : THREADS, RESIDENT) 
     };
     int ahead = count < STAGES ? count : STAGES;
 #if ADAPTED
+    __shared__ u64 barriers[STAGES];
+    unsigned lows = shared_address(barriers);
     int own_row = threadIdx.x & 31;
     int first_place = own_row < rows ? places[own_row] : -1, second_place = own_row + 32 < rows ? places[own_row + 32] : -1;
-    Adapters adapters{
-        adapted_x, a, shares, low_to, cells, x_row, a_place, inputs, adapter_rank, parts, low_row, workers};
-    if (threadIdx.x >= 160) return shrink(adapters, Columns(first_place, second_place, adapter_rank), first_place, second_place, rows);
 #endif
     if (threadIdx.x == 128) {
         STAMP(0)
@@ -504,6 +527,9 @@ extern "C" __global__ void __launch_bounds__(ADAPTED ? 320 : THREADS, RESIDENT) 
         for (int s = 0; s < STAGES; ++s) {
             asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(full + 8 * s) : "memory");
             asm volatile("mbarrier.init.shared::cta.b64 [%0], 4;" :: "r"(empty + 8 * s) : "memory");
+#if ADAPTED
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 4;" :: "r"(lows + 8 * s) : "memory");
+#endif
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -515,13 +541,36 @@ extern "C" __global__ void __launch_bounds__(ADAPTED ? 320 : THREADS, RESIDENT) 
         STAMP(1)
     }
     __syncwarp();
-    asm volatile("bar.sync 0, 160;" ::: "memory");
     int added = 0;
 #if ADAPTED
     // B's columns are for the last block of those that share channels.
     Columns columns(first_place, second_place, adapter_rank);
     if (rank == SPLIT - 1) added = columns.steps();
+    int part = GATED ? 0 : (first_output >= end_0) + (first_output >= end_1);
+    if (threadIdx.x >= 160) {
+        Adapters given{adapted_x, a, shares, cells, x_row, a_place, inputs, adapter_rank, parts, share, workers};
+        int units = multiply_by_a(given, columns, first_place, second_place, rows);
+        if (!added) return;
+        asm volatile("griddepcontrol.wait;" ::: "memory");
+        if (threadIdx.x == 160) {
+            unsigned made, before;
+            SPIN_BEGINS
+            do {
+                asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(made) : "l"(cells + MADE) : "memory");
+                BOUNDED_SPIN
+            } while (made < units);
+            // The last to know leaves the cells as they were.
+            asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(cells + KNOWN) : "memory");
+            if (before == gridDim.x / SPLIT - 1) cells[MADE] = cells[KNOWN] = 0;
+        }
+        // All of these warps know it, and the barriers are there.
+        asm volatile("bar.sync 3, 288;" ::: "memory");
+        put_products(given, columns, first_place, second_place, rows, part, count, base, empty, lows);
+        return;
+    }
 #endif
+    asm volatile("bar.sync 0, 160;" ::: "memory");
+    if (ADAPTED) asm volatile("bar.arrive 3, 288;" ::: "memory");
 
     if (threadIdx.x >= 128) {
         if (threadIdx.x > 128) return;
@@ -540,51 +589,27 @@ extern "C" __global__ void __launch_bounds__(ADAPTED ? 320 : THREADS, RESIDENT) 
         }
         STAMP(3)
 #if ADAPTED
-        int part = GATED ? 0 : (first_output >= end_0) + (first_output >= end_1), at = 0;
         u64 rest = columns.used;
+        int at = 0;
         for (int unit = count; unit < count + added; ++unit) {
             stage = unit % STAGES;
             unsigned to = base + stage * STAGE_BYTES, barrier = full + 8 * stage, bytes = 0;
-            for (int l = 0; l < LINES; ++l)
-                if (int taken = columns.instructions(unit - count, l)) bytes += X_BYTES + taken * SIXTEEN_BYTES;
+            for (int l = 0; l < LINES; ++l) bytes += columns.instructions(unit - count, l) * SIXTEEN_BYTES;
             if (unit >= STAGES) wait_for(empty + 8 * stage, unit / STAGES - 1 & 1);
             asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
             for (int l = 0; l < LINES; ++l)
                 for (int k = 0; k < columns.instructions(unit - count, l); ++k)
                     for (int f = 0; f < FOLD; ++f, ++at) {
                         // Columns behind the last are outside of B: zeros. So is each part's half of the other part's columns.
-                        if (at == columns.of_part) rest = columns.used;
-                        int column = at < columns.all ? at % columns.of_place * 16 : 1 << 20, place = __ffsll(rest) - 1;
+                        int column = at < columns.all ? at / columns.present % columns.of_place * 16 : 1 << 20, place = __ffsll(rest) - 1;
                         unsigned tile = to + l * WEIGHT_BYTES + k * SIXTEEN_BYTES + f * (TILE * 32);
                         bool second = at >= columns.of_part;
                         load_cube(tile, b, barrier, GATED && second ? 1 << 20 : column, first_output, place, once);
                         if (GATED)
                             load_cube(tile + OUTPUTS * 32, b, barrier, second ? column : 1 << 20, out + first_output, place, once);
-                        if (at % columns.of_place == columns.of_place - 1) rest &= rest - 1;
+                        rest &= rest - 1;
+                        if (!rest) rest = columns.used;
                     }
-            if (unit == count) {
-                unsigned done;
-                SPIN_BEGINS
-                do {
-                    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(done) : "l"(cells + DONE) : "memory");
-                    BOUNDED_SPIN
-                } while (done < columns.of_part * parts);
-                asm volatile("fence.proxy.async;" ::: "memory");
-            }
-            for (int l = 0; l < LINES; ++l)
-                if (columns.instructions(unit - count, l))
-                    for (int f = 0; f < FOLD; ++f) {
-                        int run = ((unit - count) * LINES + l) * FOLD + f;
-                        load_tile(
-                            to + LINES * WEIGHT_BYTES + (l * FOLD + f) * (ROWS * 128), low, barrier,
-                            (columns.first_of(part) + run * 4) * 16, 0, often);
-                    }
-        }
-        if (added) {
-            // The last to know leaves the cells as they were.
-            unsigned before;
-            asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(cells + KNOWN) : "memory");
-            if (before == gridDim.x / SPLIT - 1) cells[DONE] = cells[KNOWN] = 0;
         }
 #endif
         return;
@@ -671,6 +696,7 @@ extern "C" __global__ void __launch_bounds__(ADAPTED ? 320 : THREADS, RESIDENT) 
     for (int step = 0; step < added; ++step) {
         unsigned from = base + stage * STAGE_BYTES;
         wait_for(full + 8 * stage, parity);
+        wait_for(lows + 8 * stage, step / STAGES & 1);
         for (int l = 0; l < LINES; ++l)
             for (int k = 0; k < columns.instructions(step, l); ++k) {
 #pragma unroll

@@ -59,20 +59,10 @@ def test_what_the_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     y = product.linear_adapted(x, weight, None, None, factors)
     assert (y.shape, y.dtype) == ((13, 6144), BF16)
     ((kernel, grid, *given),) = launches
-    b, low, *at, x_row, a_place, inputs, rank, parts, end_0, end_1, low_row, workers = given[9:]
-    # What a step takes of low's columns, 8 times 16, is a whole part's in each of three places of 24 ranks.
-    assert grid == (384, 1, 1) and b == ((3, 6144, 24), factors.b.stride(0), 32, 16) and low == ((13, 3 * 128), 384, 16, 64)
+    b, *at, x_row, a_place, inputs, rank, parts, end_0, end_1, share, workers = given[9:]
+    assert grid == (384, 1, 1) and b == ((3, 6144, 24), factors.b.stride(0), 32, 16)
     assert at[:3] == [x.data_ptr(), factors.a.data_ptr(), factors.places.data_ptr()]
-    assert (x_row, a_place, inputs, rank, parts, end_0, end_1, low_row) == (
-        4096,
-        factors.a.stride(0),
-        4096,
-        24,
-        3,
-        4096,
-        5120,
-        384,
-    )
+    assert (x_row, a_place, inputs, rank, parts, end_0, end_1, share) == (4096, factors.a.stride(0), 4096, 24, 3, 4096, 5120, 512)
     assert workers == 3 * 8, "blocks of eight multiprocessors, which take turns with A"
     assert isinstance(kernel, CudaKernel) and (kernel._macros["ADAPTED"], kernel._macros["RESIDENT"]) == (1, 3)
 

@@ -443,7 +443,6 @@ __device__ __forceinline__ void put_products(
         if (unit >= STAGES) wait_for(empty + 8 * stage, unit / STAGES - 1 & 1);
         for (int within = sub; within < STEP_SIXTEENS; within += SUBS) {
             int l = within / LINE_SIXTEENS, k = within % LINE_SIXTEENS / FOLD, f = within % FOLD, at = step * STEP_SIXTEENS + within;
-            if (k >= columns.instructions(step, l)) continue;
             int column = at / columns.present;
             // The row's own column is one of those of this thread, or it is another's.
             bool own = at < columns.all && slot >= 0 && (column * columns.present + slot) % STEP_SIXTEENS % SUBS == sub;
@@ -697,21 +696,24 @@ extern "C" __global__ void __launch_bounds__(ADAPTED ? 320 : THREADS, RESIDENT) 
         unsigned from = base + stage * STAGE_BYTES;
         wait_for(full + 8 * stage, parity);
         wait_for(lows + 8 * stage, step / STAGES & 1);
-        for (int l = 0; l < LINES; ++l)
-            for (int k = 0; k < columns.instructions(step, l); ++k) {
 #pragma unroll
-                for (int t = 0; t < HEIGHT; ++t) settle(sums[t]);
-                begin_multiplying();
+        for (int t = 0; t < HEIGHT; ++t) settle(sums[t]);
+        begin_multiplying();
+#pragma unroll
+        for (int l = 0; l < LINES; ++l)
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                // Columns that there are not are the first ones, multiplied by zeros.
+                unsigned left_side = from + (k < columns.instructions(step, l) ? l * WEIGHT_BYTES + k * SIXTEEN_BYTES : 0);
 #pragma unroll
                 for (int t = 0; t < HEIGHT; ++t)
                     multiply<true>(
-                        sums[t], narrow_descriptor(from + l * WEIGHT_BYTES + k * SIXTEEN_BYTES + t * 2048),
-                        descriptor(from + LINES * WEIGHT_BYTES + l * X_BYTES) + 2 * k);
-                commit();
-                wait_multiplied();
-#pragma unroll
-                for (int t = 0; t < HEIGHT; ++t) settle(sums[t]);
+                        sums[t], narrow_descriptor(left_side + t * 2048), descriptor(from + LINES * WEIGHT_BYTES + l * X_BYTES) + 2 * k);
             }
+        commit();
+        wait_multiplied();
+#pragma unroll
+        for (int t = 0; t < HEIGHT; ++t) settle(sums[t]);
         if (lane == 0) arrive(empty + 8 * stage);
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }

@@ -33,7 +33,7 @@ _SHARED_KB = 216
 _MAX_PLACES, _SIXTEEN, _ADDING = 64, 16, 128
 """Places of adapters, ranks that an instruction takes, and threads of a block for what they add."""
 _SHARES = ((1 << 25, 512), (math.inf, 2048))
-"""Largest numbers of a weight, and channels over which a block multiplies by A: where there is time, few sums are to be added."""
+"""Largest numbers of a weight, and channels over which a block multiplies by A: few sums are to be added where there is time."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,7 +33,7 @@ _SHARED_KB = 216
 _MAX_PLACES, _SIXTEEN, _ADDING = 64, 16, 128
 """Places of adapters, ranks that an instruction takes, and threads of a block for what they add."""
 _SHARES = ((1 << 25, 512), (math.inf, 2048))
-"""Largest numbers of a weight, and channels over which a block multiplies by A: few sums are to be added where there is time."""
+"""Largest numbers of a weight, and channels over which a block multiplies by A: where there is time, few sums are left."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,10 +163,10 @@ def adapted_gated(x: torch.Tensor, weight: torch.Tensor, factors: Factors) -> to
 
 def _adds(x: torch.Tensor, weight: torch.Tensor, factors: Factors) -> bool:
     """Whether the kernel can add them. B's rows are loaded by the tensor memory accelerator."""
-    a, b = factors.a, factors.b
-    if x.ndim != 2 or not 1 < len(x) <= MAX_ROWS or factors.places is None or not x.dtype == weight.dtype == a.dtype == b.dtype:
+    a, b, places = factors.a, factors.b, factors.places
+    if x.ndim != 2 or not 1 < len(x) <= MAX_ROWS or places is None or not x.dtype == weight.dtype == a.dtype == b.dtype:
         return False
-    fit = len(a) <= _MAX_PLACES and len(factors.ends) <= PARTS and not b.shape[2] & 7
+    fit = len(places) == len(x) and len(a) <= _MAX_PLACES and len(factors.ends) <= PARTS and not b.shape[2] & 7
     return fit and x.itemsize == 2 and support.in_pieces(a, b) and takes(x, weight)
 
 

@@ -427,9 +427,10 @@ __device__ __forceinline__ int multiply_by_a(const Adapters& given, const Column
 }
 
 // Puts A's products in the place of x in the steps of B, with zeros in rows of other places. A thread has half of a row's
-// sixteen columns in some of the places. `lows`: a barrier for each stage, on which four warps arrive.
+// sixteen columns in some of the places. `turns`: a barrier for each stage, which is complete when the stage is free for the
+// next step of B. `lows`: one on which these warps arrive.
 __device__ __forceinline__ void put_products(
-    const Adapters& given, const Columns& columns, int first, int second, int rows, int part, int count, unsigned base, unsigned empty,
+    const Adapters& given, const Columns& columns, int first, int second, int rows, int part, int count, unsigned base, unsigned turns,
     unsigned lows) {
     constexpr int SUBS = 64 / ROWS;
     int thread = threadIdx.x - 160, lane = thread & 31, row = thread / 2 % ROWS, half = thread % 2, sub = thread / (2 * ROWS);
@@ -438,9 +439,10 @@ __device__ __forceinline__ void put_products(
     int place = row < 32 ? low_place : high_place, slot = place < 0 ? -1 : __popcll(columns.used & (((u64)1 << place) - 1)), loaded = -1;
     unsigned value[4];
     for (int step = 0; step < columns.steps(); ++step) {
-        int unit = count + step, stage = unit % STAGES;
+        int stage = (count + step) % STAGES;
         unsigned to = base + stage * STAGE_BYTES + LINES * WEIGHT_BYTES;
-        if (unit >= STAGES) wait_for(empty + 8 * stage, unit / STAGES - 1 & 1);
+        // Each phase in its turn: of two phases that are to come, a barrier says that the second is complete.
+        wait_for(turns + 8 * stage, step / STAGES & 1);
         for (int within = sub; within < STEP_SIXTEENS; within += SUBS) {
             int l = within / LINE_SIXTEENS, k = within % LINE_SIXTEENS / FOLD, f = within % FOLD, at = step * STEP_SIXTEENS + within;
             int column = at / columns.present;
@@ -515,8 +517,8 @@ extern "C" __global__ void __launch_bounds__(ADAPTED ? 320 : THREADS, RESIDENT) 
     };
     int ahead = count < STAGES ? count : STAGES;
 #if ADAPTED
-    __shared__ u64 barriers[STAGES];
-    unsigned lows = shared_address(barriers);
+    __shared__ u64 barriers[2 * STAGES];
+    [[maybe_unused]] unsigned turns = shared_address(barriers), lows = turns + 8 * STAGES;
     int own_row = threadIdx.x & 31;
     int first_place = own_row < rows ? places[own_row] : -1, second_place = own_row + 32 < rows ? places[own_row + 32] : -1;
 #endif
@@ -527,7 +529,8 @@ extern "C" __global__ void __launch_bounds__(ADAPTED ? 320 : THREADS, RESIDENT) 
             asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(full + 8 * s) : "memory");
             asm volatile("mbarrier.init.shared::cta.b64 [%0], 4;" :: "r"(empty + 8 * s) : "memory");
 #if ADAPTED
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 4;" :: "r"(lows + 8 * s) : "memory");
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(turns + 8 * s) : "memory");
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 4;" :: "r"(turns + 8 * (STAGES + s)) : "memory");
 #endif
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -564,7 +567,7 @@ extern "C" __global__ void __launch_bounds__(ADAPTED ? 320 : THREADS, RESIDENT) 
         }
         // All of these warps know it, and the barriers are there.
         asm volatile("bar.sync 3, 288;" ::: "memory");
-        put_products(given, columns, first_place, second_place, rows, part, count, base, empty, lows);
+        put_products(given, columns, first_place, second_place, rows, part, count, base, turns, lows);
         return;
     }
 #endif
@@ -595,6 +598,7 @@ extern "C" __global__ void __launch_bounds__(ADAPTED ? 320 : THREADS, RESIDENT) 
             unsigned to = base + stage * STAGE_BYTES, barrier = full + 8 * stage, bytes = 0;
             for (int l = 0; l < LINES; ++l) bytes += columns.instructions(unit - count, l) * SIXTEEN_BYTES;
             if (unit >= STAGES) wait_for(empty + 8 * stage, unit / STAGES - 1 & 1);
+            arrive(turns + 8 * stage);
             asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
             for (int l = 0; l < LINES; ++l)
                 for (int k = 0; k < columns.instructions(unit - count, l); ++k)

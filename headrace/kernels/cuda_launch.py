@@ -35,7 +35,7 @@ compiling: ContextVar[Executor | None] = ContextVar("compiling", default=None)
 _CLUSTER, _PROGRAMMATIC = 4, 6
 _MAX_SHARED, _CARVEOUT, _LARGE_CLUSTERS = 8, 9, 14
 _UNSIGNED = {1: 0, 2: 1, 4: 2}
-_SWIZZLES = {32: 1, 64: 2, 128: 3}
+_SWIZZLES = {16: 0, 32: 1, 64: 2, 128: 3}
 _PROMOTE_256 = 3
 
 _LAUNCH = "<7I4xQQI4x"
@@ -145,40 +145,43 @@ class CudaKernel:
         return self._functions.setdefault(device, function.value or 0)
 
 
-def tensor_map(x: torch.Tensor, rows: int, columns: int) -> bytes:
-    """Describes matrices to the tensor memory accelerator, which loads tiles of one, with zeros past its ends, in the swizzle
-    of a tile's rows.
+def tensor_map(x: torch.Tensor, *tile: int) -> bytes:
+    """Describes a tensor to the tensor memory accelerator, which loads tiles of it, with zeros past its ends, in the swizzle of
+    a tile's rows.
 
     Args:
-        x: ``[R, C]`` or ``[matrices, R, C]`` of 1, 2 or 4 bytes an element, last axis contiguous; its address and other strides
-            are multiples of 16 bytes.
-        rows, columns: of a tile; at most 256 rows, of 32, 64 or 128 bytes.
+        x: of 1, 2 or 4 bytes an element and at most 5 axes, the last one contiguous; its address and other strides are at
+            multiples of 16 bytes.
+        tile: its sizes along the last axes, at most 256 each and 16, 32, 64 or 128 bytes along the last one; along axes before
+            these, 1.
 
     Raises:
         RuntimeError: the driver refuses it.
     """
-    size = x.element_size()
-    return _tensor_map(x.data_ptr(), x.shape, x.stride(), size, rows, columns)
+    return _tensor_map(x.data_ptr(), x.shape, x.stride(), x.element_size(), tile)
 
 
 @functools.lru_cache(1 << 14)
-def _tensor_map(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int, rows: int, columns: int) -> bytes:
+def _tensor_map(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int, tile: tuple[int, ...]) -> bytes:
     """A map says where a tensor is and no more, so that it serves whatever tensor is there later."""
     space = ctypes.create_string_buffer(_MAP + 64)
     place = -ctypes.addressof(space) % 64
-    axes = len(shape)
-    pitches = [stride * size for stride in strides[-2::-1]]
+    axes, pitches, extent = len(shape), list[int](), shape[-1] * size
+    for count, stride in zip(shape[-2::-1], strides[-2::-1], strict=True):
+        # PyTorch gives the only place of an axis any stride.
+        pitches.append(stride * size if count > 1 else extent + -extent % 16)
+        extent = count * pitches[-1]
     sizes = (
         struct.pack(f"<{axes}Q", *shape[::-1]),
         struct.pack(f"<{axes - 1}Q", *pitches),
-        struct.pack(f"<{axes}I", columns, rows, *[1] * (axes - 2)),
+        struct.pack(f"<{axes}I", *tile[::-1], *[1] * (axes - len(tile))),
         struct.pack(f"<{axes}I", *[1] * axes),
     )
-    swizzle = _SWIZZLES[columns * size]
+    swizzle = _SWIZZLES[tile[-1] * size]
     status = _driver().cuTensorMapEncodeTiled(
         ctypes.addressof(space) + place, _UNSIGNED[size], axes, pointer, *sizes, 0, swizzle, _PROMOTE_256, 0
     )
-    _check(status, f"no tiles of {rows} x {columns} from {tuple(shape)} elements of {size} bytes, {pitches} bytes apart")
+    _check(status, f"no tiles of {tile} from {tuple(shape)} elements of {size} bytes, {pitches} bytes apart")
     return space.raw[place : place + _MAP]
 
 

@@ -1,7 +1,8 @@
 """Products of 2 to 64 rows with a weight in 16 bits or in FP8, on Hopper GPUs: the kernel of ``wide.cu``. References:
 ``torch.nn.functional.linear`` and ``headrace.kernels.linear.fp8_reference``.
 
-Blocks that share the channels of a tile are a cluster, and add up their sums in the order of these channels.
+Blocks that share the channels of a tile are a cluster, and add up their sums in the order of these channels. What adapters add
+(``headrace.kernels.lora.reference``) is made in the same launch.
 """
 
 from __future__ import annotations

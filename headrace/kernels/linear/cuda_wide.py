@@ -31,10 +31,8 @@ _LINE, _OUTPUTS, _THREADS, _FIXED = 128, 64, 160, 1024 + 256
 """Bytes of a line of shared memory, outputs of an instruction, threads of a block, and bytes that it needs beside stages."""
 _SHARED_KB = 216
 """Shared memory of a multiprocessor for whole blocks of 72, 108 or 216 KB."""
-_MAX_PLACES, _SIXTEEN, _ADDING = 64, 16, 128
-"""Places of adapters, ranks that an instruction takes, and threads of a block for what they add."""
-_SHARES = ((1 << 25, 512), (math.inf, 2048))
-"""Largest numbers of a weight, and channels over which a block multiplies by A: where there is time, few sums are left."""
+_MAX_PLACES, _SIXTEEN, _SHARE, _ADDING = 64, 16, 512, 128
+"""Places of adapters, ranks that an instruction takes, channels over which a block multiplies by A, and its threads that do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,16 +210,14 @@ def _adapters(x: torch.Tensor, factors: Factors, tiling: CudaTiling, blocks: int
     """The kernel's arguments for what adapters add."""
     (rows, inputs), rank, parts = x.shape, factors.b.shape[2], len(factors.ends)
     assert factors.places is not None
-    share = next(share for most, share in _SHARES if inputs * factors.ends[-1] <= most)
-    numbers = cdiv(inputs, share) * rows * parts * cdiv(rank, _SIXTEEN) * _SIXTEEN
+    numbers = cdiv(inputs, _SHARE) * rows * parts * cdiv(rank, _SIXTEEN) * _SIXTEEN
     shares = torch.empty(numbers, dtype=torch.float32, device=x.device)
     ends = (*factors.ends, *[factors.ends[-1]] * PARTS)[: PARTS - 1]
     # All of these run at the same time, whatever the others wait for.
     workers = min(blocks, support.resources(x.device).multiprocessors * tiling.resident)
     return [
         tensor_map(factors.b, height, _SIXTEEN), x.data_ptr(), factors.a.data_ptr(), factors.places.data_ptr(),
-        shares.data_ptr(), _cells(x.device).data_ptr(), x.stride(0), factors.a.stride(0), inputs, rank, parts, *ends, share,
-        workers,
+        shares.data_ptr(), _cells(x.device).data_ptr(), x.stride(0), factors.a.stride(0), inputs, rank, parts, *ends, workers,
     ]  # fmt: skip
 
 
@@ -255,6 +251,6 @@ def _kernel(
     parameters = "MMPPPPiii"
     if adapted:
         macros |= {"ADAPTED": 1, "RESIDENT": tiling.resident}
-        parameters += "MPPPPPqqiiiiiii"
+        parameters += "MPPPPPqqiiiiii"
     threads = _THREADS + (_ADDING if adapted else 0)
     return CudaKernel(_SOURCE, "wide_product", parameters, macros, threads, tiling.shared(rows), tiling.split)

@@ -267,13 +267,13 @@ struct Adapters {
     float* shares;  // [shares, rows, parts * sixteens * 16]: A's products of a share of the channels
     unsigned* cells;  // counters, 0 between launches: of what is made, and of blocks that know it
     long long x_row, a_place;
-    int inputs, rank, parts, share, workers;
+    int inputs, rank, parts, workers;
 };
 
 constexpr int RUNS = RESIDENT > 2 ? 2 : 4;  // of 32 channels, which a warp has in registers
-constexpr int SPAN = 128 * RUNS;
-constexpr int EIGHTS = ROWS < 16 ? 1 : 2;  // of rows, whose products with A are made at a time
-constexpr int SHARES_AT_ONCE = RESIDENT > 1 ? 4 : 8;
+constexpr int SPAN = 128 * RUNS, SHARE = 512;
+constexpr int EIGHTS = ROWS < 16 || RESIDENT > 1 ? 1 : 2;  // of rows, whose products with A are made at a time
+constexpr int SHARES_AT_ONCE = RESIDENT > 2 ? 4 : 8;
 constexpr int MADE = 0, KNOWN = 32;
 
 // The places that the rows of a step have, as bits, and B's columns in them, by sixteens: of a part, and of its ranks, in the order
@@ -343,41 +343,60 @@ __device__ __forceinline__ int multiply_by_a(const Adapters& given, const Column
     __shared__ float exchanged[4][8][16];
     __shared__ unsigned char list[16];
     int thread = threadIdx.x - 160, warp = thread >> 5, lane = thread & 31, line = lane >> 2, quarter = lane & 3;
-    int across = given.parts * columns.of_place, shares = (given.inputs + given.share - 1) / given.share, groups = 0;
+    int across = given.parts * columns.of_place, shares = (given.inputs + SHARE - 1) / SHARE, groups = 0;
     auto rows_of = [&](int place) { return (u64)__ballot_sync(~0u, second == place) << 32 | __ballot_sync(~0u, first == place); };
     for (u64 rest = columns.used; rest; rest &= rest - 1) groups += (__popcll(rows_of(__ffsll(rest) - 1)) + 8 * EIGHTS - 1) / (8 * EIGHTS);
     int units = groups * across * shares;
     if (blockIdx.x >= given.workers) return units;
-    for (int unit = blockIdx.x; unit < units; unit += given.workers) {
-        int group = unit % groups, column = unit / groups % across, share = unit / groups / across;
-        int part = column / columns.of_place, sixteen = column % columns.of_place, place = 0;
-        u64 own = 0;
+    struct Unit {
+        int group, column, share, place;
+        u64 own;
+    };
+    auto find = [&](int unit) {
+        Unit found{unit % groups, unit / groups % across, unit / groups / across, 0, 0};
         for (u64 rest = columns.used; rest; rest &= rest - 1) {
-            place = __ffsll(rest) - 1, own = rows_of(place);
-            int here = (__popcll(own) + 8 * EIGHTS - 1) / (8 * EIGHTS);
-            if (group < here) break;
-            group -= here;
+            found.place = __ffsll(rest) - 1, found.own = rows_of(found.place);
+            int here = (__popcll(found.own) + 8 * EIGHTS - 1) / (8 * EIGHTS);
+            if (found.group < here) break;
+            found.group -= here;
         }
-        int count = __popcll(own) - group * 8 * EIGHTS, start = share * given.share + warp * (RUNS * 32) + quarter * 8;
+        return found;
+    };
+    auto line_of = [&](const Unit& found, int at) {
+        return given.a + found.place * given.a_place +
+               (long long)(found.column / columns.of_place * given.rank + found.column % columns.of_place * 16 + at) * given.inputs;
+    };
+    auto lines_of = [&](const Unit& found) { return given.rank - found.column % columns.of_place * 16; };
+    for (int unit = blockIdx.x; unit < units; unit += given.workers) {
+        Unit found = find(unit);
+        int count = __popcll(found.own) - found.group * 8 * EIGHTS;
+        int start = found.share * SHARE + warp * (RUNS * 32) + quarter * 8;
         unsigned lines[RUNS][2][4];
         auto load_lines = [&](int channel) {
 #pragma unroll
             for (int i = 0; i < RUNS; ++i)
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    int at = sixteen * 16 + line + h * 8;
                     uint4 four = make_uint4(0, 0, 0, 0);
-                    if (at < given.rank && channel + i * 32 < given.inputs)
-                        four = load_once(
-                            given.a + place * given.a_place + (long long)(part * given.rank + at) * given.inputs + channel + i * 32);
+                    if (line + h * 8 < lines_of(found) && channel + i * 32 < given.inputs)
+                        four = load_once(line_of(found, line + h * 8) + channel + i * 32);
                     lines[i][h][0] = four.x, lines[i][h][1] = four.y, lines[i][h][2] = four.z, lines[i][h][3] = four.w;
                 }
         };
         load_lines(start);
-        if (unit == blockIdx.x) asm volatile("griddepcontrol.wait;" ::: "memory");
+        if (unit == blockIdx.x) {
+            // What comes later is fetched into the L2 cache, 128 bytes a thread.
+            for (int later = unit; later < units; later += given.workers) {
+                Unit next = find(later);
+                int channel = next.share * SHARE + thread % 8 * 64;
+                if (thread / 8 < lines_of(next) && channel < given.inputs)
+                    asm volatile("prefetch.global.L2 [%0];" :: "l"(line_of(next, thread / 8) + channel));
+            }
+            asm volatile("griddepcontrol.wait;" ::: "memory");
+        }
         meet_adding();
-        int index = __popcll(own & (((u64)1 << (thread & 63)) - 1)) - group * 8 * EIGHTS;
-        if (thread < 64 && own >> thread & 1 && index >= 0 && index < 16) list[index] = thread;
+        int index = __popcll(found.own & (((u64)1 << (thread & 63)) - 1)) - found.group * 8 * EIGHTS;
+        if (thread < 64 && found.own >> thread & 1 && index >= 0 && index < 16) list[index] = thread;
         meet_adding();
         const unsigned short* row[EIGHTS];
         float sums[EIGHTS][4];
@@ -387,7 +406,7 @@ __device__ __forceinline__ int multiply_by_a(const Adapters& given, const Column
 #pragma unroll
             for (int i = 0; i < 4; ++i) sums[j][i] = 0.0f;
         }
-        for (int pass = 0; pass < given.share; pass += SPAN) {
+        for (int pass = 0; pass < SHARE; pass += SPAN) {
             int channel = start + pass;
             if (pass) load_lines(channel);
             uint4 right[EIGHTS][RUNS];
@@ -418,7 +437,7 @@ __device__ __forceinline__ int multiply_by_a(const Adapters& given, const Column
             float sum = 0.0f;
 #pragma unroll
             for (int w = 0; w < 4; ++w) sum += exchanged[w][thread / 16][thread % 16];
-            if (at < count) given.shares[((long long)share * rows + list[at]) * across * 16 + column * 16 + thread % 16] = sum;
+            if (at < count) given.shares[((long long)found.share * rows + list[at]) * across * 16 + found.column * 16 + thread % 16] = sum;
         }
         meet_adding();
         if (thread == 0) asm volatile("fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.u32 [%0], 1;" :: "l"(given.cells + MADE) : "memory");
@@ -434,7 +453,7 @@ __device__ __forceinline__ void put_products(
     unsigned lows) {
     constexpr int SUBS = 64 / ROWS;
     int thread = threadIdx.x - 160, lane = thread & 31, row = thread / 2 % ROWS, half = thread % 2, sub = thread / (2 * ROWS);
-    int shares = (given.inputs + given.share - 1) / given.share, width = given.parts * columns.of_place * 16;
+    int shares = (given.inputs + SHARE - 1) / SHARE, width = given.parts * columns.of_place * 16;
     int low_place = __shfl_sync(~0u, first, row & 31), high_place = __shfl_sync(~0u, second, row & 31);
     int place = row < 32 ? low_place : high_place, slot = place < 0 ? -1 : __popcll(columns.used & (((u64)1 << place) - 1)), loaded = -1;
     unsigned value[4];
@@ -475,13 +494,12 @@ __device__ __forceinline__ void put_products(
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(ADAPTED ? 320 : THREADS, RESIDENT) wide_product(
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) wide_product(
     const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, void* y, const void* bias,
     const float* x_scales, const float* weight_scales, int rows, int out, int steps
 #if ADAPTED
     , const __grid_constant__ TensorMap b, const unsigned short* adapted_x, const unsigned short* a, const int* places, float* shares,
-    unsigned* cells, long long x_row, long long a_place, int inputs, int adapter_rank, int parts, int end_0, int end_1, int share,
-    int workers
+    unsigned* cells, long long x_row, long long a_place, int inputs, int adapter_rank, int parts, int end_0, int end_1, int workers
 #endif
 #ifdef TRACE
     , u64* trace
@@ -550,7 +568,7 @@ extern "C" __global__ void __launch_bounds__(ADAPTED ? 320 : THREADS, RESIDENT) 
     if (rank == SPLIT - 1) added = columns.steps();
     int part = GATED ? 0 : (first_output >= end_0) + (first_output >= end_1);
     if (threadIdx.x >= 160) {
-        Adapters given{adapted_x, a, shares, cells, x_row, a_place, inputs, adapter_rank, parts, share, workers};
+        Adapters given{adapted_x, a, shares, cells, x_row, a_place, inputs, adapter_rank, parts, workers};
         int units = multiply_by_a(given, columns, first_place, second_place, rows);
         if (!added) return;
         asm volatile("griddepcontrol.wait;" ::: "memory");

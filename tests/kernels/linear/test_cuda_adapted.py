@@ -59,10 +59,10 @@ def test_what_the_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     y = product.linear_adapted(x, weight, None, None, factors)
     assert (y.shape, y.dtype) == ((13, 6144), BF16)
     ((kernel, grid, *given),) = launches
-    b, *at, x_row, a_place, inputs, rank, parts, end_0, end_1, share, workers = given[9:]
+    b, *at, x_row, a_place, inputs, rank, parts, end_0, end_1, workers = given[9:]
     assert grid == (384, 1, 1) and b == ((3, 6144, 24), factors.b.stride(0), 32, 16)
     assert at[:3] == [x.data_ptr(), factors.a.data_ptr(), factors.places.data_ptr()]
-    assert (x_row, a_place, inputs, share) == (4096, factors.a.stride(0), 4096, 512)
+    assert (x_row, a_place, inputs) == (4096, factors.a.stride(0), 4096)
     assert (rank, parts, end_0, end_1) == (24, 3, 4096, 5120)
     assert workers == 3 * 8, "blocks of eight multiprocessors, which take turns with A"
     assert isinstance(kernel, CudaKernel) and (kernel._macros["ADAPTED"], kernel._macros["RESIDENT"]) == (1, 3)

@@ -118,8 +118,8 @@ def linear_adapted(
     batch_invariant: bool = False,
     exact: bool = False,
 ) -> torch.Tensor:
-    """``linear`` and the addition of adapters. The kernel of a single row multiplies by A too, and that of 2 to 64 rows adds all
-    that adapters add before it rounds: neither makes a ``batch_invariant`` product."""
+    """``linear`` and the addition of adapters. The kernel of a single row multiplies by A too, and that of 2 to 64 rows adds
+    all that adapters add before it rounds: neither makes a ``batch_invariant`` product."""
     if _is_single(x, weight) and not batch_invariant:
         y, low = kernels.linear_and_low(x, weight, bias, factors, out_dtype)
         expand(factors.added(low), y)

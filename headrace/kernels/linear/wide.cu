@@ -455,8 +455,28 @@ __device__ __forceinline__ void put_products(
     int thread = threadIdx.x - 160, lane = thread & 31, row = thread / 2 % ROWS, half = thread % 2, sub = thread / (2 * ROWS);
     int shares = (given.inputs + SHARE - 1) / SHARE, width = given.parts * columns.of_place * 16;
     int low_place = __shfl_sync(~0u, first, row & 31), high_place = __shfl_sync(~0u, second, row & 31);
-    int place = row < 32 ? low_place : high_place, slot = place < 0 ? -1 : __popcll(columns.used & (((u64)1 << place) - 1)), loaded = -1;
-    unsigned value[4];
+    int place = row < 32 ? low_place : high_place, slot = place < 0 ? -1 : __popcll(columns.used & (((u64)1 << place) - 1));
+    constexpr int KEPT = GATED ? 2 : 1;
+    int kept[KEPT];
+    unsigned values[KEPT][4];
+    auto load = [&](int column, int k) {
+        // A row's own columns have one thread each.
+        if (column * columns.present >= columns.all || slot < 0 || (column * columns.present + slot) % STEP_SIXTEENS % SUBS != sub) return;
+        const float* from = given.shares + (long long)row * width + (part * columns.of_place + column) * 16 + half * 8;
+        float sum[8] = {};
+#pragma unroll SHARES_AT_ONCE
+        for (int share = 0; share < shares; ++share) {
+            float4 one = load_made(from), other = load_made(from + 4);
+            sum[0] += one.x, sum[1] += one.y, sum[2] += one.z, sum[3] += one.w;
+            sum[4] += other.x, sum[5] += other.y, sum[6] += other.z, sum[7] += other.w;
+            from += rows * width;
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) values[k][i] = rounded_pair(sum[2 * i], sum[2 * i + 1]);
+    };
+    // The first ones, before a stage is free for them.
+#pragma unroll
+    for (int k = 0; k < KEPT; ++k) load(kept[k] = k * columns.of_place, k);
     for (int step = 0; step < columns.steps(); ++step) {
         int stage = (count + step) % STAGES;
         unsigned to = base + stage * STAGE_BYTES + LINES * WEIGHT_BYTES;
@@ -465,27 +485,18 @@ __device__ __forceinline__ void put_products(
         for (int within = sub; within < STEP_SIXTEENS; within += SUBS) {
             int l = within / LINE_SIXTEENS, k = within % LINE_SIXTEENS / FOLD, f = within % FOLD, at = step * STEP_SIXTEENS + within;
             int column = at / columns.present;
-            // The row's own column is one of those of this thread, or it is another's.
-            bool own = at < columns.all && slot >= 0 && (column * columns.present + slot) % STEP_SIXTEENS % SUBS == sub;
-            if (own && column != loaded) {
-                loaded = column;
-                const float* from = given.shares + (long long)row * width + (part * columns.of_place + column) * 16 + half * 8;
-                float sum[8] = {};
-#pragma unroll SHARES_AT_ONCE
-                for (int share = 0; share < shares; ++share) {
-                    float4 one = load_made(from), other = load_made(from + 4);
-                    sum[0] += one.x, sum[1] += one.y, sum[2] += one.z, sum[3] += one.w;
-                    sum[4] += other.x, sum[5] += other.y, sum[6] += other.z, sum[7] += other.w;
-                    from += rows * width;
-                }
+            bool own = slot >= 0 && at < columns.all && at == column * columns.present + slot;
+            unsigned value[4] = {0, 0, 0, 0};
 #pragma unroll
-                for (int i = 0; i < 4; ++i) value[i] = rounded_pair(sum[2 * i], sum[2 * i + 1]);
-            }
-            own = own && at == column * columns.present + slot;
+            for (int h = 0; h < KEPT; ++h)
+                if (own && h == (GATED && column >= columns.of_place)) {
+                    if (kept[h] != column) load(kept[h] = column, h);
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) value[i] = values[h][i];
+                }
             unsigned target = to + l * X_BYTES + f * (ROWS * 128) + row * 128 + ((k * 2 + half ^ row & 7) << 4);
             asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
-                :: "r"(target), "r"(own ? value[0] : 0), "r"(own ? value[1] : 0), "r"(own ? value[2] : 0), "r"(own ? value[3] : 0)
-                : "memory");
+                :: "r"(target), "r"(value[0]), "r"(value[1]), "r"(value[2]), "r"(value[3]) : "memory");
         }
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         __syncwarp();

@@ -159,7 +159,7 @@ def _answers(llm: LLM, mode: Mode, work: Work, length: int | None) -> list[LongB
 
 def _prompt(llm: LLM, work: Work, record: LongBenchRecord, length: int | None) -> list[int]:
     """The prompt of a record, whose middle is left out where it is too long; in the chat template, where there is one and the
-    task is no continuation of a text."""
+    task is not a continuation of a text."""
     tokenizer = llm.get_tokenizer()
     text = work.prompt.format_map({"context": record.context, "input": record.input})
     chat = not work.task.plain and tokenizer.has_chat_template

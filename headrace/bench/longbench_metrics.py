@@ -18,7 +18,7 @@ from headrace.errors import ConfigError
 Metric = Callable[[str, str, Sequence[str]], float]
 """Score, 0 to 1, of an answer against one right answer, given the classes of the task."""
 _CODE_MARKS = ("`", "#", "//")
-"""Marks of lines that are no code: fences and comments."""
+"""Marks of lines that are not code: fences and comments."""
 
 
 def _f1(answer: str, right: str, classes: Sequence[str]) -> float:

@@ -180,7 +180,7 @@ def read_records(path: Path, kind: type[_AnyRecord], count: int | None, option: 
     """The first ``count`` lines of a JSONL file, or all.
 
     Raises:
-        ConfigError: the file cannot be read or is empty, or a line is no such object; names the line.
+        ConfigError: the file cannot be read or is empty, or a line is not such object; names the line.
     """
     found = []
     with open_input(path, option) as file:
@@ -189,7 +189,7 @@ def read_records(path: Path, kind: type[_AnyRecord], count: int | None, option: 
             try:
                 found.append(msgspec.json.decode(line, type=kind))
             except (msgspec.MsgspecError, RecursionError) as error:
-                raise ConfigError(f"line {number} of {path} is no record of LongBench: {error}", option) from error
+                raise ConfigError(f"line {number} of {path} is not a record of LongBench: {error}", option) from error
     if not found:
         raise ConfigError(f"{path} has no records", option)
     return found

@@ -92,7 +92,7 @@ def plain_width(console: Console) -> Console:
 
 
 def table(title: str, header: Sequence[str], rows: Iterable[Sequence[str | Text]], align: str = "") -> Table:
-    """A table of plain text: square brackets in a cell are no markup.
+    """A table of plain text: square brackets in a cell are not markup.
 
     Args:
         align: ``l`` or ``r`` for each column; without it the first column is aligned left and the others right.

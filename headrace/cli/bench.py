@@ -322,7 +322,7 @@ def longcontext(args: EngineArgs, options: LongContextOptions, to: ReportOptions
     try:
         sizes = list(dict.fromkeys(int(size) for size in _items(options.lengths, "--lengths")))
     except ValueError:
-        raise ConfigError(f"{options.lengths!r} is no list of numbers", "--lengths") from None
+        raise ConfigError(f"{options.lengths!r} is not a list of numbers", "--lengths") from None
     encoder, _ = _encoder(args)
     if encoder is None:
         raise ConfigError("the model has no tokenizer, which the tasks need", "model")

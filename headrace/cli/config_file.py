@@ -36,7 +36,7 @@ def read_config(path: str) -> list[Entry]:
     """The top-level keys of a YAML file, in their order. A null value means that the key is not set.
 
     Raises:
-        ConfigError: the file cannot be read, is no YAML mapping, or has a key twice; the error names the line.
+        ConfigError: the file cannot be read, is not a YAML mapping, or has a key twice; the error names the line.
     """
     with _yaml(path, "--config") as (loader, root):
         return [] if root is None else _entries(path, loader, root)
@@ -119,7 +119,7 @@ def match(entries: Iterable[Entry], keys: Mapping[str, Option], command: str) ->
     """Key -> (checked value, where it stands), for the keys of a command: its long options with underscores.
 
     Raises:
-        ConfigError: a key is no option of the command, or its value is of the wrong type or out of range.
+        ConfigError: a key is not an option of the command, or its value is of the wrong type or out of range.
     """
     found = {}
     for entry in entries:
@@ -127,7 +127,7 @@ def match(entries: Iterable[Entry], keys: Mapping[str, Option], command: str) ->
         if name not in keys:
             close = difflib.get_close_matches(name, keys, n=1) or [key for key in keys if name == f"no_{key}"]
             hint = f"; did you mean {close[0].replace('_', '-')}?" if close else ""
-            raise ConfigError(f"{entry.where}: {entry.key} is no option of {command}{hint}")
+            raise ConfigError(f"{entry.where}: {entry.key} is not an option of {command}{hint}")
         try:
             found[name] = (_converted(keys[name], entry.value), entry.where)
         except (ConfigError, RequestError, ValueError) as error:

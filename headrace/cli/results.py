@@ -28,7 +28,7 @@ def line_key(record: Mapping[str, Any]) -> str:
 
 
 def has_answer(record: Mapping[str, Any]) -> bool:
-    """Whether the line of a result file is no error."""
+    """Whether the line of a result file is not an error."""
     response = record.get("response")
     return "outputs" in record or (response is not None and response["status_code"] == 200)
 
@@ -37,7 +37,7 @@ class ResultFile:
     """Writes records to ``FILE.partial``, and renames it to ``FILE`` at the end. A run that ends early leaves the partial file,
     which ``resume`` continues: it keeps the results and drops errors and a half-written line.
 
-    Writes directly to standard output (no path), and to a path that is no regular file, such as a pipe.
+    Writes directly to standard output (no path), and to a path that is not a regular file, such as a pipe.
     """
 
     def __init__(self, path: Path | None, source: Path | None, *, resume: bool = False, option: str = "--output") -> None:
@@ -91,7 +91,7 @@ class ResultFile:
                     record = json.loads(line)
                     key, has_result = line_key(record), has_answer(record)
                 except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
-                    raise ConfigError(f"line {number} of {earlier} is no result of a run", "--resume") from None
+                    raise ConfigError(f"line {number} of {earlier} is not a result of a run", "--resume") from None
                 if has_result:
                     self.done[key] += 1
                     yield line

@@ -174,7 +174,7 @@ def _jobs(options: RunOptions, stack: contextlib.ExitStack, max_media_bytes: int
         said = [[*pictures, {"type": "text", "text": text}] if pictures else text for text in prompts]
         contents: list[Any] = [[{"role": "user", "content": content}] for content in said] if options.chat else said
         return [PromptJob(number, content, kind) for number, content in enumerate(contents, start=1)], len(prompts)
-    # A byte order mark is no part of the first line.
+    # A byte order mark is not part of the first line.
     encoding = "utf-8-sig"
     if source is None:
         return distinct(parse_lines(bounded_lines(read_stdin(encoding)))), None

@@ -86,7 +86,7 @@ def compiled(grammar: str, vocabulary: GrammarVocabulary, config: StructuredOutp
         return error.message
     except (Exception, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # A panic of the library is no Exception.
+    except BaseException as error:  # A panic of the library is not an Exception.
         return f"it cannot be compiled: {error}"
     matcher = GrammarMatcher(inner, vocabulary.vocab_size)
     first = np.zeros(-(-vocabulary.vocab_size // 32), dtype=np.int32)

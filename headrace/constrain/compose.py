@@ -144,7 +144,7 @@ def _check_budget(choice: Choice, vocabulary: Vocabulary) -> None:
     elif choice.tools is not None and choice.tools.whole:
         why = f"it cannot be held in this model's format, {choice.tools.name}"
     elif any(isinstance(spelled(mark, vocabulary.tokens)[0], str) for mark in (thought.open, thought.close)):
-        why = "the markers of this model's reasoning are no tokens of its vocabulary"
+        why = "the markers of this model's reasoning are not tokens of its vocabulary"
     else:
         return
     raise unsupported(name, f"{name} is not supported: {why}")

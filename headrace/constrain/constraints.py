@@ -201,7 +201,7 @@ class Constraints:
             fill_next_token_bitmask_par(self._fillers(), unknown, own)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException:  # A panic of the library is no Exception, and concerns one row: which one?
+        except BaseException:  # A panic of the library is not an Exception, and concerns one row: which one?
             return [matcher.fill(mask) for matcher, mask in zip(matchers, masks, strict=True)]
         finish_masks(grammars, own, masks)
         return [matcher.error for matcher in grammars]
@@ -239,7 +239,7 @@ def _copy(
     try:
         found = compiled.result()
         copies.set_result(found if isinstance(found, str) else [found.with_ends(tokens, digits) for tokens in ends])
-    except BaseException as error:  # A panic of the library is no Exception.
+    except BaseException as error:  # A panic of the library is not an Exception.
         copies.set_exception(error)
 
 

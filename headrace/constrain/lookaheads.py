@@ -85,7 +85,7 @@ def _end(pattern: str) -> int:
 
 
 def _parts(pattern: str) -> list[str]:
-    """The alternatives of a pattern, as far as they are no part of groups."""
+    """The alternatives of a pattern, as far as they are not part of groups."""
     depth, parts, start = 0, [], 0
     for found in _PIECE.finditer(pattern):
         depth += (found[0] == "(") - (found[0] == ")")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _REPEATED = 64
 """Tokens that repeat each other, or that are digits, after which an output ends: a model does not come back from there."""
 _LONGEST_PERIOD = 8
-"""Tokens of what repeats itself, at most, where an output that is no JSON ends after ``_REPEATED`` tokens."""
+"""Tokens of what repeats itself, at most, where an output that is not JSON ends after ``_REPEATED`` tokens."""
 _LOST = 512
 """Tokens that repeat the same few, after which any output ends, complete or not."""
 _LONGEST_LOST_PERIOD = 64
@@ -134,7 +134,7 @@ class GrammarMatcher:
             getattr(self._matcher, name)(*arguments)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # A panic of the library is no Exception.
+        except BaseException as error:  # A panic of the library is not an Exception.
             return f"{TOO_COMPLEX}: {error}"
         return self.error
 

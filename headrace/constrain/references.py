@@ -100,7 +100,7 @@ def escaped(name: str) -> str:
 
 
 def _joined(base: str, value: str) -> str:
-    """Raises: ValueError: it is no URI."""
+    """Raises: ValueError: it is not a URI."""
     return base + value if value.startswith("#") else urljoin(base, value)
 
 

@@ -110,7 +110,7 @@ class _Tags(Lark):
         if missing := sorted(needed - {*node}):
             raise _wrong(place, f"has no {missing[0]}")
         if unknown := sorted({*node} - needed - others - {"type"}):
-            raise _wrong(f"{place}/{unknown[0]}", f"is no field of {kind} that can be held")
+            raise _wrong(f"{place}/{unknown[0]}", f"is not a field of {kind} that can be held")
         return kind
 
     def _sequence(self, elements: Sequence[Any], place: str, depth: int) -> str:

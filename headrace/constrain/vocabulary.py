@@ -49,7 +49,7 @@ class GrammarVocabulary:
     def __init__(self, tokenizer: _Encoder, vocab_size: int, markers: Iterable[int] = ()) -> None:
         """
         Args:
-            vocab_size: the model's. Ids that the tokenizer lacks are no text.
+            vocab_size: the model's. Ids that the tokenizer lacks are not text.
             markers: tokens that part an answer. They need not be special.
         """
         self._markers = frozenset(markers)
@@ -117,7 +117,7 @@ class GrammarVocabulary:
             return tokenizer if any(allowed) else "no token is text"
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # A panic of the library is no Exception.
+        except BaseException as error:  # A panic of the library is not an Exception.
             return f"{type(error).__name__}: {error}"
 
 

@@ -64,7 +64,7 @@ class StepBudget:
 class Waits:
     """Keeps where admission stopped last while sequences were left in the queue.
 
-    Sequences are admitted in order, so whatever stopped the first one stopped all behind it.
+    Sequences are admitted in order, so the reason that stopped the first one stopped all behind it.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

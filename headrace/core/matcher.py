@@ -15,7 +15,7 @@ Mask = npt.NDArray[np.int32]
 
 
 class Matcher(Protocol):
-    """The state of one sequence's constraint after its known outputs. Tokens that end a sequence are no part of it."""
+    """The state of one sequence's constraint after its known outputs. Tokens that end a sequence are not part of it."""
 
     def fill(self, mask: Mask) -> str | None:
         """Writes the tokens that may come next. Returns why the matcher cannot go on, or None."""

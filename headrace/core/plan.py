@@ -113,7 +113,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     in every block table. ``rows`` have the new numbers already. Steps launched before may still write the sources, so the
     copies run after them; the bytes of a source may belong to another group from this step on."""
     layers: LayerRange | None = None
-    """The last row computes these layers alone, apart from the other rows. It is a row of several plans, in turn for all
+    """The last row computes only these layers, apart from the other rows. It is a row of several plans, in turn for all
     layers; its tokens count as computed, and it may have logits rows, in the last of them. One such piece is under way at a
     time. None: every row computes all layers."""
     state_before: tuple[StateOp, ...] = ()

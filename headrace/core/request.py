@@ -59,7 +59,7 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_position: int
     max_model_len: int
     max_encoder_rows: int
-    """Rows of one item that the encoder makes, at most; 0: there is none, and prompts bring features."""
+    """Most rows that the encoder makes of one item; 0: the model has no encoder, and prompts bring features."""
     max_step_tokens: int
     """Tokens of a step, which a bidirectional item must fit."""
     dtype: str

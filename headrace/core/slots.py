@@ -1,4 +1,4 @@
-"""Slots: allocates the runner's per-sequence state slots. AdapterSlots: which sequences may run beside others' adapters."""
+"""Slots: allocates the runner's per-sequence state slots. AdapterSlots: which sequences may run, by their adapters."""
 
 from __future__ import annotations
 

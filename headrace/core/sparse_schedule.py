@@ -41,7 +41,7 @@ class SparseSchedule:
         return layers if first or not layers.last else None
 
     def leaves(self, seq: Sequence) -> None:
-        """The sequence leaves its slot, and the layers of its piece are computed anew."""
+        """The sequence leaves its slot, and the layers of its piece are computed again."""
         if self._layered is seq:
             self._layered, seq.num_layers, self.abandoned = None, 0, True
 

@@ -62,7 +62,7 @@ class StateSchedule:
 
         if states.most:
             turns, last = seq.request.boundaries, [seq.num_prompt - 1]
-            # What lies behind a branch is this prompt's alone: no later point stands for it.
+            # Only this prompt has what follows a branch: no later point can replace it.
             branch = [hit.attention_tokens] if hit is not None and hit.attention_tokens - start >= MERGE else []
             kept += [*turns, *branch]
             periodic = range(self.period, length, self.period)

@@ -32,7 +32,7 @@ class InFlightStep:
 
     step: int
     continuing: dict[int, Sequence]
-    """seq_id -> sequences whose row computes the last token and samples the next, which alone can end them."""
+    """seq_id -> sequences whose row computes the last token and samples the next: only these can end."""
     others: dict[int, Sequence]
     """seq_id -> sequences of all other rows."""
     constrained: list[ConstrainedRow]
@@ -65,7 +65,7 @@ class StepBuilder:
         self._sparse: list[Row] = []
         """Prefill rows that attend sparsely."""
         self._piece: list[Row] = []
-        """The row that computes ``layers`` alone, if there is one."""
+        """The row that computes only ``layers``, if there is one."""
         self.layers: LayerRange | None = None
         self.saves: list[tuple[Sequence, Save]] = []
 

@@ -80,7 +80,7 @@ def collect_tokens(
             continue
         stop = check_stop(seq)
         if stop is not None:
-            num_kept -= stop.error is not None  # A token that the constraint refuses is no output.
+            num_kept -= stop.error is not None  # A token that the constraint refuses is not an output.
             break
     update = SequenceUpdate(seq, token_ids[:num_kept], logprobs[:num_kept] if logprobs is not None else None)
     if seq.prompt_logprobs is not None:

@@ -48,7 +48,7 @@ class LoadedAdapters:
             raise errors[0]
 
     def begin(self, files: AdapterFiles, answer: Answer) -> None:
-        """Loads an adapter beside the steps. ``poll`` answers."""
+        """Loads an adapter while steps go on. ``poll`` answers."""
         if not self._scheduler.config.max_loras:
             answer(ConfigError("this engine takes no adapters: start it with --enable-lora", PARAM))
             return

@@ -204,7 +204,7 @@ class EngineCore:
             self.scheduler.fail(sequence, error)
 
     def start_threads(self) -> None:
-        """Starts all threads beside the steps, which otherwise the first requests that need them start."""
+        """Starts all worker threads, which the first requests that need them would start otherwise."""
         self._constraints.start_threads()
 
     def idle(self) -> bool:

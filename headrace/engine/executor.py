@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
+from headrace.core import commands
 from headrace.core.plan import GraphCount, RunnerEvent, SamplePlan, StepPlan, StepResult
-from headrace.core.weights import RankCommand, RankReply, Receive, Release, Restore
 from headrace.engine.sleep import SleepingMemory
 from headrace.engine.weight_receiver import WeightReceiver
 from headrace.errors import ConfigError, EngineError
@@ -65,13 +65,13 @@ class Executor(Protocol[Handle]):
         """Forgets an adapter that no sequence has. Does nothing if it is not there."""
         ...
 
-    def weights(self, command: RankCommand) -> RankReply:
+    def weights(self, command: commands.RankCommand) -> commands.RankReply:
         """Answers at once; loads and joins go on, and no step is in flight while a load does. Of several ranks: the first
         error, and done once all are."""
         ...
 
     def memory(self) -> list[tuple[str, int]]:
-        """(name, bytes) of each use of device memory beside the weights."""
+        """(name, bytes) of each use of device memory other than weights."""
         ...
 
     def capture_next(self) -> GraphCount:
@@ -149,13 +149,13 @@ class LocalExecutor(Executor[StepHandle]):
         finally:
             self._receiver.note(update.update)
 
-    def weights(self, command: RankCommand) -> RankReply:
+    def weights(self, command: commands.RankCommand) -> commands.RankReply:
         match command:
-            case Release(tags, drop):
+            case commands.Release(tags, drop):
                 return self._memory.release(tags, drop=drop)
-            case Restore(tags):
+            case commands.Restore(tags):
                 return self._memory.restore(tags)
-            case Receive():
+            case commands.Receive():
                 self.runner.note(RunnerEvent("weights"))
         return self._receiver.handle(command)
 

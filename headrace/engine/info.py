@@ -74,7 +74,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     layers: list[LayerLine]
     decisions: list[Decision]
     media: MediaFacts | None = None
-    """None: the model reads text alone."""
+    """None: the model reads only text."""
     state_grid: int = 0
     """Tokens between snapshots of states; 0: the model has no state layers."""
     environment: dict[str, str] = {}

@@ -129,7 +129,7 @@ class SequenceText:
         parser: Parser | None = None,
         experts: ExpertLayers | None = None,
     ) -> None:
-        """``first``: of another sample of the request, which has computed what depends on the request alone."""
+        """``first``: the state of another sample of the request, which has computed what depends only on the request."""
         self._experts, self._num_shown = experts, 0
         request = sequence.request
         params = request.sampling

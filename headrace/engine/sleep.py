@@ -14,7 +14,8 @@ import psutil
 import torch
 from torch import nn
 
-from headrace.core.weights import DeviceMemory, RankReply, SleepTag
+from headrace.core.commands import RankReply
+from headrace.core.weights import DeviceMemory, SleepTag
 from headrace.host import pages
 from headrace.models.interface import Model
 from headrace.models.kinds import model_tensors

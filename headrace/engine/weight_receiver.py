@@ -11,25 +11,13 @@ from typing import Any
 
 import torch
 
+from headrace.core import commands
 from headrace.core.weights import (
-    Check,
-    Checksums,
-    Compare,
     DiskSource,
-    Drop,
-    Export,
     FilesSource,
-    Forget,
     GroupSource,
     GroupSpec,
     IpcSource,
-    JobEnded,
-    Join,
-    Leave,
-    Missing,
-    RankCommand,
-    RankReply,
-    Receive,
     SegmentSource,
     SiblingSource,
     Source,
@@ -98,15 +86,15 @@ class WeightReceiver:
         self._sums: dict[str, int] = {}
         """Sums of tensors that came since ``Forget``, where they are kept."""
 
-    def handle(self, command: RankCommand) -> RankReply:
+    def handle(self, command: commands.RankCommand) -> commands.RankReply:
         try:
             return self._handle(command)
         except ConfigError as error:
-            return RankReply(error=error.message)
+            return commands.RankReply(error=error.message)
 
-    def _handle(self, command: RankCommand) -> RankReply:
+    def _handle(self, command: commands.RankCommand) -> commands.RankReply:
         match command:
-            case Check(source):
+            case commands.Check(source):
                 self._close()
                 opened = self._open(source)
                 try:
@@ -114,38 +102,38 @@ class WeightReceiver:
                 except BaseException:
                     opened.close()
                     raise
-            case Receive(checksums):
+            case commands.Receive(checksums):
                 self._load = _Job(functools.partial(self._receive, checksums), "a load of weights")
-            case Compare(checksums):
+            case commands.Compare(checksums):
                 if differing := [name for name, value in checksums.items() if self._sums.get(name) != value]:
                     raise ConfigError(f"what came differs from the sender's sums: {listed(differing)}", "checksums")
-            case JobEnded(job):
+            case commands.JobEnded(job):
                 return self._ended(job)
-            case Drop():
+            case commands.Drop():
                 self._load = None
                 self._close()
-            case Forget():
+            case commands.Forget():
                 self._written.clear()
                 self._sums.clear()
                 self._whole = False
-            case Missing():
+            case commands.Missing():
                 table = self._table or self._plan([])
                 count, fixed = sum(map(len, self._written.values())), sorted(from_files(self._model))
                 missing = [] if self._whole else table.unwritten(self._written)
-                return RankReply(written=count, missing=missing, fixed=fixed)
-            case Join(spec, replica):
+                return commands.RankReply(written=count, missing=missing, fixed=fixed)
+            case commands.Join(spec, replica):
                 self._leave(spec.name)
                 rank = spec.rank_offset + replica * self._size + self._rank
                 self._joins[spec.name] = _Job(functools.partial(self._join, spec, rank), f"joining the group {spec.name}")
-            case Leave(name):
+            case commands.Leave(name):
                 self._leave(name)
-            case Export(folder):
+            case commands.Export(folder):
                 tensors = model_tensors(self._model).weights
                 work = functools.partial(send_weights, self._socket(folder), tensors, self._seconds)
                 _Job(work, "sending weights to a replica")
-            case Checksums():
-                return RankReply(checksums={name: checksum(value) for name, value in self._model.named_parameters()})
-        return RankReply()
+            case commands.Checksums():
+                return commands.RankReply(checksums={name: checksum(value) for name, value in self._model.named_parameters()})
+        return commands.RankReply()
 
     def note(self, update: WeightUpdate) -> None:
         """Remembers which tensors an update has written."""
@@ -193,15 +181,15 @@ class WeightReceiver:
         finally:
             self.note(update)
 
-    def _ended(self, job: str) -> RankReply:
+    def _ended(self, job: str) -> commands.RankReply:
         if not job:
             if self._load is None:
-                return RankReply(error="no load is under way")
+                return commands.RankReply(error="no load is under way")
             count = self._checked[1].count if self._checked is not None else 0
-            return RankReply(self._load.done, self._load.error, count)
+            return commands.RankReply(self._load.done, self._load.error, count)
         if job not in self._joins:
-            return RankReply(error=f"the group {job} is not being joined")
-        return RankReply(self._joins[job].done, self._joins[job].error)
+            return commands.RankReply(error=f"the group {job} is not being joined")
+        return commands.RankReply(self._joins[job].done, self._joins[job].error)
 
     def _join(self, spec: GroupSpec, rank: int) -> None:
         self._groups[spec.name] = join_group(spec, rank, self._device, self._seconds)

@@ -8,41 +8,15 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from headrace.core import commands
 from headrace.core.weights import (
     MEMORY_TAGS,
     PAUSE_MODES,
-    AcceptFiles,
-    Begin,
-    Check,
-    Checksums,
-    Compare,
     DeviceMemory,
-    Drop,
-    Export,
-    Fail,
     FilesSource,
-    Finish,
-    Forget,
-    JobEnded,
-    Join,
-    Leave,
-    Load,
-    Lose,
-    Missing,
-    Pause,
     PauseMode,
-    RankCommand,
-    RankReply,
-    Receive,
-    Release,
-    Rename,
-    Restore,
-    Resume,
     ServedWeights,
-    Sleep,
     SleepTag,
-    Wake,
-    WeightCommand,
     WeightResult,
     WeightState,
     WeightStatus,
@@ -64,7 +38,7 @@ _SHOWN = 5
 
 
 class WeightExecutor(Protocol):
-    def weights(self, command: RankCommand) -> RankReply: ...
+    def weights(self, command: commands.RankCommand) -> commands.RankReply: ...
 
     def update_weights(self, tensors: Named) -> int: ...
 
@@ -230,22 +204,22 @@ class WeightControl:
 
     # Commands
 
-    def submit(self, command: WeightCommand, reply: Reply) -> list[OutputDelta]:
+    def submit(self, command: commands.WeightCommand, reply: Reply) -> list[OutputDelta]:
         """Carries a command out, or begins to. Returns the deltas of sequences that it ended."""
         ended: list[OutputDelta] = []
         try:
             match command:
-                case Pause(mode):
+                case commands.Pause(mode):
                     ended = self._on_pause(mode, reply)
-                case Begin():
+                case commands.Begin():
                     self._on_begin(command, reply)
-                case Load():
+                case commands.Load():
                     self._on_load(command, reply)
-                case Sleep():
+                case commands.Sleep():
                     ended = self._on_sleep(command, reply)
-                case Join(group):
+                case commands.Join(group):
                     if group.name in self._groups:
-                        # The sender of before is gone.
+                        # The previous sender has ended.
                         self._fail(f"the group {group.name} was joined again")
                     self._rank(command)
                     self._groups.discard(group.name)
@@ -259,36 +233,36 @@ class WeightControl:
             reply(WeightResult(status=error.status, error=str(error), weights=self.status))
         return ended
 
-    def _at_once(self, command: WeightCommand) -> WeightResult:
+    def _at_once(self, command: commands.WeightCommand) -> WeightResult:
         result = WeightResult()
         match command:
-            case Resume():
+            case commands.Resume():
                 self._on_resume()
-            case Finish():
+            case commands.Finish():
                 result = self._on_finish(command)
-            case Fail(reason):
+            case commands.Fail(reason):
                 self._fail(reason)
-            case Lose(number, version):
+            case commands.Lose(number, version):
                 self._open = False
-                self._rank(Forget())
+                self._rank(commands.Forget())
                 self._lose(number, version)
-            case AcceptFiles():
+            case commands.AcceptFiles():
                 if self._damage is None or self._damage[0] != "lost":
                     raise WeightsError("no weights are lost", 409)
                 self._of_files = True
                 self._renew(self._number + 1, None)
-            case Rename(version):
+            case commands.Rename(version):
                 if self._damage is not None or self._open:
                     raise WeightsError("the weights are being updated, or are not whole", 409)
                 self._renew(self._number + 1, version)
-            case Leave(name):
+            case commands.Leave(name):
                 self._rank(command)
                 self._groups.discard(name)
-            case Export():
+            case commands.Export():
                 self._rank(command)
-            case Wake(tags):
+            case commands.Wake(tags):
                 self._wake(tags)
-            case Checksums():
+            case commands.Checksums():
                 self._check_idle()
                 if "weights" in self._asleep:
                     raise WeightsError(self._reason, 409)
@@ -320,7 +294,7 @@ class WeightControl:
         for reply in awaiting:
             reply(WeightResult(status=409, error="the engine was resumed before it was paused", weights=self.status))
 
-    def _on_begin(self, command: Begin, reply: Reply) -> None:
+    def _on_begin(self, command: commands.Begin, reply: Reply) -> None:
         if self._damage is None and (self._open or self._begins):
             raise WeightsError("an update is open already", 409)
         self._check_idle()
@@ -346,28 +320,28 @@ class WeightControl:
             self._num_updates += 1
             self._open, self._changed, self._files_alone = True, False, True
             if self._damage is None:
-                self._rank(Forget())
+                self._rank(commands.Forget())
         self._apply()
         reply(WeightResult(weights=self.status))
 
-    def _on_load(self, command: Load, reply: Reply) -> None:
+    def _on_load(self, command: commands.Load, reply: Reply) -> None:
         self._check_idle()
         if not self._open:
             raise WeightsError("no update is open: begin one first", 409)
-        if error := self._rank(Check(command.source)).error:
-            self._rank(Drop())
+        if error := self._rank(commands.Check(command.source)).error:
+            self._rank(commands.Drop())
             raise WeightsError(error, 400)
         self._changed = True
         self._files_alone = self._files_alone and isinstance(command.source, FilesSource)
         self._load, self._num_tensors = reply, 0
-        self._rank(Receive(self._sums))
+        self._rank(commands.Receive(self._sums))
         self._apply()
 
-    def _on_finish(self, command: Finish) -> WeightResult:
+    def _on_finish(self, command: commands.Finish) -> WeightResult:
         self._check_idle()
         if not self._open:
             raise WeightsError(self._damage[1] if self._damage is not None else "no update is open", 409)
-        found = self._rank(Missing())
+        found = self._rank(commands.Missing())
         lacking = found.missing if self._complete else []
         if self._damage is not None:
             lacking = [name for name in found.missing if self._dropped or name not in found.fixed]
@@ -385,7 +359,7 @@ class WeightControl:
     def _compare(self, checksums: dict[str, int]) -> None:
         if not self._sums:
             raise WeightsError("no sums were kept: the update must begin with checksums", 409)
-        if error := self._rank(Compare(checksums)).error:
+        if error := self._rank(commands.Compare(checksums)).error:
             self._fail(error)
             raise WeightsError(self.status.reason or error, 409)
 
@@ -397,14 +371,14 @@ class WeightControl:
         self._open, self._damage, self._dropped = False, None, False
         if self._own_pause:
             self._pause, self._own_pause = None, False
-        self._rank(Forget())
+        self._rank(commands.Forget())
         if self._until_update:
             self._wake(None)
         self._end_own_sleep()
 
     # Sleep
 
-    def _on_sleep(self, command: Sleep, reply: Reply) -> list[OutputDelta]:
+    def _on_sleep(self, command: commands.Sleep, reply: Reply) -> list[OutputDelta]:
         self._check_idle()
         if self._open or self._begins:
             raise WeightsError("an update is open: finish it first", 409)
@@ -422,27 +396,27 @@ class WeightControl:
 
         return self._tighten(command.mode, paused)
 
-    def _fall_asleep(self, command: Sleep) -> list[DeviceMemory]:
+    def _fall_asleep(self, command: commands.Sleep) -> list[DeviceMemory]:
         """No step is in flight. Returns what is in use then."""
         tags, level = command.tags if command.level else (), command.level
-        if level == 2 and "weights" in tags and (command.until_update or self._rank(Missing()).fixed):
-            unread = self._rank(Check(FilesSource())).error
-            self._rank(Drop())
+        if level == 2 and "weights" in tags and (command.until_update or self._rank(commands.Missing()).fixed):
+            unread = self._rank(commands.Check(FilesSource())).error
+            self._rank(commands.Drop())
             if unread and not command.until_update:
                 raise WeightsError(f"experts that only the model's files write would be lost ({unread}): sleep at level 1", 409)
             level = 1 if unread else 2
         if "kv_cache" in tags:
             self._core.preempt_all()
             self._core.reset_prefix_cache()
-        released = self._rank(Release(tags, level == 2)) if tags else RankReply()
+        released = self._rank(commands.Release(tags, level == 2)) if tags else commands.RankReply()
         if released.error:
-            self._rank(Restore(tuple(tag for tag in tags if tag not in self._asleep)))
+            self._rank(commands.Restore(tuple(tag for tag in tags if tag not in self._asleep)))
             raise WeightsError(released.error, 503)
         self._asleep |= {"scheduling", *tags}
         self._level = max(level, self._level)
         self._until_update = self._until_update or command.until_update
         if "weights" in tags and level == 2:
-            self._rank(Forget())
+            self._rank(commands.Forget())
             self._dropped = True
             self._damage = "hollow", "the weights were dropped (sleep level 2): update or reload them"
         return released.memory
@@ -451,12 +425,12 @@ class WeightControl:
         """Raises: WeightsError: a rank has no memory for it; what is woken stays awake."""
         wanted = self._asleep & set(self._asleep if tags is None else tags)
         memory = tuple(sorted(wanted - {"scheduling"}))
-        if memory and (error := self._rank(Restore(memory)).error):
+        if memory and (error := self._rank(commands.Restore(memory)).error):
             raise WeightsError(error, 503)
         self._asleep -= wanted
-        # Clients of weights and KV alone mean the graphs too.
+        # Clients that know only weights and KV mean the graphs too.
         if memory and self._asleep <= {"scheduling", "cuda_graph"}:
-            self._rank(Restore(MEMORY_TAGS))
+            self._rank(commands.Restore(MEMORY_TAGS))
             self._asleep.clear()
         if wanted and not self._asleep:
             self._level, self._until_update = 0, False
@@ -473,7 +447,7 @@ class WeightControl:
         if not self._open:
             return
         self._open = False
-        self._rank(Forget())
+        self._rank(commands.Forget())
         if self._changed:
             self._damage = "torn", f"weights are torn: update {self._num_updates} failed: {reason}"
         elif self._own_pause and self._damage is None:
@@ -483,7 +457,7 @@ class WeightControl:
         if self._load is not None:
             raise WeightsError("a load of weights is under way", 409)
 
-    def _rank(self, command: RankCommand) -> RankReply:
+    def _rank(self, command: commands.RankCommand) -> commands.RankReply:
         return self._core.executor.weights(command)
 
     # What takes longer
@@ -501,7 +475,7 @@ class WeightControl:
         if self._load is not None:
             self._poll_load(self._load)
         for name, reply in list(self._joins.items()):
-            if (joined := self._rank(JobEnded(name))).done:
+            if (joined := self._rank(commands.JobEnded(name))).done:
                 del self._joins[name]
                 if not joined.error:
                     self._groups.add(name)
@@ -513,17 +487,17 @@ class WeightControl:
             self.tell(self.status)
 
     def _poll_load(self, reply: Reply) -> None:
-        loaded = self._rank(JobEnded(""))
+        loaded = self._rank(commands.JobEnded(""))
         self._num_tensors = loaded.written
         if not loaded.done:
             return
         self._load = None
-        self._rank(Drop())
+        self._rank(commands.Drop())
         if loaded.error:
             self._fail(loaded.error)
         if not self._open:
             # Given up meanwhile: what it wrote since counts for no other update.
-            self._rank(Forget())
+            self._rank(commands.Forget())
         self._apply()
         error = "" if self._open or self._damage is None else self._damage[1]
         reply(WeightResult(status=503 if error else 200, error=error, weights=self.status, written=loaded.written))
@@ -538,21 +512,21 @@ class WeightControl:
             ConfigError: a tensor does not fit; nothing was written.
             WeightsError: the weights are torn, and stay so until an update has all of them.
         """
-        self.call(Begin())
+        self.call(commands.Begin())
         self._files_alone = False
         try:
             count = self._core.executor.update_weights(tensors)
         except ConfigError:
-            self.call(Fail(""))
+            self.call(commands.Fail(""))
             raise
         except EngineError as error:
             self._changed = True
-            self.call(Fail(str(error)))
+            self.call(commands.Fail(str(error)))
             raise WeightsError(self.status.reason, 503) from error
-        self.call(Finish(0))
+        self.call(commands.Finish(0))
         return count
 
-    def call(self, command: WeightCommand) -> WeightResult:
+    def call(self, command: commands.WeightCommand) -> WeightResult:
         """Carries a command out while the caller waits. Raises: WeightsError."""
         results: list[WeightResult] = []
         self.submit(command, results.append)

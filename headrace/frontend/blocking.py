@@ -12,8 +12,8 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from headrace.config import EngineArgs
+from headrace.core.commands import Rename
 from headrace.core.request import Request
-from headrace.core.weights import Rename
 from headrace.engine.endings import failed
 from headrace.engine.info import EngineInfo, Progress
 from headrace.errors import ConfigError, EngineError, QueueFullError, RequestError, UnavailableError

@@ -27,20 +27,7 @@ from headrace.frontend.streams import Inbox, OutputStream
 from headrace.frontend.weights import Weights
 from headrace.metrics.stats import EngineStats
 from headrace.outputs import OutputDelta
-from headrace.processes.messages import (
-    Abort,
-    Accepted,
-    AddRequest,
-    Control,
-    ControlName,
-    ControlReply,
-    FromEngine,
-    Ready,
-    Rejected,
-    Stats,
-    StepDeltas,
-    WeightReply,
-)
+from headrace.processes import messages
 from headrace.processes.quarantine import Quarantine
 from headrace.processes.replicas import ReplicaSet
 from headrace.processes.spawn import COMMAND, Spawned
@@ -77,7 +64,7 @@ class EngineClient:
             served=served,
         )
         self._inboxes: dict[str, Inbox] = {}
-        self._calls: dict[int, tuple[ControlName, asyncio.Future[bool]]] = {}
+        self._calls: dict[int, tuple[messages.ControlName, asyncio.Future[bool]]] = {}
         packed_bytes = self.args.weight_transfer_config.packed_buffer_size_bytes
         self.weights = Weights(self._supervisor, self.abort_all, packed_bytes)
         self._num_calls = 0
@@ -140,7 +127,7 @@ class EngineClient:
         stream = OutputStream(inbox, self._abandon)
         try:
             for request in requests:
-                self._supervisor.send(AddRequest(request))
+                self._supervisor.send(messages.AddRequest(request))
             await inbox.accepted
         except BaseException:
             # Refused in part or cancelled: the engine may have taken some.
@@ -171,9 +158,9 @@ class EngineClient:
             logger.debug("abort %s", running)
             for request_id in running:
                 self._inboxes[request_id].bound.add(request_id)
-            self._supervisor.send(Abort(running))
+            self._supervisor.send(messages.Abort(running))
 
-    def _tell(self, message: Control) -> None:
+    def _tell(self, message: messages.Control) -> None:
         """Sends a control message whose answer is not awaited. An engine that does not run has nothing to do."""
         with contextlib.suppress(EngineDeadError):
             self._supervisor.send(message)
@@ -207,10 +194,10 @@ class EngineClient:
         if self._loop is not None and asyncio.get_running_loop() is not self._loop:
             raise EngineError("this AsyncLLM belongs to the event loop that started it, and this is another one")
 
-    async def _call(self, name: ControlName) -> bool:
-        return await self._ask(Control(0, name))
+    async def _call(self, name: messages.ControlName) -> bool:
+        return await self._ask(messages.Control(0, name))
 
-    async def _ask(self, message: Control) -> bool:
+    async def _ask(self, message: messages.Control) -> bool:
         """Sends a control message, numbered, and waits for the answer."""
         self._check_owner()
         self._supervisor.check()
@@ -219,33 +206,33 @@ class EngineClient:
         reply: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._calls[call] = (message.name, reply)
         try:
-            self._supervisor.send(Control(call, message.name, message.adapter))
+            self._supervisor.send(messages.Control(call, message.name, message.adapter))
             return await reply
         finally:
             self._calls.pop(call, None)
 
     # What the supervisor calls
 
-    def on_message(self, message: FromEngine) -> None:
+    def on_message(self, message: messages.FromEngine) -> None:
         match message:
-            case StepDeltas(deltas):
+            case messages.StepDeltas(deltas):
                 for delta in deltas:
                     self._deliver(delta)
-            case Ready(_, stats):
+            case messages.Ready(_, stats):
                 self._stats = stats
                 self.adapters.engine_started()
-            case Stats(stats):
+            case messages.Stats(stats):
                 self._stats = stats
-            case Accepted(request_id):
+            case messages.Accepted(request_id):
                 if (inbox := self._inboxes.get(request_id)) is not None:
                     inbox.accept(request_id)
-            case Rejected(request_id, kind, text, param):
+            case messages.Rejected(request_id, kind, text, param):
                 if (inbox := self._inboxes.pop(request_id, None)) is not None:
                     # A replica may refuse what another one had accepted: its reader must see the end.
                     inbox.lost(request_id, _rejection(kind, text, param))
-            case WeightReply():
+            case messages.WeightReply():
                 self.weights.answered(message)
-            case ControlReply(call, value, error, param):
+            case messages.ControlReply(call, value, error, param):
                 _, reply = self._calls.get(call, (None, None))
                 if reply is None or reply.done():
                     return
@@ -280,7 +267,7 @@ class EngineClient:
         if request_id in inbox.bound:
             return False
         try:
-            self._supervisor.send(AddRequest(inbox.requests[request_id]))
+            self._supervisor.send(messages.AddRequest(inbox.requests[request_id]))
         except EngineDeadError:
             return False
         return True

@@ -97,7 +97,7 @@ class FeatureEncoder:
         for name, picture in self._decoded(pictures):
             processed = self._rules.process(picture, {}, name)
             if len(processed) != 1:
-                raise RequestError(f"{name}: the model sees {len(processed)} crops of it, which are no features of one", name)
+                raise RequestError(f"{name}: the model sees {len(processed)} crops of it, which are not features of one", name)
             (one,) = processed
             ends = one.expansion.counts
             runs = tuple((sum(ends[:index]), count) for index, count in enumerate(ends))

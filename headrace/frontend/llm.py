@@ -34,7 +34,7 @@ class LLM(ChatCalls, PooledCalls, SleepCalls):
     Threads may share it: a call waits until those before it are done. Processes may not: after a fork, the child makes its own.
 
     Raises:
-        TypeError: a keyword is no field of EngineArgs.
+        TypeError: a keyword is not a field of EngineArgs.
         ConfigError: the arguments cannot work with this model on this machine.
     """
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from headrace.core.weights import WeightCommand, WeightResult, WeightStatus
+from headrace.core.commands import WeightCommand
+from headrace.core.weights import WeightResult, WeightStatus
 from headrace.engine.info import Progress
 from headrace.engine.timeline import Timeline
 from headrace.frontend.adapters import AdapterNames, LocalAdapters

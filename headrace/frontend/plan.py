@@ -85,7 +85,7 @@ def _what_fits(args: EngineArgs, files: ModelFiles, device: DeviceFacts) -> list
         changed = dataclasses.replace(args, **options)
         try:
             return resolve(changed, files, choose(changed, files).spec, device)
-        except ConfigError:  # Or it is no option for this model, or on this device.
+        except ConfigError:  # Or it is not an option for this model, or on this device.
             return None
 
     formats = [name for name, each in QUANTIZATIONS[device.device].items() if each.rounding]

@@ -76,7 +76,7 @@ class PoolingInputs:
     """Makes requests for embeddings and scores of one engine. Holds no state of any request; threads may share it."""
 
     def __init__(self, inputs: InputProcessor, config: PoolingConfig) -> None:
-        """Raises: ConfigError: the model's score is made of the logits of yes and no, which are no single tokens."""
+        """Raises: ConfigError: the model's score is made of the logits of yes and no, which are not single tokens."""
         self._inputs, self.config = inputs, config
         scoring = config.scoring
         self._pairs: PairTemplate | None = None

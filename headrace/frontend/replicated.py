@@ -10,8 +10,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from headrace.config import EngineArgs
+from headrace.core.commands import WeightCommand
 from headrace.core.request import Request
-from headrace.core.weights import WeightCommand, WeightResult, WeightStatus
+from headrace.core.weights import WeightResult, WeightStatus
 from headrace.engine.endings import failed
 from headrace.engine.info import EngineInfo, Progress
 from headrace.errors import EngineError, RequestError

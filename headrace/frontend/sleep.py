@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from headrace.core.weights import MEMORY_TAGS, Begin, Fail, FilesSource, Finish, Load, Sleep, SleepTag, Wake
+from headrace.core import commands
+from headrace.core.weights import MEMORY_TAGS, FilesSource, SleepTag
 from headrace.errors import WeightsError
 from headrace.frontend.blocking import BlockingClient
 
@@ -26,12 +27,12 @@ class SleepCalls(BlockingClient):
             tags: the parts that give memory back: weights, kv_cache, cuda_graph.
         """
         with self._exclusive() as engine:
-            engine.command(Sleep(level, tags=tuple(tags)))
+            engine.command(commands.Sleep(level, tags=tuple(tags)))
 
     def wake_up(self, tags: Sequence[SleepTag] | None = None) -> None:
         """Takes memory again: all, or that of some tags."""
         with self._exclusive() as engine:
-            engine.command(Wake(None if tags is None else tuple(tags)))
+            engine.command(commands.Wake(None if tags is None else tuple(tags)))
 
     @property
     def is_sleeping(self) -> bool:
@@ -41,10 +42,10 @@ class SleepCalls(BlockingClient):
     def reload_weights(self) -> None:
         """Reads the weights of the files that the model was loaded from again."""
         with self._exclusive() as engine:
-            engine.command(Begin())
+            engine.command(commands.Begin())
             try:
-                engine.command(Load(FilesSource()))
+                engine.command(commands.Load(FilesSource()))
             except WeightsError as error:
-                engine.command(Fail(str(error)))
+                engine.command(commands.Fail(str(error)))
                 raise
-            engine.command(Finish(0))
+            engine.command(commands.Finish(0))

@@ -8,31 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
+from headrace.core import commands
 from headrace.core.weights import (
     MEMORY_TAGS,
-    AcceptFiles,
-    Begin,
-    Checksums,
     DiskSource,
-    Fail,
     FilesSource,
-    Finish,
     GroupSource,
     GroupSpec,
-    Join,
-    Leave,
-    Load,
-    Pause,
     PauseMode,
-    Rename,
-    Resume,
     ServedWeights,
-    Sleep,
     SleepTag,
     Source,
     TensorSpec,
-    Wake,
-    WeightCommand,
     WeightResult,
     WeightStatus,
 )
@@ -82,7 +69,7 @@ class Weights:
         """Names of the commands that are not answered."""
         return [name for name, _ in self._calls.values()]
 
-    async def send(self, command: WeightCommand) -> WeightResult:
+    async def send(self, command: commands.WeightCommand) -> WeightResult:
         """Sends a command to all engines, and waits for their answer."""
         number, reply = next(self._numbers), asyncio.get_running_loop().create_future()
         self._calls[number] = (type(command).__name__, reply)
@@ -116,14 +103,14 @@ class Weights:
                 computed again from their tokens. wait: they run to their ends; new ones are refused. abort: they end with what
                 they have; new ones are refused.
         """
-        paused = self.send(Pause(mode))
+        paused = self.send(commands.Pause(mode))
         if mode == "abort":
             self._abort()
         return await paused
 
     async def resume(self) -> WeightResult:
         """Goes on with requests. Refused while an update is open or the weights are not whole."""
-        return await self.send(Resume())
+        return await self.send(commands.Resume())
 
     async def sleep(
         self,
@@ -143,7 +130,7 @@ class Weights:
             until_update: the end of the next update wakes the engine. Weights that ``reload`` could not read again are kept at
                 level 2 too.
         """
-        asleep = self.send(Sleep(level, mode, tuple(tags), until_update))
+        asleep = self.send(commands.Sleep(level, mode, tuple(tags), until_update))
         if mode == "abort":
             self._abort()
         return await asleep
@@ -151,16 +138,16 @@ class Weights:
     async def wake_up(self, tags: Sequence[SleepTag] | None = None) -> WeightResult:
         """Takes memory again, all of it or that of some tags. The engine goes on if only its sleep had paused it, once it is
         awake and its weights are whole."""
-        return await self.send(Wake(None if tags is None else tuple(tags)))
+        return await self.send(commands.Wake(None if tags is None else tuple(tags)))
 
     async def begin(self, *, checksums: bool = False) -> WeightResult:
         """Begins an update. An engine that serves is paused (keep) until ``finish``. ``checksums``: which will have them."""
-        return await self.send(Begin(checksums))
+        return await self.send(commands.Begin(checksums))
 
     async def load(self, source: Source) -> WeightResult:
         """Writes the weights of a source, all or some. If that fails once something may be written, the weights are torn:
         nothing is generated until an update has written all of them."""
-        return await self.send(Load(source))
+        return await self.send(commands.Load(source))
 
     async def finish(self, version: str | None = None, *, checksums: Mapping[str, int] | None = None) -> WeightResult:
         """Ends the update.
@@ -170,11 +157,11 @@ class Weights:
             checksums: sums of tensors as they were sent, by name, as ``headrace.weights.checksum`` makes them. Where another
                 tensor came the weights are torn (409).
         """
-        return await self.send(Finish(0, version, dict(checksums or {})))
+        return await self.send(commands.Finish(0, version, dict(checksums or {})))
 
     async def fail(self, reason: str = "it was given up") -> WeightResult:
         """Gives the open update up."""
-        return await self.send(Fail(reason))
+        return await self.send(commands.Fail(reason))
 
     async def update_from_disk(self, path: str | Path, version: str | None = None) -> WeightResult:
         """An update from the safetensors files of a directory, which may be deleted afterwards."""
@@ -197,10 +184,10 @@ class Weights:
 
     async def join(self, group: GroupSpec) -> WeightResult:
         """Joins a group, together with the trainer and all ranks."""
-        return await self.send(Join(group))
+        return await self.send(commands.Join(group))
 
     async def leave(self, name: str) -> WeightResult:
-        return await self.send(Leave(name))
+        return await self.send(commands.Leave(name))
 
     async def receive(
         self, group: str, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], *, packed: bool = False
@@ -211,15 +198,15 @@ class Weights:
 
     async def rename(self, version: str) -> WeightResult:
         """Gives the present weights another version."""
-        return await self.send(Rename(version))
+        return await self.send(commands.Rename(version))
 
     async def accept_files(self) -> WeightResult:
         """Serves the weights of the engine's files, although it had later ones before it was started again."""
-        return await self.send(AcceptFiles())
+        return await self.send(commands.AcceptFiles())
 
     async def checksums(self) -> dict[str, int]:
         """64-bit sums of all parameters, by name, rank and replica."""
-        return (await self.send(Checksums())).checksums
+        return (await self.send(commands.Checksums())).checksums
 
 
 def tensor_specs(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[TensorSpec]:

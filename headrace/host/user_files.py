@@ -35,7 +35,7 @@ def near(path: Path) -> str:
 
 
 def check_regular(path: Path, param: str, hint: str = "") -> None:
-    """Refuses what is no regular file. ``hint``: what the message ends with where something else is there.
+    """Refuses what is not a regular file. ``hint``: what the message ends with where something else is there.
 
     Raises:
         ConfigError: there is none of the name, or it may not be looked at.
@@ -94,7 +94,7 @@ def read_text(path: Path, param: str, most: int = MAX_BYTES) -> str:
     try:
         return read_input(path, param, most).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no text in UTF-8: {error.reason} at byte {error.start}", param) from None
+        raise ConfigError(f"{path} is not text in UTF-8: {error.reason} at byte {error.start}", param) from None
 
 
 def is_stream(path: Path) -> bool:

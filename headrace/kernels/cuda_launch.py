@@ -84,6 +84,8 @@ class CudaKernel:
         self._arguments = (ctypes.c_void_p * len(places))(*(self._launch_at + place for place in places))
         self._arguments_at = ctypes.addressof(self._arguments)
         self._launching, self._compiling = threading.Lock(), threading.Lock()
+        self._asked = False
+        """A pool has been asked for the binary. Each of a model's layers asks."""
         self._binary: bytes | None = None
         self._functions: dict[int, int] = {}
 
@@ -99,7 +101,8 @@ class CudaKernel:
         """
         pool = compiling.get()
         if pool is not None:
-            if self._binary is None:
+            if not self._asked:
+                self._asked = True
                 pool.submit(self.binary)
             return
         device = torch.cuda.current_device()
@@ -205,11 +208,18 @@ def refusals(device: torch.device) -> tuple[str, ...]:
     """Reasons why these kernels cannot run on a device; empty: they can."""
     if not support.is_hopper(device):
         return (f"the kernels in CUDA C++ need SM{support.HOPPER_SM}",)
+    return (reason,) if (reason := missing()) else ()
+
+
+def missing() -> str:
+    """Says what these kernels lack on this machine, whatever its devices; empty: nothing."""
     try:
-        nvrtc_version()
-    except OSError as error:
-        return (str(error),)
-    return ()
+        _driver()
+        # Compiles nothing, for which it needs its own libraries all the same.
+        _compile(b"", "nothing.cu", _OPTIONS)
+    except (AttributeError, OSError, RuntimeError) as error:
+        return str(error)
+    return ""
 
 
 def nvrtc_version() -> str:

@@ -50,16 +50,22 @@ class Late:
 
 
 def dispatch(
-    reference: Callable[Concatenate[torch.Tensor, P], R], kernel: Callable[[], Callable[Concatenate[torch.Tensor, P], R]]
+    reference: Callable[Concatenate[torch.Tensor, P], R],
+    kernel: Callable[[], Callable[Concatenate[torch.Tensor, P], R]],
+    native: Callable[Concatenate[torch.Tensor, P], R | None] | None = None,
 ) -> Callable[Concatenate[torch.Tensor, P], R]:
-    """Calls the reference, or the kernel if the first argument is on a GPU. Both have the same signature.
+    """Calls the kernel if the first argument is on a GPU, and else the reference. All have the same signature.
 
-    ``kernel`` returns the kernel, whose module is imported then.
+    ``kernel`` returns the kernel, whose module is imported then. ``native`` computes on a CPU, or returns None for tensors
+    that it does not support.
     """
 
     @functools.wraps(reference)
     def run(x: torch.Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        chosen = kernel() if takes(x) else reference
-        return chosen(x, *args, **kwargs)
+        if takes(x):
+            return kernel()(x, *args, **kwargs)
+        if native is not None and (found := native(x, *args, **kwargs)) is not None:
+            return found
+        return reference(x, *args, **kwargs)
 
     return run

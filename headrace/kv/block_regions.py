@@ -138,7 +138,7 @@ class BlockRegions:
     # ------------------------------------------------------------------ edges of regions
 
     def _grow(self, group: int, counts: Sequence[int]) -> None:
-        """Extends a region until it has ``counts[group]`` empty blocks. The other groups keep ``counts`` of theirs."""
+        """Extends a region until it has ``counts[group]`` empty blocks. The other groups keep at least their ``counts``."""
         place, pool = self._place[group], self.pools[group]
         short = counts[group] - pool.num_empty
         spare = self.arena.capacity // (_SPARE * self._sizes[group])

@@ -60,7 +60,7 @@ class SequenceBlocks:
     due: int = 0
     """Number of collected tokens from which on ``KVCacheManager.advance`` has something to do."""
     rows: TokenRows | None = None
-    """Filled in for a request that gets them back. It finds cached blocks that have rows alone."""
+    """Set for a request that gets them back, which finds only cached blocks that have rows."""
     states: SequenceStates = dataclasses.field(default_factory=SequenceStates)
     """State blocks, of models with state layers."""
 

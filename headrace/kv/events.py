@@ -30,7 +30,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
     medium: str | None
     lora_name: str | None
     extra_keys: list[tuple[str, ...] | None]
-    """Per block, what its KV depends on beside the tokens of its history: a salt as it is, the rest as a hash."""
+    """Per block, what its KV depends on besides the tokens up to its end: a salt as it is, the rest as a hash."""
     group_idx: int
     kv_cache_spec_kind: str
     kv_cache_spec_sliding_window: int | None = None

@@ -26,7 +26,7 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SparseIdentity(NamedTuple):
-    """Properties of a sparsely attending prompt, beside the name of its mode, on which its KV depends.
+    """Properties of a sparsely attending prompt, in addition to the name of its mode, on which its KV depends.
 
     Key blocks are selected for whole blocks of queries. So a token's KV depends on the prompt's tokens up to the end of its
     block of the sparse grid; and tokens behind the prompt attend densely.
@@ -82,7 +82,7 @@ class CacheIdentity:
 
     @staticmethod
     def extra_keys(root: bytes) -> list[str]:
-        """Returns everything beside its tokens and the weights on which the KV of a sequence with this root depends; usually
+        """Returns everything but tokens and weights on which the KV of a sequence with this root depends; usually
         empty."""
         salt, _, adapter, mode, decision, length = msgspec.msgpack.decode(root)
         return [part for part in (salt, adapter, mode, decision and decision.hex(), length and str(length)) if part]

@@ -1,4 +1,4 @@
-"""TokenRows: what a request gets back of each token beside its KV, which cached blocks keep for later requests."""
+"""TokenRows: data that a request gets back for each token, and that cached blocks keep for later requests."""
 
 from __future__ import annotations
 

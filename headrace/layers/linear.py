@@ -118,6 +118,11 @@ class LinearMethod(ABC):
         """Returns whether the method holds a checkpoint's codes and their scales as they are."""
         return False
 
+    @classmethod
+    def holds_all(cls, parts: Sequence[Codes]) -> bool:
+        """Returns whether it holds these, one below the other."""
+        return all(map(cls.holds, parts))
+
     @abstractmethod
     def allocate(self, layer: Linear, dtype: torch.dtype, device: str | torch.device) -> None:
         """Registers on the layer what holds its weights, in place of what held them before. ``dtype``: of the activations."""

@@ -200,7 +200,7 @@ def add_tables(
     """Gives the matrices of a model's layers tables for adapters.
 
     Raises:
-        ConfigError: one of ``modules`` is no matrix of the model.
+        ConfigError: one of ``modules`` is not a matrix of the model.
     """
     rows, shapes, known = LoraRows(), dict[str, tuple[int, tuple[int, ...], int]](), set[str]()
     linears, mixtures = dict[str, Linear](), dict[str, Experts]()

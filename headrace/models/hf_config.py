@@ -70,7 +70,7 @@ def whole(config: HFConfig, name: str, default: int | None = None, *, least: int
     """Reads an integer from ``least`` to ``most``, the same for every layer; a missing one is ``default``.
 
     Raises:
-        ContradictionError: the value is no such integer.
+        ContradictionError: the value is not such integer.
     """
     value = uniform(config, name, default)
     if not is_integer(value, least) or value > most:
@@ -110,7 +110,7 @@ def _list_of(config: HFConfig, name: str, layers: int) -> list[Any] | None:
     """``name + "_list"``, one value a layer; None: there is none.
 
     Raises:
-        ContradictionError: it is no list of one entry a layer; or a layer is said to be something else beside it, by
+        ContradictionError: it is not a list of one entry a layer; or a layer is said to be something else beside it, by
             ``per_layer_config`` or, where the list has null for it, by the one value for all.
     """
     field = name + "_list"
@@ -380,7 +380,7 @@ def _rotary_dim(layer: int, head_dim: int, rope: RopeSpec, partial: float | None
     if share != 1 and partial is None:
         raise ConfigError(f"layer {layer}: partial_rotary_factor {share!r} is not supported", "rope_parameters")
     if not isinstance(share, int | float) or not 0 < share <= 1:
-        raise ConfigError(f"layer {layer}: partial_rotary_factor {share!r} is no share of a head", "rope_parameters")
+        raise ConfigError(f"layer {layer}: partial_rotary_factor {share!r} is not a share of a head", "rope_parameters")
     width = head_dim if rope.kind == "proportional" else int(head_dim * share)
     if rope.sections and 2 * sum(rope.sections) != width:
         raise ContradictionError(

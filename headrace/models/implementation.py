@@ -98,7 +98,8 @@ def _choose(args: EngineArgs, files: ModelFiles) -> Implementation:
     try:
         return _transformers(args, files, why)
     except ConfigError as error:
-        raise ConfigError(f"{files.config_file}: {why}; {error.message}", error.param) from error
+        more = "" if error.message in why else f"; {error.message}"
+        raise ConfigError(f"{files.config_file}: {why}{more}", error.param) from error
 
 
 def _refuse_encoder_decoder(files: ModelFiles) -> None:

@@ -81,7 +81,7 @@ def decode_image(data: memoryview, limits: DecodeLimits) -> Decoded:
     try:
         image = Image.open(io.BytesIO(data), formats=PICTURES)
     except UnidentifiedImageError:
-        raise DecodeError(f"is no picture of a supported format ({', '.join(PICTURES)})") from None
+        raise DecodeError(f"is not a picture of a supported format ({', '.join(PICTURES)})") from None
     with image:
         _check_frame(*image.size, limits)
         upright = rgb(ImageOps.exif_transpose(image))
@@ -195,7 +195,7 @@ def _video_format(head: bytes) -> str:
         return "matroska"
     if head[:4] == b"RIFF" and head[8:12] == b"AVI ":
         return "avi"
-    raise DecodeError("is no video of a supported format (MP4, MOV, WebM, Matroska, AVI)")
+    raise DecodeError("is not a video of a supported format (MP4, MOV, WebM, Matroska, AVI)")
 
 
 def _opens_nothing(url: str, flags: int, options: dict[str, Any]) -> Any:

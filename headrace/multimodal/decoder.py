@@ -31,7 +31,7 @@ class MediaDecoder:
         """``admit``: called in a thread with the bytes of the pixels, before there is room made for them; may raise.
 
         Raises:
-            RequestError: it is no picture that can be decoded within the limits; names ``param``.
+            RequestError: it is not a picture that can be decoded within the limits; names ``param``.
         """
         decoded = await self.threads.run(tenant, lambda: self._decode("image", data, param, admit))
         return Picture(np.frombuffer(decoded.pixels, np.uint8).reshape(decoded.height, decoded.width, 3))

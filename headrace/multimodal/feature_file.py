@@ -17,7 +17,7 @@ def read_features(data: bytes, modality: Modality, param: str) -> Features:
     ``MultiModalProcessor`` checks their numbers.
 
     Raises:
-        RequestError: the bytes are no safetensors, or the tensors are not what they should be; names ``param`` or the tensor.
+        RequestError: the bytes are not safetensors, or the tensors are not what they should be; names ``param`` or the tensor.
     """
     tensors = _tensors(data, param)
     if modality == "audio":

@@ -155,7 +155,7 @@ def tensor_data(value: Any, where: str) -> TensorData:
     """A copy of a torch tensor or of what numpy takes as an array.
 
     Raises:
-        RequestError: it is no tensor, or of no dtype that is read; names ``where``.
+        RequestError: it is not a tensor, or of no dtype that is read; names ``where``.
     """
     if isinstance(value, TensorData):
         return value

@@ -267,7 +267,7 @@ def from_base64(text: str, param: str) -> bytes:
     """The bytes of base64, piece by piece: in a thread, no piece holds up the interpreter's others for long.
 
     Raises:
-        RequestError: it is no base64; names ``param``.
+        RequestError: it is not base64; names ``param``.
     """
     try:
         data = text.encode("ascii")

@@ -23,7 +23,7 @@ _TEXTS = (
 
 
 def known_tokens(spec: AnySpec) -> int:
-    """Number of tokens that are no padding of the vocabulary."""
+    """Number of tokens that are not padding of the vocabulary."""
     return spec.num_tokens if isinstance(spec, ForeignSpec) else spec.vocab_size
 
 

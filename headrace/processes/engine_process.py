@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable
 
 from headrace.errors import EngineError
-from headrace.processes.messages import FromEngine, Shutdown, ToEngine, decode_from_engine, encode
+from headrace.processes import messages
 from headrace.processes.spawn import STACK_SIGNAL, STACKS_SIGNAL, Spawned
 from headrace.processes.watchdog import ThreadTimes, thread_times
 
@@ -22,7 +22,7 @@ class EngineProcess:
     ``exited`` is done with the exit status once the process is gone; all its messages were delivered before.
     """
 
-    def __init__(self, spawned: Spawned, on_message: Callable[[FromEngine], None]) -> None:
+    def __init__(self, spawned: Spawned, on_message: Callable[[messages.FromEngine], None]) -> None:
         """Ends ``spawned`` where it raises. Raises: EngineError: no descriptor is left."""
         self._loop = asyncio.get_running_loop()
         self._on_message = on_message
@@ -41,9 +41,9 @@ class EngineProcess:
     def pid(self) -> int:
         return self._child.pid
 
-    def send(self, message: ToEngine) -> None:
+    def send(self, message: messages.ToEngine) -> None:
         """Never blocks. What a dead engine does not read is lost."""
-        self._child.send(encode(message))
+        self._child.send(messages.encode(message))
 
     async def stacks(self, seconds: float = 1.0) -> str:
         """Returns the stacks of every thread of the engine; fewer, or none, if it does not answer in time."""
@@ -78,7 +78,7 @@ class EngineProcess:
     async def stop(self, seconds: float) -> None:
         """Asks the engine to end, and kills it where that takes longer than ``seconds``."""
         if not self.exited.done():
-            self.send(Shutdown())
+            self.send(messages.Shutdown())
             await asyncio.wait([self.exited], timeout=seconds)
         if not self.exited.done():
             self.kill()
@@ -93,7 +93,7 @@ class EngineProcess:
     def _read(self) -> None:
         try:
             while (data := self._child.poll()) is not None:
-                self._on_message(decode_from_engine(data))
+                self._on_message(messages.decode_from_engine(data))
         except EOFError:
             self._loop.remove_reader(self._descriptor)
             self._await_exit()

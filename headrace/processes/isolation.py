@@ -1,4 +1,4 @@
-"""Isolation: the requests that one engine has, and suspects, which it runs alone."""
+"""Isolation: the requests that one engine has, and suspects, which it runs one at a time with no others."""
 
 from __future__ import annotations
 

@@ -8,10 +8,12 @@ from typing import Literal
 import msgspec
 
 from headrace.config import EngineArgs
+from headrace.core.commands import WeightCommand
 from headrace.core.request import Request
-from headrace.core.weights import ServedWeights, WeightCommand, WeightResult, WeightStatus
+from headrace.core.weights import ServedWeights, WeightResult, WeightStatus
 from headrace.engine.info import EngineInfo, Progress
 from headrace.host.channel import Data
+from headrace.host.tagged import Tagged
 from headrace.metrics.stats import EngineStats
 from headrace.outputs import OutputDelta
 from headrace.routing import CacheReport
@@ -25,7 +27,7 @@ ControlName = Literal["reset_prefix_cache", "check_integrity", "drain", "load_ad
 # To the engine
 
 
-class Start(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Start(Tagged, frozen=True):
     """The first message: build the engine."""
 
     args: EngineArgs
@@ -40,17 +42,17 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The weights and the pause of the engine before this one."""
 
 
-class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class AddRequest(Tagged, frozen=True):
     """Answered with Accepted or Rejected, before any of its deltas."""
 
     request: Request
 
 
-class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Abort(Tagged, frozen=True):
     request_ids: list[str]
 
 
-class Control(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Control(Tagged, frozen=True):
     """Answered with ControlReply. ``drain`` is answered once no work is left."""
 
     call: int
@@ -59,14 +61,14 @@ class Control(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The adapter that is loaded or dropped."""
 
 
-class WeightCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class WeightCall(Tagged, frozen=True):
     """A command to the engine's weights. Answered with WeightReply."""
 
     call: int
     command: WeightCommand
 
 
-class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Shutdown(Tagged, frozen=True):
     """Stop at once, without an answer."""
 
 
@@ -76,22 +78,22 @@ ToEngine = Start | AddRequest | Abort | Control | WeightCall | Shutdown
 # From the engine
 
 
-class Starting(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Starting(Tagged, frozen=True):
     progress: Progress
 
 
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Ready(Tagged, frozen=True):
     """The engine has run a first step and takes requests."""
 
     info: EngineInfo
     stats: EngineStats
 
 
-class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Accepted(Tagged, frozen=True):
     request_id: str
 
 
-class Rejected(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Rejected(Tagged, frozen=True):
     """The request was refused; the other fields rebuild the error."""
 
     request_id: str
@@ -100,25 +102,25 @@ class Rejected(msgspec.Struct, frozen=True, array_like=True, tag=True):
     param: str | None
 
 
-class StepDeltas(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class StepDeltas(Tagged, frozen=True):
     """Sent after every step and after aborts, also without deltas: the watchdog counts them."""
 
     deltas: list[OutputDelta]
 
 
-class Stats(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Stats(Tagged, frozen=True):
     """Sent every ``STATS_SECONDS`` while steps run, and ahead of the first and the last StepDeltas between idle times."""
 
     stats: EngineStats
 
 
-class CacheChanged(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class CacheChanged(Tagged, frozen=True):
     """Sent ahead of the StepDeltas of the same step, to a router that looks at prefixes."""
 
     report: CacheReport
 
 
-class ControlReply(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class ControlReply(Tagged, frozen=True):
     call: int
     value: bool = True
     error: str | None = None
@@ -126,18 +128,18 @@ class ControlReply(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The parameter at fault, where the error is the caller's."""
 
 
-class WeightsChanged(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class WeightsChanged(Tagged, frozen=True):
     """Sent at every change of the weights' state, and each second while a command to them is under way."""
 
     status: WeightStatus
 
 
-class WeightReply(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class WeightReply(Tagged, frozen=True):
     call: int
     result: WeightResult
 
 
-class Fatal(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Fatal(Tagged, frozen=True):
     """The last message of an engine that cannot go on."""
 
     kind: Literal["config", "resources", "killed", "engine"]

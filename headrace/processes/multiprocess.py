@@ -22,40 +22,15 @@ import psutil
 import torch
 
 from headrace.config import EngineArgs
+from headrace.core.commands import RankCommand, RankReply
 from headrace.core.plan import GraphCount, SamplePlan, StepPlan, StepResult, encode_plan
-from headrace.core.weights import RankCommand, RankReply
 from headrace.engine.executor import Executor
 from headrace.errors import ConfigError, EngineError, RankKilledError, RankLostError
 from headrace.host.channel import Channel, wait
 from headrace.host.child import END_SECONDS, ChildProcess, child_environment, crashed, python
 from headrace.host.memory_file import memory_file
 from headrace.parallel.agreement import Agreement
-from headrace.processes.rank_messages import (
-    Agreed,
-    Alike,
-    Ask,
-    Collect,
-    Collected,
-    ConfigRefused,
-    Done,
-    DropAdapter,
-    Failed,
-    FromRank,
-    Least,
-    LoadAdapter,
-    Plan,
-    RankStart,
-    RankWeights,
-    ShowTokens,
-    Tokens,
-    ToRank,
-    UpdateWeights,
-    decode_from_rank,
-    decode_to_rank,
-    encode,
-    tensor_pieces,
-    tensor_spec,
-)
+from headrace.processes import rank_messages as messages
 from headrace.processes.records import from_plain
 from headrace.processes.watchdog import Watchdog, busy_timeouts, thread_times
 from headrace.sources.adapter import AdapterFiles
@@ -89,15 +64,15 @@ class RankAgreement(Agreement):
         self.size = size
 
     def least(self, number: int) -> int:
-        return self._ask(Least(number))
+        return self._ask(messages.Least(number))
 
     def alike(self, value: bytes) -> bool:
-        return bool(self._ask(Alike(hashlib.sha256(value).digest())))
+        return bool(self._ask(messages.Alike(hashlib.sha256(value).digest())))
 
-    def _ask(self, question: Least | Alike) -> int:
-        self._parent.send(encode(question))
-        answer = decode_to_rank(self._parent.receive())
-        if not isinstance(answer, Agreed):
+    def _ask(self, question: messages.Least | messages.Alike) -> int:
+        self._parent.send(messages.encode(question))
+        answer = messages.decode_to_rank(self._parent.receive())
+        if not isinstance(answer, messages.Agreed):
             raise TypeError(f"a question was answered with {type(answer).__name__}")
         return answer.value
 
@@ -117,15 +92,15 @@ class MultiprocessExecutor(Executor[int]):
         self._watchdog = lambda: Watchdog(step_timeout, times, busy_timeouts=most)
 
     def execute(self, plan: StepPlan) -> int:
-        self.send(Plan(encode_plan(plan)))
+        self.send(messages.Plan(encode_plan(plan)))
         return plan.step
 
     def sample(self, handle: int, plan: SamplePlan) -> None:
-        self.send(Plan(encode_plan(plan)))
+        self.send(messages.Plan(encode_plan(plan)))
 
     def collect(self, handle: int) -> StepResult:
-        self.send(Collect(handle))
-        replies = self.gather(Collected, self._watchdog())
+        self.send(messages.Collect(handle))
+        replies = self.gather(messages.Collected, self._watchdog())
         for rank, found in enumerate(replies):
             if found.digest != replies[0].digest:
                 raise self._broken(self._difference(handle, rank))
@@ -136,8 +111,8 @@ class MultiprocessExecutor(Executor[int]):
     def _difference(self, step: int, rank: int) -> str:
         """Describes where the results of a step differ on two ranks."""
         where = f"ranks 0 and {rank} differ at step {step}"
-        self.send(ShowTokens(step))
-        tokens = self.gather(Tokens | None)
+        self.send(messages.ShowTokens(step))
+        tokens = self.gather(messages.Tokens | None)
         ours, theirs = tokens[0], tokens[rank]
         if ours is None or theirs is None:
             return where
@@ -150,23 +125,23 @@ class MultiprocessExecutor(Executor[int]):
 
     def update_weights(self, tensors: Named) -> int:
         pairs = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
-        self.send(UpdateWeights([tensor_spec(name, tensor) for name, tensor in pairs]))
+        self.send(messages.UpdateWeights([messages.tensor_spec(name, tensor) for name, tensor in pairs]))
         for _, tensor in pairs:
             whole = tensor.detach().cpu().contiguous()
-            for piece in tensor_pieces(whole):
+            for piece in messages.tensor_pieces(whole):
                 for rank in self.ranks:
                     rank.send(piece)
         return self.gather(int)[0]
 
     def load_adapter(self, files: AdapterFiles, *, wait: bool) -> bool:
-        self.send(LoadAdapter(files, wait))
+        self.send(messages.LoadAdapter(files, wait))
         return all(self.gather(bool))
 
     def drop_adapter(self, digest: str) -> None:
-        self.send(DropAdapter(digest))
+        self.send(messages.DropAdapter(digest))
 
     def weights(self, command: RankCommand) -> RankReply:
-        self.send(RankWeights(command))
+        self.send(messages.RankWeights(command))
         replies = self.gather(RankReply)
         error = next((f"rank {rank}: {reply.error}" for rank, reply in enumerate(replies) if reply.error), "")
         done = all(reply.done for reply in replies)
@@ -177,7 +152,7 @@ class MultiprocessExecutor(Executor[int]):
 
     def memory(self) -> list[tuple[str, int]]:
         """Memory of rank 0; the other ranks use about as much."""
-        self.send(Ask("memory"))
+        self.send(messages.Ask("memory"))
         return self.gather(list[tuple[str, int]])[0]
 
     def capture_next(self) -> GraphCount:
@@ -188,7 +163,7 @@ class MultiprocessExecutor(Executor[int]):
 
     def _fewest(self, name: Literal["capture_next", "graphs"]) -> GraphCount:
         """Counts of graphs on the rank that has captured the fewest."""
-        self.send(Ask(name))
+        self.send(messages.Ask(name))
         return min(self.gather(GraphCount))
 
     def sentinels(self) -> Sequence[int]:
@@ -207,10 +182,10 @@ class MultiprocessExecutor(Executor[int]):
         for rank in self.ranks:
             rank.end(max(0.0, deadline - time.monotonic()))
 
-    def send(self, *messages: ToRank) -> None:
+    def send(self, *sent: messages.ToRank) -> None:
         """Sends the same message to every rank, or one each. Messages that a rank does not read are sent while its answer is
         awaited."""
-        encoded = [encode(message) for message in messages]
+        encoded = [messages.encode(message) for message in sent]
         for number, rank in enumerate(self.ranks):
             rank.send(encoded[number] if len(encoded) > 1 else encoded[0])
 
@@ -223,23 +198,23 @@ class MultiprocessExecutor(Executor[int]):
         """
         while True:
             replies = self._replies(watchdog)
-            if (refused := next((reply for reply in replies if isinstance(reply, ConfigRefused)), None)) is not None:
+            if (refused := next((reply for reply in replies if isinstance(reply, messages.ConfigRefused)), None)) is not None:
                 raise ConfigError(refused.message, refused.param)
-            done = [msgspec.msgpack.decode(reply.value, type=kind) for reply in replies if isinstance(reply, Done)]
+            done = [msgspec.msgpack.decode(reply.value, type=kind) for reply in replies if isinstance(reply, messages.Done)]
             if len(done) == len(replies):
                 return done
-            numbers = [reply.number for reply in replies if isinstance(reply, Least)]
-            digests = [reply.digest for reply in replies if isinstance(reply, Alike)]
+            numbers = [reply.number for reply in replies if isinstance(reply, messages.Least)]
+            digests = [reply.digest for reply in replies if isinstance(reply, messages.Alike)]
             if len(numbers) == len(replies):
-                self.send(Agreed(min(numbers)))
+                self.send(messages.Agreed(min(numbers)))
             elif len(digests) == len(replies):
-                self.send(Agreed(int(len(set(digests)) == 1)))
+                self.send(messages.Agreed(int(len(set(digests)) == 1)))
             else:
                 names = sorted({type(reply).__name__ for reply in replies})
                 raise self._broken(f"ranks are out of step: they sent {' and '.join(names)}")
 
-    def _replies(self, watchdog: Watchdog | None) -> list[FromRank]:
-        replies: dict[int, FromRank] = {}
+    def _replies(self, watchdog: Watchdog | None) -> list[messages.FromRank]:
+        replies: dict[int, messages.FromRank] = {}
         stopped = 0
         while True:
             missing = [rank for rank in range(len(self.ranks)) if rank not in replies]
@@ -265,13 +240,13 @@ class MultiprocessExecutor(Executor[int]):
         except psutil.Error:
             return False
 
-    def _poll(self, rank: int) -> FromRank | None:
+    def _poll(self, rank: int) -> messages.FromRank | None:
         try:
             data = self.ranks[rank].poll()
         except EOFError:
             raise self._lost(rank) from None
-        reply = None if data is None else decode_from_rank(data)
-        if isinstance(reply, Failed):
+        reply = None if data is None else messages.decode_from_rank(data)
+        if isinstance(reply, messages.Failed):
             # Where another rank was killed, this one may have failed for lack of it, and be heard first.
             for other, child in enumerate(self.ranks):
                 if other != rank and _killed(child):
@@ -320,7 +295,7 @@ def start_ranks(args: EngineArgs, size: int) -> Loaded:
             command = python("headrace.processes.rank")
             executor.ranks.append(ChildProcess(command, f"rank {rank}", environment=environment, descriptors=(store,)))
         silent = dataclasses.replace(args, record_steps=None)
-        executor.send(*(RankStart(args if rank == 0 else silent, rank, size, store) for rank in range(size)))
+        executor.send(*(messages.RankStart(args if rank == 0 else silent, rank, size, store) for rank in range(size)))
         config, device, weights, profile = from_plain(executor.gather(list[Any])[0])
         executor.watch(args.step_timeout, config.device)
     except BaseException:

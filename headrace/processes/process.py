@@ -30,30 +30,8 @@ from headrace.host.garbage import freeze_gc
 from headrace.host.parent import Parent, run
 from headrace.host.worker_threads import switch_threads_often, use_no_tokenizer_threads
 from headrace.outputs import OutputDelta
+from headrace.processes import messages
 from headrace.processes.early import begin
-from headrace.processes.messages import (
-    STATS_SECONDS,
-    Abort,
-    Accepted,
-    AddRequest,
-    Control,
-    ControlReply,
-    Fatal,
-    FromEngine,
-    Ready,
-    Rejected,
-    Shutdown,
-    Start,
-    Starting,
-    Stats,
-    StepDeltas,
-    ToEngine,
-    WeightCall,
-    WeightReply,
-    WeightsChanged,
-    decode_to_engine,
-    encode,
-)
 from headrace.processes.spawn import STACK_SIGNAL, STACKS_SIGNAL
 from headrace.sources.adapter import AdapterFiles
 
@@ -102,7 +80,7 @@ class EngineLoop:
                 return
             deltas = ended + core.step() if core.runnable() else ended
             self._report()
-            self._send(StepDeltas(deltas))
+            self._send(messages.StepDeltas(deltas))
             if self._drains and not core.has_work():
                 self._answer_drains()
 
@@ -118,64 +96,64 @@ class EngineLoop:
             return
         if core.has_work():
             # While steps are held, requests come and end without them.
-            self._send(Stats(core.stats()))
+            self._send(messages.Stats(core.stats()))
         self._channel.wait(_IDLE_SECONDS if sentinels else None, sentinels)
         core.executor.check()
 
-    def _send(self, message: FromEngine) -> None:
-        self._channel.send(encode(message))
+    def _send(self, message: messages.FromEngine) -> None:
+        self._channel.send(messages.encode(message))
 
-    def _poll(self) -> ToEngine | None:
+    def _poll(self) -> messages.ToEngine | None:
         """The next message if it is there."""
         try:
             data = self._channel.poll()
         except EOFError:  # The client is gone.
-            return Shutdown()
-        return None if data is None else decode_to_engine(data)
+            return messages.Shutdown()
+        return None if data is None else messages.decode_to_engine(data)
 
     def _report(self) -> None:
         """Send statistics if they are due: at the first step after idling, on a timer, and at the last step before idling."""
         now, busy = time.monotonic(), self._core.has_work()
         if now >= self._report_at or not busy:
-            self._report_at = now + STATS_SECONDS if busy else 0.0
-            self._send(Stats(self._core.stats()))
+            self._report_at = now + messages.STATS_SECONDS if busy else 0.0
+            self._send(messages.Stats(self._core.stats()))
 
-    def _handle(self, message: ToEngine) -> list[OutputDelta]:
+    def _handle(self, message: messages.ToEngine) -> list[OutputDelta]:
         """Takes one message in; returns the deltas of sequences that it ended."""
         match message:
-            case AddRequest():
+            case messages.AddRequest():
                 self._add(message)
-            case Abort(request_ids):
+            case messages.Abort(request_ids):
                 logger.debug("abort %s", " ".join(request_ids))
                 return [delta for request_id in request_ids for delta in self._core.abort(request_id)]
-            case Control():
+            case messages.Control():
                 self._control(message)
-            case WeightCall(call, command):
+            case messages.WeightCall(call, command):
                 return self._core.weights.submit(command, lambda result: self._answer_weights(call, result))
-            case Shutdown():
+            case messages.Shutdown():
                 self._running = False
-            case Start():
+            case messages.Start():
                 logger.error("a second Start message arrived")
         return []
 
-    def _add(self, message: AddRequest) -> None:
+    def _add(self, message: messages.AddRequest) -> None:
         request = message.request
         try:
             self._core.add(request)
         except RequestError as error:
             kind: Literal["queue_full", "request"] = "queue_full" if isinstance(error, QueueFullError) else "request"
-            self._send(Rejected(request.request_id, kind, error.message, error.param))
+            self._send(messages.Rejected(request.request_id, kind, error.message, error.param))
             return
         except UnavailableError as error:
-            self._send(Rejected(request.request_id, "unavailable", str(error), None))
+            self._send(messages.Rejected(request.request_id, "unavailable", str(error), None))
             return
         except EngineError as error:
-            self._send(Rejected(request.request_id, "engine", str(error), None))
+            self._send(messages.Rejected(request.request_id, "engine", str(error), None))
             return
         logger.debug("request %s: %d prompt tokens", request.request_id, len(request.prompt_token_ids))
-        self._send(Accepted(request.request_id))
+        self._send(messages.Accepted(request.request_id))
 
-    def _control(self, message: Control) -> None:
+    def _control(self, message: messages.Control) -> None:
         if message.name == "drain":
             self._drains.append(message.call)
             if not self._core.has_work():
@@ -184,12 +162,12 @@ class EngineLoop:
         value = True
         try:
             match message:
-                case Control(_, "reset_prefix_cache"):
+                case messages.Control(_, "reset_prefix_cache"):
                     value = self._core.reset_prefix_cache()
-                case Control(_, "load_adapter", AdapterFiles() as files):
+                case messages.Control(_, "load_adapter", AdapterFiles() as files):
                     self._core.adapters.begin(files, lambda error: self._answer(message, error is None, error))
                     return
-                case Control(_, "drop_adapter", AdapterFiles(digest)):
+                case messages.Control(_, "drop_adapter", AdapterFiles(digest)):
                     self._core.adapters.drop(digest)
                 case _:
                     self._core.check_integrity()
@@ -198,41 +176,41 @@ class EngineLoop:
             return
         self._answer(message, value)
 
-    def _answer(self, message: Control, value: bool, error: Exception | None = None) -> None:
+    def _answer(self, message: messages.Control, value: bool, error: Exception | None = None) -> None:
         if isinstance(error, ConfigError):
-            self._send(ControlReply(message.call, False, error.message, error.param or message.name))
+            self._send(messages.ControlReply(message.call, False, error.message, error.param or message.name))
         elif error is not None:
             logger.error("%s failed", message.name, exc_info=error)
-            self._send(ControlReply(message.call, False, f"{type(error).__name__}: {error}"))
+            self._send(messages.ControlReply(message.call, False, f"{type(error).__name__}: {error}"))
         else:
-            self._send(ControlReply(message.call, value))
+            self._send(messages.ControlReply(message.call, value))
 
     def _answer_weights(self, call: int, result: WeightResult) -> None:
         """Answers a command. What it did to requests and KV is in the statistics by then."""
-        self._send(Stats(self._core.stats()))
-        self._send(WeightReply(call, result))
+        self._send(messages.Stats(self._core.stats()))
+        self._send(messages.WeightReply(call, result))
 
     def _answer_drains(self) -> None:
         for call in self._drains:
-            self._send(ControlReply(call))
+            self._send(messages.ControlReply(call))
         self._drains.clear()
 
 
 def serve(load: Load, client: Parent) -> int:
     """Builds the engine that the first message specifies, and runs it. Returns the exit status."""
 
-    def send(message: FromEngine) -> None:
-        client.send(encode(message))
+    def send(message: messages.FromEngine) -> None:
+        client.send(messages.encode(message))
 
-    start = decode_to_engine(client.receive())
-    if not isinstance(start, Start):
+    start = messages.decode_to_engine(client.receive())
+    if not isinstance(start, messages.Start):
         raise TypeError(f"the first message was {type(start).__name__}, not Start")
     faulthandler.register(STACK_SIGNAL, file=start.stacks, all_threads=False)
     faulthandler.register(STACKS_SIGNAL, file=start.stacks, all_threads=True)
     try:
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         logging.getLogger("headrace").setLevel(start.log_level)
-        timeline = Timeline(lambda progress: send(Starting(progress)), start.origin)
+        timeline = Timeline(lambda progress: send(messages.Starting(progress)), start.origin)
         timeline.mark("command", "interpreter and options", at=process_start())
         timeline.mark("imports", "the engine's process")
         if start.args.data_parallel_size > 1 and start.args.device != "cpu":
@@ -241,26 +219,26 @@ def serve(load: Load, client: Parent) -> int:
             take_device(start.args, start.replica)
         core, info = load(start.args, timeline)
         listen(core, start, send)
-        core.weights.tell = lambda status: send(WeightsChanged(status))
+        core.weights.tell = lambda status: send(messages.WeightsChanged(status))
         core.weights.start(start.weights)
         freeze_gc()
-        send(Ready(info, core.stats()))
+        send(messages.Ready(info, core.stats()))
         EngineLoop(core, client).run()
         core.close()
         return 0
     except ConfigError as error:
-        send(Fatal("config", error.message, error.param, traceback.format_exc()))
+        send(messages.Fatal("config", error.message, error.param, traceback.format_exc()))
         return 2
     except RankLostError as error:
-        send(Fatal("killed" if isinstance(error, RankKilledError) else "engine", str(error), None, ""))
+        send(messages.Fatal("killed" if isinstance(error, RankKilledError) else "engine", str(error), None, ""))
         return 1
     except Exception as error:
         kind: Literal["resources", "engine"] = "resources" if _lacks_resources(error) else "engine"
-        send(Fatal(kind, f"{type(error).__name__}: {error}", None, traceback.format_exc()))
+        send(messages.Fatal(kind, f"{type(error).__name__}: {error}", None, traceback.format_exc()))
         return 1
 
 
-def listen(core: EngineCore, start: Start, send: Callable[[FromEngine], None]) -> None:
+def listen(core: EngineCore, start: messages.Start, send: Callable[[messages.FromEngine], None]) -> None:
     """Adds the listeners of the prefix cache that the arguments ask for, whose modules few engines need."""
     args = start.args
     routed = args.data_parallel_size > 1 and args.dp_routing_policy == "prefix"

@@ -34,7 +34,7 @@ class Quarantine:
 
     They are suspects, which engines run alone (``Isolation``). A suspect is refused once an engine has crashed with nothing
     else in flight. A request is known by its prompt and parameters, so that sending it again does not make it another. One
-    that is served is no suspect any more. Costs nothing while there is none.
+    that is served is not a suspect any more. Costs nothing while there is none.
     """
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -48,7 +48,7 @@ class Quarantine:
         return len(self._suspects)
 
     def crashes(self, request: Request) -> int:
-        """Crashes at which the request was in flight; 0: it is no suspect."""
+        """Crashes at which the request was in flight; 0: it is not a suspect."""
         suspect = self._find(request)
         return 0 if suspect is None else suspect.crashes
 

@@ -1,6 +1,6 @@
 """One tensor-parallel rank's process: ``python -m headrace.processes.rank``.
 
-It ends with the process that started it, also while it waits for a rank that is gone.
+It ends with the process that started it, also while it waits for a rank that has ended.
 """
 
 from __future__ import annotations
@@ -22,29 +22,8 @@ from headrace.host.channel import Channel
 from headrace.host.garbage import freeze_gc
 from headrace.host.parent import Parent, run
 from headrace.parallel.group import join_group
+from headrace.processes import rank_messages as messages
 from headrace.processes.multiprocess import RankAgreement
-from headrace.processes.rank_messages import (
-    Ask,
-    Collect,
-    Collected,
-    ConfigRefused,
-    Done,
-    DropAdapter,
-    Failed,
-    LoadAdapter,
-    Plan,
-    RankStart,
-    RankWeights,
-    ShowTokens,
-    Tokens,
-    ToRank,
-    UpdateWeights,
-    decode_to_rank,
-    digest,
-    empty_tensor,
-    encode,
-    tensor_pieces,
-)
 from headrace.processes.records import to_plain
 from headrace.startup import environment
 from headrace.startup.loader import load_executor
@@ -59,8 +38,8 @@ class Rank:
 
     def __init__(self, parent: Channel) -> None:
         self._parent = parent
-        start = decode_to_rank(parent.receive())
-        if not isinstance(start, RankStart):
+        start = messages.decode_to_rank(parent.receive())
+        if not isinstance(start, messages.RankStart):
             raise TypeError(f"the first message was {type(start).__name__}, not RankStart")
         self._rank = start.rank
         self._agreement = RankAgreement(parent, start.size)
@@ -82,60 +61,60 @@ class Rank:
         freeze_gc()  # A rank whose collector stops it holds up all others.
         try:
             while True:
-                self._handle(decode_to_rank(self._parent.receive()))
+                self._handle(messages.decode_to_rank(self._parent.receive()))
         finally:
             self._executor.close()
 
-    def _handle(self, message: ToRank) -> None:
+    def _handle(self, message: messages.ToRank) -> None:
         match message:
-            case Plan(encoded):
+            case messages.Plan(encoded):
                 plan = decode_plan(encoded)
                 if isinstance(plan, StepPlan):
                     self._handles[plan.step] = self._executor.execute(plan)
                 elif isinstance(plan, SamplePlan):
                     self._executor.sample(self._handles[plan.step], plan)
-            case Collect(step):
+            case messages.Collect(step):
                 result = self._executor.collect(self._handles.pop(step))
                 self._group.check()
                 self._results.append(result)
-                self._done(Collected(digest(result), None if self._rank else result))
-            case ShowTokens(step):
-                self._done(next((Tokens.of(result) for result in self._results if result.step == step), None))
-            case UpdateWeights(tensors):
+                self._done(messages.Collected(messages.digest(result), None if self._rank else result))
+            case messages.ShowTokens(step):
+                self._done(next((messages.Tokens.of(result) for result in self._results if result.step == step), None))
+            case messages.UpdateWeights(tensors):
                 try:
                     self._done(self._executor.update_weights([(spec.name, self._tensor(spec)) for spec in tensors]))
                 except ConfigError as error:
-                    self._parent.send(encode(ConfigRefused(error.message, error.param)))
-            case LoadAdapter(files, wait):
+                    self._parent.send(messages.encode(messages.ConfigRefused(error.message, error.param)))
+            case messages.LoadAdapter(files, wait):
                 try:
                     self._done(self._executor.load_adapter(files, wait=wait))
                 except ConfigError as error:
-                    self._parent.send(encode(ConfigRefused(error.message, error.param)))
-            case DropAdapter(dropped):
+                    self._parent.send(messages.encode(messages.ConfigRefused(error.message, error.param)))
+            case messages.DropAdapter(dropped):
                 self._executor.drop_adapter(dropped)
-            case RankWeights(command):
+            case messages.RankWeights(command):
                 self._done(self._executor.weights(command))
-            case Ask("capture_next"):
+            case messages.Ask("capture_next"):
                 count = self._executor.capture_next()
                 if self._agreement.any(bool(count.failure)):
                     self._executor.stop_capturing("another rank could not capture a CUDA graph")
                 self._done(self._executor.graphs())
-            case Ask("memory"):
+            case messages.Ask("memory"):
                 self._done(self._executor.memory())
-            case Ask("graphs"):
+            case messages.Ask("graphs"):
                 self._done(self._executor.graphs())
             case _:
                 raise ValueError(f"a message {type(message).__name__} was not awaited")
 
     def _tensor(self, spec: TensorSpec) -> torch.Tensor:
         """The tensor whose bytes come next."""
-        tensor = empty_tensor(spec)
-        for piece in tensor_pieces(tensor):
+        tensor = messages.empty_tensor(spec)
+        for piece in messages.tensor_pieces(tensor):
             piece[:] = self._parent.receive()
         return tensor
 
     def _done(self, value: object) -> None:
-        self._parent.send(encode(Done.of(value)))
+        self._parent.send(messages.encode(messages.Done.of(value)))
 
 
 def main(parent: Parent) -> int:
@@ -145,9 +124,9 @@ def main(parent: Parent) -> int:
     except EOFError:
         return 0
     except ConfigError as error:
-        parent.send(encode(ConfigRefused(error.message, error.param)))
+        parent.send(messages.encode(messages.ConfigRefused(error.message, error.param)))
     except Exception as error:
-        parent.send(encode(Failed(f"{type(error).__name__}: {error}")))
+        parent.send(messages.encode(messages.Failed(f"{type(error).__name__}: {error}")))
     return 0
 
 

@@ -14,8 +14,10 @@ import msgspec
 import torch
 
 from headrace.config import EngineArgs
+from headrace.core.commands import RankCommand
 from headrace.core.plan import StepResult
-from headrace.core.weights import RankCommand, TensorSpec
+from headrace.core.weights import TensorSpec
+from headrace.host.tagged import Tagged
 from headrace.sources.adapter import AdapterFiles
 from headrace.weights.update import check_whole
 
@@ -26,7 +28,7 @@ _PIECE_BYTES = 2**28
 # To a rank
 
 
-class RankStart(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class RankStart(Tagged, frozen=True):
     """The first message. Answered with ``Loaded`` as plain data."""
 
     args: EngineArgs
@@ -36,57 +38,57 @@ class RankStart(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Descriptor of the file by which the ranks find each other."""
 
 
-class Plan(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Plan(Tagged, frozen=True):
     """A plan to execute. Not answered."""
 
     plan: bytes
     """The plan in the form of ``encode_plan``."""
 
 
-class Collect(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Collect(Tagged, frozen=True):
     """Answered with Collected."""
 
     step: int
 
 
-class ShowTokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class ShowTokens(Tagged, frozen=True):
     """Answered with Tokens, or None where the step's result is not kept."""
 
     step: int
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Ask(Tagged, frozen=True):
     """A method of the executor to call, and answer with its result."""
 
     name: Literal["capture_next", "memory", "graphs"]
 
 
-class UpdateWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class UpdateWeights(Tagged, frozen=True):
     """The bytes of the tensors follow, each in separate messages (``tensor_pieces``). Answered with how many were written."""
 
     tensors: list[TensorSpec]
 
 
-class RankWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class RankWeights(Tagged, frozen=True):
     """A command to the rank's weights. Answered with RankReply."""
 
     command: RankCommand
 
 
-class LoadAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class LoadAdapter(Tagged, frozen=True):
     """``LocalExecutor.load_adapter``. Answered with its result or with ConfigRefused."""
 
     files: AdapterFiles
     wait: bool
 
 
-class DropAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class DropAdapter(Tagged, frozen=True):
     """Not answered."""
 
     digest: str
 
 
-class Agreed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Agreed(Tagged, frozen=True):
     """The answer to Least or Alike."""
 
     value: int
@@ -98,7 +100,7 @@ ToRank = RankStart | Plan | Collect | ShowTokens | Ask | UpdateWeights | RankWei
 # From a rank
 
 
-class Done(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Done(Tagged, frozen=True):
     """An answer, of the type that the question names."""
 
     value: msgspec.Raw = msgspec.Raw(b"\xc0")
@@ -108,26 +110,26 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=True):
         return cls(msgspec.Raw(msgspec.msgpack.encode(value)))
 
 
-class Least(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Least(Tagged, frozen=True):
     """Asks for the least number of all ranks."""
 
     number: int
 
 
-class Alike(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Alike(Tagged, frozen=True):
     """Asks whether all ranks have the same value."""
 
     digest: bytes
 
 
-class ConfigRefused(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class ConfigRefused(Tagged, frozen=True):
     """A ConfigError."""
 
     message: str
     param: str | None
 
 
-class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Failed(Tagged, frozen=True):
     """The last message of a rank that cannot go on."""
 
     message: str
@@ -167,7 +169,7 @@ decode_from_rank: Callable[[bytearray], FromRank] = msgspec.msgpack.Decoder(From
 
 
 def tensor_spec(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """Raises: ConfigError: it is no tensor with values, or has a part of them."""
+    """Raises: ConfigError: it is not a tensor with values, or has a part of them."""
     check_whole(name, tensor)
     return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 

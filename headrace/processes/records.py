@@ -1,6 +1,6 @@
 """Records (dataclasses, structs, named tuples) of headrace as plain data, by the names of their classes.
 
-For trees whose types msgspec cannot tell apart: a model's specs, a selector's config. Decoding makes records alone.
+For trees whose types msgspec cannot tell apart: a model's specs, a selector's config. Decoding makes only records.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple, "frozenset": frozen
 
 
 def to_plain(value: Any) -> Any:
-    """Raises: TypeError: the value is no record and no plain data."""
+    """Raises: TypeError: the value is neither a record nor plain data."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str, bytes):
         return value
@@ -24,7 +24,7 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, dict):
         return ["dict", *([to_plain(key), to_plain(item)] for key, item in value.items())]
     if not _is_record(kind):
-        raise TypeError(f"{kind.__module__}.{kind.__qualname__} is no record")
+        raise TypeError(f"{kind.__module__}.{kind.__qualname__} is not a record")
     return [f"{kind.__module__}:{kind.__name__}", *(to_plain(getattr(value, name)) for name in _fields(kind))]
 
 
@@ -40,7 +40,7 @@ def from_plain(data: Any) -> Any:
     module, _, kind_name = name.partition(":")
     kind: Any = getattr(importlib.import_module(module), kind_name) if module.startswith("headrace.") else None
     if not _is_record(kind):
-        raise TypeError(f"{name} is no record")
+        raise TypeError(f"{name} is not a record")
     return kind(**dict(zip(_fields(kind), map(from_plain, values), strict=True)))
 
 

@@ -9,23 +9,8 @@ from typing import Literal, Protocol, cast
 
 import msgspec
 
-from headrace.core.weights import (
-    MEMORY_TAGS,
-    Begin,
-    Export,
-    Fail,
-    Finish,
-    Join,
-    Load,
-    Lose,
-    Pause,
-    SiblingSource,
-    Sleep,
-    Wake,
-    WeightCommand,
-    WeightResult,
-    WeightStatus,
-)
+from headrace.core import commands
+from headrace.core.weights import MEMORY_TAGS, SiblingSource, WeightResult, WeightStatus
 from headrace.errors import EngineDeadError
 from headrace.processes.messages import ToEngine, WeightCall, WeightReply
 
@@ -52,7 +37,7 @@ class WeighedReplica(Protocol):
 @dataclasses.dataclass
 class _Call:
     number: int
-    command: WeightCommand
+    command: commands.WeightCommand
     unanswered: set[int]
     results: dict[int, WeightResult]
 
@@ -100,17 +85,17 @@ class ReplicaWeights:
         """Raises: EngineDeadError: no replica runs, or one that must join a group does not."""
         command = message.command
         up = [replica for replica in self._replicas if replica.up]
-        if self._healing and not isinstance(command, Pause):
+        if self._healing and not isinstance(command, commands.Pause):
             self._held.append(message)
             return
-        if not up or (isinstance(command, Join) and len(up) < len(self._replicas)):
+        if not up or (isinstance(command, commands.Join) and len(up) < len(self._replicas)):
             raise EngineDeadError(f"{len(up)} of {len(self._replicas)} replicas are up")
-        if isinstance(command, Finish):
+        if isinstance(command, commands.Finish):
             highest = max(replica.weights.number for replica in self._replicas)
             command = msgspec.structs.replace(command, number=highest + 1)
         self._calls[message.call] = _Call(message.call, command, {replica.number for replica in up}, {})
         for replica in up:
-            if isinstance(command, Join):
+            if isinstance(command, commands.Join):
                 command = msgspec.structs.replace(command, replica=replica.number)
             replica.send(WeightCall(message.call, command))
 
@@ -129,7 +114,7 @@ class ReplicaWeights:
         for call in list(self._calls.values()):
             if number in call.unanswered:
                 call.unanswered.discard(number)
-                if isinstance(call.command, (Load, Join)) or not (call.unanswered or call.results):
+                if isinstance(call.command, (commands.Load, commands.Join)) or not (call.unanswered or call.results):
                     call.results[number] = WeightResult(status=503, error="its engine is gone")
                 self._end(call)
 
@@ -141,12 +126,12 @@ class ReplicaWeights:
         pause = next((other.pause for other in others if other.pause is not None and not other.own_pause), None)
         newest = max(others, key=lambda one: one.number)
         if pause is not None and replica.weights.pause is None:
-            replica.send(WeightCall(_UNANSWERED, Pause(pause)))
+            replica.send(WeightCall(_UNANSWERED, commands.Pause(pause)))
         if (sleeper := next((other for other in others if other.asleep), None)) is not None and not replica.weights.asleep:
             level, tags = cast(Literal[0, 1, 2], sleeper.level), sleeper.asleep
-            replica.send(WeightCall(_UNANSWERED, Sleep(level, tags=tuple(tag for tag in tags if tag in MEMORY_TAGS))))
+            replica.send(WeightCall(_UNANSWERED, commands.Sleep(level, tags=tuple(tag for tag in tags if tag in MEMORY_TAGS))))
         if newest.number > replica.weights.number:
-            replica.send(WeightCall(_UNANSWERED, Lose(newest.number, newest.version)))
+            replica.send(WeightCall(_UNANSWERED, commands.Lose(newest.number, newest.version)))
         if self._heals and (newest.number > replica.weights.number or replica.weights.state == "lost"):
             self._heal(replica, newest.number)
 
@@ -158,15 +143,15 @@ class ReplicaWeights:
                 continue
             folder = tempfile.TemporaryDirectory(prefix="headrace-", ignore_cleanup_errors=True)
             self._healing[replica.number] = _Healing(sibling.number, number, weights.version, folder)
-            sibling.send(WeightCall(_UNANSWERED, Export(folder.name)))
-            replica.send(WeightCall(_UNANSWERED, Begin()))
-            replica.send(WeightCall(_COPIED, Load(SiblingSource(folder.name))))
+            sibling.send(WeightCall(_UNANSWERED, commands.Export(folder.name)))
+            replica.send(WeightCall(_UNANSWERED, commands.Begin()))
+            replica.send(WeightCall(_COPIED, commands.Load(SiblingSource(folder.name))))
             return
 
     def _copied(self, number: int, result: WeightResult) -> None:
         if (healing := self._healing.get(number)) is not None:
             whole = result.status == 200
-            end = Finish(healing.number, healing.version) if whole else Lose(healing.number, healing.version)
+            end = commands.Finish(healing.number, healing.version) if whole else commands.Lose(healing.number, healing.version)
             self._replicas[number].send(WeightCall(_UNANSWERED, end))
             self._end_healing(number)
 
@@ -202,18 +187,18 @@ class ReplicaWeights:
         succeeded = [replica for replica in self._replicas if replica.number in call.results.keys() - failed.keys()]
         refused = all(result.status == 400 for result in failed.values())
         match call.command:
-            case Begin():
+            case commands.Begin():
                 for replica in succeeded:
-                    replica.send(WeightCall(_UNANSWERED, Fail("")))
-            case Sleep():
+                    replica.send(WeightCall(_UNANSWERED, commands.Fail("")))
+            case commands.Sleep():
                 for replica in succeeded:
-                    replica.send(WeightCall(_UNANSWERED, Wake()))
-            case Load() if succeeded or not refused:
+                    replica.send(WeightCall(_UNANSWERED, commands.Wake()))
+            case commands.Load() if succeeded or not refused:
                 for replica in self._replicas:
                     if replica.up and replica.number in call.results:
-                        replica.send(WeightCall(_UNANSWERED, Fail(error)))
-            case Finish(version_number, version) if succeeded:
+                        replica.send(WeightCall(_UNANSWERED, commands.Fail(error)))
+            case commands.Finish(version_number, version) if succeeded:
                 for replica in self._replicas:
                     if replica.number in failed:
                         name = str(version_number) if version is None else version
-                        replica.send(WeightCall(_UNANSWERED, Lose(version_number, name)))
+                        replica.send(WeightCall(_UNANSWERED, commands.Lose(version_number, name)))

@@ -22,23 +22,7 @@ from headrace.errors import EngineDeadError, EngineError, QueueFullError, Reques
 from headrace.metrics.prometheus import ReplicaReport
 from headrace.metrics.stats import EngineStats
 from headrace.options import INT32_MAX
-from headrace.processes.messages import (
-    Abort,
-    Accepted,
-    AddRequest,
-    CacheChanged,
-    Control,
-    ControlReply,
-    FromEngine,
-    Ready,
-    Rejected,
-    Stats,
-    StepDeltas,
-    ToEngine,
-    WeightCall,
-    WeightReply,
-    WeightsChanged,
-)
+from headrace.processes import messages
 from headrace.processes.quarantine import Quarantine
 from headrace.processes.replica_weights import ReplicaWeights
 from headrace.processes.spawn import Spawned
@@ -76,7 +60,7 @@ class _Replica(Client):
         self.drained: asyncio.Event | None = None
         """Set once it has no request left, while it is sent none; None: it is sent requests."""
 
-    def send(self, message: ToEngine) -> None:
+    def send(self, message: messages.ToEngine) -> None:
         """Sends a message. Does nothing while the engine hangs and is about to be killed: ``on_lost`` then reports its
         requests."""
         with contextlib.suppress(EngineDeadError):
@@ -90,7 +74,7 @@ class _Replica(Client):
     def up(self) -> bool:
         return self.supervisor.health().ok and self.info is not None
 
-    def on_message(self, message: FromEngine) -> None:
+    def on_message(self, message: messages.FromEngine) -> None:
         self._replicas.on_message(self, message)
 
     def on_lost(self, reason: str, *, died: bool, request_ids: Collection[str] | None = None) -> None:
@@ -109,7 +93,7 @@ class _Replica(Client):
 class _Call:
     """A control message that every replica answers."""
 
-    message: Control
+    message: messages.Control
     unanswered: set[int]
     value: bool = True
     error: str | None = None
@@ -158,7 +142,7 @@ class ReplicaSet:
             )
         self._calls: dict[int, _Call] = {}
         self._weights = ReplicaWeights(self._replicas, client.on_message, heals=args.heal_from_sibling)
-        self._drains: list[Control] = []
+        self._drains: list[messages.Control] = []
         """Calls to fan out once nothing waits."""
         self._expiry: asyncio.TimerHandle | None = None
         self._closed = False
@@ -307,21 +291,21 @@ class ReplicaSet:
         if not self._router.loads.num_up:
             raise EngineDeadError(self.health().reason)
 
-    def send(self, message: ToEngine) -> None:
+    def send(self, message: messages.ToEngine) -> None:
         """Raises: EngineDeadError."""
-        if isinstance(message, WeightCall):
+        if isinstance(message, messages.WeightCall):
             self._weights.send(message)
             return
         self.check()
         match message:
-            case AddRequest(request):
+            case messages.AddRequest(request):
                 self._add(request)
-            case Abort(request_ids):
+            case messages.Abort(request_ids):
                 self._abort(request_ids)
-            case Control(_, "drain"):
+            case messages.Control(_, "drain"):
                 self._drains.append(message)
                 self._send_drains()
-            case Control():
+            case messages.Control():
                 self._fan_out(message)
             case _:
                 raise EngineError(f"a set of replicas takes no {type(message).__name__}")
@@ -332,7 +316,7 @@ class ReplicaSet:
             self._router.add(request, now)
         except RequestError as error:
             kind: Any = "queue_full" if isinstance(error, QueueFullError) else "request"
-            self._client.on_message(Rejected(request.request_id, kind, error.message, error.param))
+            self._client.on_message(messages.Rejected(request.request_id, kind, error.message, error.param))
             return
         self._bind(now)
         if self._timeout is not None and self._expiry is None and self._router.num_queued:
@@ -342,7 +326,7 @@ class ReplicaSet:
         """Sends what the replicas have room for."""
         if self._router.num_queued and self._router.loads.num_open:
             for request, number in self._router.bind(time.monotonic() if now is None else now):
-                self._replicas[number].send(AddRequest(request))
+                self._replicas[number].send(messages.AddRequest(request))
                 if logger.isEnabledFor(logging.DEBUG):
                     logger.debug("%s", self._router.decisions[-1])
         if self._drains:
@@ -354,7 +338,7 @@ class ReplicaSet:
         timeout, now = self._timeout or 0.0, time.monotonic()
         for request_id in self._router.expired(now - timeout):
             text = f"no replica had room for the request within {timeout:g} s (dp_queue_timeout)"
-            self._client.on_message(Rejected(request_id, "queue_full", text, None))
+            self._client.on_message(messages.Rejected(request_id, "queue_full", text, None))
         if (oldest := self._router.oldest()) is not None:
             delay = max(0.0, oldest + timeout - now)
             self._expiry = asyncio.get_running_loop().call_later(delay, self._expire)
@@ -367,13 +351,13 @@ class ReplicaSet:
             if (number := self._router.replica_of(request_id)) is not None:
                 by_replica.setdefault(number, []).append(request_id)
             elif (request := self._router.remove(request_id)) is not None:
-                self._client.on_message(Accepted(request_id))
-                self._client.on_message(StepDeltas(list(aborted(request))))
+                self._client.on_message(messages.Accepted(request_id))
+                self._client.on_message(messages.StepDeltas(list(aborted(request))))
         for number, ids in by_replica.items():
-            self._replicas[number].send(Abort(ids))
+            self._replicas[number].send(messages.Abort(ids))
         self._bind()
 
-    def _fan_out(self, message: Control) -> None:
+    def _fan_out(self, message: messages.Control) -> None:
         up = [replica for replica in self._replicas if replica.up]
         self._calls[message.call] = _Call(message, {replica.number for replica in up})
         for replica in up:
@@ -387,10 +371,10 @@ class ReplicaSet:
 
     # Messages from the replicas
 
-    def on_message(self, replica: _Replica, message: FromEngine) -> None:
+    def on_message(self, replica: _Replica, message: messages.FromEngine) -> None:
         number, router = replica.number, self._router
         match message:
-            case StepDeltas(deltas):
+            case messages.StepDeltas(deltas):
                 # The client first: a request of which it heard the end is forgotten here.
                 self._client.on_message(message)
                 for delta in deltas:
@@ -400,12 +384,12 @@ class ReplicaSet:
                     )
                 self._note_drained(replica)
                 self._bind()
-            case Stats(stats):
+            case messages.Stats(stats):
                 replica.stats = stats
                 router.loads.observe(number, stats.computed_prompt_tokens)
                 self._client.on_message(message)
                 self._bind()
-            case Ready(info, stats):
+            case messages.Ready(info, stats):
                 replica.info, replica.stats = info, stats
                 router.start(number, capacity_of(info))
                 if replica.drained is not None:
@@ -414,22 +398,22 @@ class ReplicaSet:
                 self._route_whole()
                 self._client.on_message(message)
                 self._bind()
-            case WeightsChanged():
+            case messages.WeightsChanged():
                 self._route_whole()
                 self._client.on_message(message)
                 self._bind()
-            case WeightReply():
+            case messages.WeightReply():
                 self._weights.answered(number, message)
-            case CacheChanged(report):
+            case messages.CacheChanged(report):
                 router.cache_changed(number, report)
-            case Accepted(request_id):
+            case messages.Accepted(request_id):
                 router.accepted(request_id)
                 self._client.on_message(message)
-            case Rejected(request_id):
+            case messages.Rejected(request_id):
                 router.rejected(request_id)
                 self._client.on_message(message)
                 self._bind()
-            case ControlReply(call, value, error, param):
+            case messages.ControlReply(call, value, error, param):
                 self._answer(call, number, value, error, param)
             case _:
                 self._client.on_message(message)
@@ -453,7 +437,7 @@ class ReplicaSet:
             self._drains.append(call.message)
             self._send_drains()
             return
-        self._client.on_message(ControlReply(number, call.value, call.error, call.param))
+        self._client.on_message(messages.ControlReply(number, call.value, call.error, call.param))
 
     def on_lost(self, replica: _Replica, reason: str, *, died: bool) -> None:
         number = replica.number
@@ -475,7 +459,7 @@ class ReplicaSet:
         if not self._router.loads.num_up:
             drains, self._drains = self._drains, []
             for message in drains:
-                self._client.on_message(ControlReply(message.call, False, why))
+                self._client.on_message(messages.ControlReply(message.call, False, why))
         self._bind()
 
     # Work that waits for an answer

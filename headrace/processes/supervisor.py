@@ -17,25 +17,9 @@ from headrace.engine.endings import aborted
 from headrace.engine.info import EngineInfo, Progress
 from headrace.errors import ConfigError, EngineDeadError, EngineError, listed
 from headrace.host.child import crashed
+from headrace.processes import messages
 from headrace.processes.engine_process import EngineProcess
 from headrace.processes.isolation import Isolation
-from headrace.processes.messages import (
-    Abort,
-    Accepted,
-    AddRequest,
-    Control,
-    Fatal,
-    FromEngine,
-    Ready,
-    Rejected,
-    Start,
-    Starting,
-    StepDeltas,
-    ToEngine,
-    WeightCall,
-    WeightReply,
-    WeightsChanged,
-)
 from headrace.processes.quarantine import Quarantine
 from headrace.processes.spawn import Spawned, spawn
 from headrace.processes.watchdog import Watchdog, busy_timeouts
@@ -75,7 +59,7 @@ class Health(NamedTuple):
 class Client(Protocol):
     """The user of the engine."""
 
-    def on_message(self, message: FromEngine) -> None:
+    def on_message(self, message: messages.FromEngine) -> None:
         """A message other than those of the start-up and the end."""
 
     def on_lost(self, reason: str, *, died: bool, request_ids: Collection[str] | None = None) -> None:
@@ -130,7 +114,7 @@ class EngineSupervisor:
         self._phase = ""
         self._engine_process: EngineProcess | None = None
         self._ready: asyncio.Future[EngineInfo] | None = None
-        self._fatal: Fatal | None = None
+        self._fatal: messages.Fatal | None = None
         self._deaths = 0
         """Consecutive deaths with no request pending."""
         self._failed_starts = 0
@@ -197,27 +181,27 @@ class EngineSupervisor:
         if self._state != "running":
             raise EngineDeadError(self.health().reason)
 
-    def send(self, message: ToEngine) -> None:
+    def send(self, message: messages.ToEngine) -> None:
         """Raises: EngineDeadError."""
         self.check()
         match message:
-            case AddRequest(request):
+            case messages.AddRequest(request):
                 self._isolation.add(request)
                 return
-            case Abort(request_ids):
+            case messages.Abort(request_ids):
                 for request in self._isolation.remove(request_ids):
-                    self._client.on_message(Accepted(request.request_id))
-                    self._client.on_message(StepDeltas(list(aborted(request))))
-            case Control(_, "drain"):
+                    self._client.on_message(messages.Accepted(request.request_id))
+                    self._client.on_message(messages.StepDeltas(list(aborted(request))))
+            case messages.Control(_, "drain"):
                 self._isolation.release()
-            case WeightCall(call):
+            case messages.WeightCall(call):
                 self._weight_calls.add(call)
         self._send_now(message)
 
     def _send_request(self, request: Request) -> None:
-        self._send_now(AddRequest(request))
+        self._send_now(messages.AddRequest(request))
 
-    def _send_now(self, message: ToEngine) -> None:
+    def _send_now(self, message: messages.ToEngine) -> None:
         if self._engine_process is not None:
             self._engine_process.send(message)
 
@@ -279,7 +263,7 @@ class EngineSupervisor:
         watchdog: asyncio.Task[Death] | None = None
         try:
             log_level = logging.getLogger("headrace").getEffectiveLevel()
-            engine_process.send(Start(self._args, log_level, spawned.origin, spawned.stacks, self._replica, served))
+            engine_process.send(messages.Start(self._args, log_level, spawned.origin, spawned.stacks, self._replica, served))
             watchdog = asyncio.create_task(self._watch(engine_process), name="engine-watchdog")
             status = await asyncio.shield(engine_process.exited)
             # A stuck process may end while its stacks are dumped: that is not the cause.
@@ -320,16 +304,16 @@ class EngineSupervisor:
         engine_process.kill()
         return Death(reason, "still" if starting else "killed")
 
-    def _on_message(self, message: FromEngine) -> None:
+    def _on_message(self, message: messages.FromEngine) -> None:
         self._num_messages += 1
         if self._state == "stuck":
             return  # It goes on while its stacks are read, and is killed all the same.
         match message:
-            case Starting(progress):
+            case messages.Starting(progress):
                 self._phase = progress.phase
                 if self._on_progress is not None:
                     self._on_progress(progress)
-            case Ready(info):
+            case messages.Ready(info):
                 self._ready_at = time.monotonic()
                 self._device = info.device
                 self._failed_starts = 0
@@ -338,9 +322,9 @@ class EngineSupervisor:
                 if self._ready is not None and not self._ready.done():
                     self._ready.set_result(info)
                 self._client.on_message(message)
-            case Fatal():
+            case messages.Fatal():
                 self._fatal = message
-            case WeightsChanged(status):
+            case messages.WeightsChanged(status):
                 self.weights = status
                 self._num_steps += 1
                 if self._state == "running":
@@ -350,21 +334,21 @@ class EngineSupervisor:
                     self._client.on_message(message)
                 self._note(message)
 
-    def _note(self, message: FromEngine) -> None:
+    def _note(self, message: messages.FromEngine) -> None:
         """Keeps count of steps, and of what the engine has."""
         match message:
-            case StepDeltas(deltas):
+            case messages.StepDeltas(deltas):
                 self._num_steps += 1
                 for delta in deltas:
                     if delta.finish_reason is None or (request := self._isolation.sample_ended(delta.request_id)) is None:
                         continue
                     if delta.finish_reason in ("stop", "length"):
-                        # Whatever kills the engine next, it is no crash loop yet.
+                        # Whatever kills the engine next, it is not a crash loop yet.
                         self._deaths = 0
                         self._quarantine.served(request)
-            case Rejected(request_id):
+            case messages.Rejected(request_id):
                 self._isolation.ended(request_id)
-            case WeightReply(call):
+            case messages.WeightReply(call):
                 self._weight_calls.discard(call)
 
     # Its end

@@ -133,7 +133,8 @@ class Keep(Candidate):
 
     def _holding(self, layer: LayerFacts) -> list[type[LinearMethod]]:
         codes = [part.codes for part in layer.parts]
-        return [method for method in self.methods if all(one is not None and method.holds(one) for one in codes)]
+        present = [one for one in codes if one is not None]
+        return [method for method in self.methods if len(present) == len(codes) and method.holds_all(present)]
 
     def misfits(self, layer: LayerFacts) -> list[str]:
         if any(part.codes is None for part in layer.parts):

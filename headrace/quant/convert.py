@@ -80,7 +80,7 @@ class Converter:
         if "weight" not in layer._parameters or layer.weight.device != self._device:
             layer.method.allocate(layer, facts.dtype, self._device)
         layer.method.load(layer, parts)
-        coded = any(part.codes is not None for part in parts)
+        coded = any(part.spec is not None or part.codes is not None for part in parts)
         return Conversion(layer.method.format, _reason(facts, "dequantised" if coded else "which is kept", against), 0.0)
 
     def prepare(self, layer: Experts, stored: Mapping[str, Sequence[StoredMatrix]]) -> Conversion | None:

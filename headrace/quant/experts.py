@@ -26,7 +26,6 @@ from headrace.kernels.moe.codes import (
 from headrace.layers.moe import Experts, ExpertsMethod
 from headrace.layers.stored import Codes, QuantSpec, StoredMatrix
 from headrace.model_spec import MoeSpec
-from headrace.parallel.shards import Cut
 from headrace.quant.float_codes import MicroscaledCodes, TileCodes
 from headrace.quant.groups import GroupCodes, narrow
 from headrace.quant.packed import integer_codes
@@ -356,11 +355,8 @@ def encode(codes: Codes, own: ExpertFormat, device: torch.device) -> Encoded:
         ConfigError: they are not in the format that the checkpoint's description means.
     """
     if isinstance(codes, TileCodes):
-        outputs, inputs = codes.values.shape[-2:]
-        row = (torch.arange(0, outputs, own.group[0], device=device) + codes.first[0]) // codes.tile[0]
-        column = (torch.arange(0, inputs, own.group[1], device=device) + codes.first[1]) // codes.tile[1]
-        scales = codes.scales.to(device).float().flatten(0, -2)[row][:, column]
-        return Encoded(codes.values.to(device).view(outputs, inputs).view(torch.uint8), scales.t())
+        values, scales = (held.to(device).flatten(0, -2) for held in (codes.values, codes.scales_of(*own.group)))
+        return Encoded(values.view(torch.uint8), scales.t())
     if isinstance(codes, MicroscaledCodes) and own.codec == "mxfp4":
         pairs = codes.blocks.to(device).flatten(0, -3)
         numbers = torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
@@ -375,7 +371,7 @@ def encode(codes: Codes, own: ExpertFormat, device: torch.device) -> Encoded:
             "quantization none",
             "quantization",
         )
-    held = _in_groups(ordered[1], own.group[1])
+    held = ordered[1].divide(own.group[1])
     numbers, bits = held.codes.to(device), 8 if own.codec == "int8" else 4
     offsets = None
     if own.minima:
@@ -413,32 +409,23 @@ class ExpertOrders:
         self._loaded.add((matrix, expert))
 
 
-def cut_experts(codes: Codes, cut: Cut) -> Codes:
-    """One rank's part. Groups of integers that a cut along the inputs splits become smaller ones with the same scales."""
-    if not isinstance(codes, GroupCodes) or codes.order is not None or codes.scales.shape[1] == 1 or cut.along == "outputs":
-        return codes.cut(cut)
-    group = math.gcd(codes.group, cut.start, 0 if cut.stop == cut.whole else cut.stop)
-    return _in_groups(codes, group).cut(cut)
-
-
-def _in_groups(codes: GroupCodes, group: int) -> GroupCodes:
-    """The same numbers in groups of a divisor of their size."""
-    count = -(-codes.shape[1] // group)
-    if codes.scales.shape[1] == count:
-        return codes
-    each = count if codes.scales.shape[1] == 1 else codes.group // group
-    scales, offsets = (values.repeat_interleave(each, 1)[:, :count] for values in (codes.scales, codes.offsets))
-    return dataclasses.replace(codes, scales=scales, offsets=offsets, group=group)
-
-
 def take_rows(codes: Codes, rows: Sequence[int]) -> Codes:
-    """The outputs in another order."""
-    if not isinstance(codes, MicroscaledCodes):
-        raise ConfigError(
-            f"rows of {type(codes).__name__} are not taken in another order: set quantization none", "quantization"
-        )
-    order = torch.tensor(rows, device=codes.blocks.device)
-    return MicroscaledCodes(codes.blocks.index_select(-3, order), codes.scales.index_select(-2, order))
+    """The outputs in another order. Tiles become lower ones where outputs of several come to lie in one."""
+    if isinstance(codes, GroupCodes):
+        order = torch.tensor(rows, device=codes.codes.device)
+        names = ("codes", "scales", "offsets")
+        return dataclasses.replace(codes, **{name: getattr(codes, name).index_select(0, order) for name in names})
+    if isinstance(codes, MicroscaledCodes):
+        order = torch.tensor(rows, device=codes.blocks.device)
+        return MicroscaledCodes(codes.blocks.index_select(-3, order), codes.scales.index_select(-2, order))
+    if not isinstance(codes, TileCodes):
+        raise TypeError(f"{type(codes).__name__} have no rows")
+    order = torch.tensor(rows, device=codes.values.device)
+    tall, tiles = codes.tile[0], order // codes.tile[0]
+    while not torch.equal(tiles, tiles[::tall].repeat_interleave(tall)[: len(tiles)]):
+        tall = tall // 2 if tall % 2 == 0 else 1
+    values = codes.values.view(torch.uint8).index_select(-2, order).view(codes.values.dtype)
+    return TileCodes(values, codes.scales.index_select(-2, tiles[::tall]), (tall, codes.tile[1]))
 
 
 def take_experts(codes: Codes, start: int, stop: int) -> Codes:

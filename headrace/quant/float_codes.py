@@ -13,14 +13,13 @@ import torch
 
 from headrace.errors import ConfigError
 from headrace.parallel.shards import Cut
-from headrace.quant.groups import GroupCodes
+from headrace.quant.groups import GroupCodes, rows_at_once
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E8M0_BIAS = 127
 _E8M0_NAN = 255
 _E2M1_ZERO = 128
 """Code of 0 among the numbers of e2m1 in halves: the middle one, which kernels subtract."""
-_ROWS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +46,7 @@ class TileCodes:
         scales = self.scales.float()
         high, shift = self.tile[0], self.first[0]
         # Some rows of tiles at a time: scales for each number are as large as the weight.
-        count = max(1, _ROWS // high)
+        count = max(1, rows_at_once(weight.shape[-1]) // high)
         for row in range(0, scales.shape[-2], count):
             start, stop = max(row * high - shift, 0), min((row + count) * high - shift, weight.shape[-2])
             here = scales[..., row : row + count, :]
@@ -57,6 +56,15 @@ class TileCodes:
                 here = here.repeat_interleave(high, -2).narrow(-2, start + shift - row * high, stop - start)
             weight[..., start:stop, :] *= here
         return weight
+
+    def scales_of(self, outputs: int, inputs: int) -> torch.Tensor:
+        """The scales of blocks of which none has numbers of several tiles, ``[..., ceil(N / outputs), ceil(K / inputs)]``
+        float32."""
+        places = [
+            (torch.arange(0, size, step, device=self.scales.device) + first) // tile
+            for size, step, first, tile in zip(self.values.shape[-2:], (outputs, inputs), self.first, self.tile, strict=True)
+        ]
+        return self.scales.float().index_select(-2, places[0]).index_select(-1, places[1])
 
     def cut(self, cut: Cut) -> TileCodes:
         axis = 0 if cut.along == "outputs" else 1
@@ -87,8 +95,9 @@ class MicroscaledCodes:
         rows, codes = out.view(-1, width), blocks.reshape(-1, *blocks.shape[-2:])
         flat = scales.reshape(-1, scales.shape[-1])
         # A few rows at a time: what lies between bytes and numbers is several times as large as both.
-        for start in range(0, len(rows), _ROWS):
-            here = slice(start, start + _ROWS)
+        size = rows_at_once(width)
+        for start in range(0, len(rows), size):
+            here = slice(start, start + size)
             numbers = pairs.index_select(0, codes[here].flatten().int()).view(*codes[here].shape[:2], -1)
             factors = flat[here]
             if not scales.is_floating_point():
@@ -108,7 +117,10 @@ class MicroscaledCodes:
         else:
             halves = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - (_E8M0_BIAS + 1))
         numbers = (2 * _pairs(self.blocks.device).float() + _E2M1_ZERO).to(torch.uint8)
-        codes = numbers.index_select(0, self.blocks.flatten().int()).view(len(self.blocks), -1)
+        size = rows_at_once(2 * self.blocks[0].numel())
+        # A few rows at a time: an index takes four bytes.
+        rows = [numbers.index_select(0, rows.flatten().int()).view(len(rows), -1) for rows in torch.split(self.blocks, size)]
+        codes = torch.cat(rows)
         zeros = torch.full_like(halves, _E2M1_ZERO, dtype=torch.uint8)
         return GroupCodes(8, codes, halves, zeros, 2 * self.blocks.shape[-1])
 

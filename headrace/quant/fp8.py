@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import torch
 
@@ -34,10 +35,12 @@ class Fp8Method(PackedMethod):
 
     format = "FP8, a scale for each output"
     devices = frozenset({"cpu", "cuda"})
-    kernel = "by number of rows, Triton or cuBLASLt"
+    kernel = "Triton or cuBLASLt, as the number of rows decides"
     constants = frozenset({"one", "turns"})
     multiples = 16, 16
     batch_invariant = True
+    shared: ClassVar[int] = 1
+    """Outputs that share a scale."""
 
     @classmethod
     def holds(cls, codes: Codes) -> bool:
@@ -56,14 +59,14 @@ class Fp8Method(PackedMethod):
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)
         start = 0
         for part in parts:
-            aligned = not (start + sum(map(len, floats))) % (len(codes) // len(scales))
+            aligned = not (start + sum(map(len, floats))) % self.shared
             if not aligned or not isinstance(part.codes, TileCodes) or not self.holds(part.codes):
                 floats.append(part.exact().to(self._device))
                 continue
             start += self._round(floats, start, sums)
             stored = self._rows(start, start + len(part.codes.values))
             copy_numbers(part.codes.values, stored.codes)
-            copy_numbers(self.stored_scales(part.codes), stored.scales)
+            copy_numbers(part.codes.scales_of(self.shared, self.group(layer)), stored.scales)
             start += len(stored.codes)
             floats = []
         self._round(floats, start, sums)
@@ -77,8 +80,7 @@ class Fp8Method(PackedMethod):
         errors and of the weights to ``sums``."""
         count = sum(map(len, parts))
         # A few rows at a time: each step is a float32 copy. Blocks may have rows of two parts.
-        codes, scales, *_ = self.weight
-        size = rows_at_once(codes.shape[1], len(codes) // len(scales))
+        size = rows_at_once(self.weight.codes.shape[1], self.shared)
         for first in range(0, count, size):
             exact = torch.cat([rows.float() for rows in _slices(parts, first, first + size)])
             held = self._rows(start + first, start + first + len(exact))
@@ -102,62 +104,67 @@ class Fp8Method(PackedMethod):
     def dequantize(self, layer: Linear) -> torch.Tensor:
         return dequantize(self.weight)
 
-    @staticmethod
-    def stored_scales(codes: TileCodes) -> torch.Tensor:
-        """The scales of codes that the method holds."""
-        rows = codes.scales.float().repeat_interleave(codes.tile[0], 0)
-        return rows.narrow(0, codes.first[0], len(codes.values))
-
-    @staticmethod
-    def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def rounded(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes and scales of a float32 matrix."""
         return quantize_rows_ref(weight, weight.shape[1])
 
-    @staticmethod
-    def scales_shape(layer: Linear) -> tuple[int, int]:
+    def scales_shape(self, layer: Linear) -> tuple[int, int]:
         return layer.out_features, 1
 
     def _rows(self, start: int, stop: int) -> Fp8Weight:
         """Some outputs of the weight, as views."""
         codes, scales, one, turns = self.weight
-        outputs = len(codes) // len(scales)
-        return Fp8Weight(codes[start:stop], scales[start // outputs : stop // outputs], one, turns)
+        return Fp8Weight(codes[start:stop], scales[start // self.shared : -(-stop // self.shared)], one, turns)
 
 
 class Fp8BlockMethod(Fp8Method):
     """A scale for each block of 128 outputs and inputs, as in DeepSeek-V3. Activations have one for each token and 128
-    channels.
+    channels. The last block may have fewer outputs.
 
-    Buffer ``scales``: ``[N / 128, K / 128]``.
+    Buffer ``scales``: ``[ceil(N / shared), K / 128]``.
     """
 
     format = f"FP8, a scale for each {GROUP} x {GROUP}"
-    multiples = GROUP, GROUP
+    multiples = 16, GROUP
+    shared = GROUP
+
+    @classmethod
+    def supports(cls, in_features: int, out_features: int, device: str) -> list[str]:
+        return [*super().supports(in_features, out_features, device), *_block_refusals(device)]
 
     def group(self, layer: Linear) -> int:
         return GROUP
 
     @classmethod
     def holds(cls, codes: Codes) -> bool:
-        if not isinstance(codes, TileCodes) or codes.tile != (GROUP, GROUP):
+        if not isinstance(codes, TileCodes) or codes.tile[1] != GROUP or codes.first[1]:
             return False
-        return codes.first == (0, 0) and len(codes.values) % GROUP == 0
+        return codes.tile[0] % cls.shared == codes.first[0] % cls.shared == 0
 
-    @staticmethod
-    def scales_shape(layer: Linear) -> tuple[int, int]:
-        return layer.out_features // GROUP, layer.in_features // GROUP
+    @classmethod
+    def holds_all(cls, parts: Sequence[Codes]) -> bool:
+        """No part begins within a block."""
+        before = (part.values for part in parts[:-1] if isinstance(part, TileCodes))
+        return super().holds_all(parts) and not any(len(values) % cls.shared for values in before)
 
-    @staticmethod
-    def stored_scales(codes: TileCodes) -> torch.Tensor:
-        return codes.scales.float()
+    def scales_shape(self, layer: Linear) -> tuple[int, int]:
+        return -(-layer.out_features // self.shared), layer.in_features // GROUP
 
-    @staticmethod
-    def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def rounded(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         outputs, inputs = weight.shape
-        blocks = weight.view(outputs // GROUP, GROUP, inputs // GROUP, GROUP)
+        padded = torch.nn.functional.pad(weight, (0, 0, 0, -outputs % self.shared))
+        blocks = padded.view(-1, self.shared, inputs // GROUP, GROUP)
         scales = (blocks.abs().amax((1, 3)) / E4M3_MAX).clamp_min(LEAST_SCALE)
         codes = (blocks / scales[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX)
-        return codes.view(weight.shape).to(torch.float8_e4m3fn), scales
+        return codes.view(padded.shape)[:outputs].to(torch.float8_e4m3fn), scales
+
+
+class Fp8HalfBlockMethod(Fp8BlockMethod):
+    """A scale for each block of 64 outputs and 128 inputs: codes of blocks of 128 of which a rank has a half, or whose outputs
+    a model has in another order, as latent projections of DeepSeek-V3, of whose heads 64 channels are rotated."""
+
+    format = f"FP8, a scale for each {GROUP // 2} x {GROUP}"
+    shared = GROUP // 2
 
 
 def _slices(parts: Sequence[torch.Tensor], start: int, stop: int) -> Iterator[torch.Tensor]:
@@ -179,10 +186,23 @@ def _limits(engine: EngineFacts) -> list[Limit]:
     return limits
 
 
+def _block_refusals(device: str) -> list[str]:
+    hopper = device == "cpu" or support.compute_capability(device) in (None, support.HOPPER_SM)
+    return [] if hopper else ["cuBLASLt multiplies FP8 in blocks on Hopper alone: write fp8"]
+
+
+def _block_limits(engine: EngineFacts) -> list[Limit]:
+    return [*_limits(engine), *map(Limit, _block_refusals(engine.device))]
+
+
 KEEP_FP8 = Keep(
-    methods=(Fp8Method, Fp8BlockMethod), codes=(TileCodes,), keeps=frozenset({"e4m3"}), title="FP8", limits_of=_limits
+    methods=(Fp8Method, Fp8BlockMethod, Fp8HalfBlockMethod),
+    codes=(TileCodes,),
+    keeps=frozenset({"e4m3"}),
+    title="FP8",
+    limits_of=_limits,
 )
 
 
 def round_to_fp8(method: type[Fp8Method]) -> Round:
-    return Round(by=method, to="FP8", limits_of=_limits)
+    return Round(by=method, to="FP8", limits_of=_block_limits if method is Fp8BlockMethod else _limits)

@@ -6,11 +6,11 @@ It is the neutral form between what a file stores and what a kernel wants. Every
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import torch
 
-from headrace.errors import ConfigError
 from headrace.parallel.shards import Cut
 
 GROUP = 32
@@ -90,7 +90,7 @@ class GroupCodes:
         return dataclasses.replace(self, codes=self.codes[which], scales=self.scales[which], offsets=self.offsets[which])
 
     def cut(self, cut: Cut) -> GroupCodes:
-        """One rank's part. Raises ConfigError if the cut splits a group of inputs."""
+        """One rank's part. Groups of inputs that the cut splits become smaller ones with the same scales."""
         if cut.along == "outputs":
             return self.rows(slice(cut.start, cut.stop))
         codes = self.codes[:, cut.start : cut.stop]
@@ -98,12 +98,18 @@ class GroupCodes:
             return dataclasses.replace(self, codes=codes, order=self.order[cut.start : cut.stop])
         if self.scales.shape[1] == 1:
             return dataclasses.replace(self, codes=codes)
-        if cut.start % self.group or (cut.stop % self.group and cut.stop != cut.whole):
-            raise ConfigError(
-                f"inputs {cut.start} to {cut.stop} split a group of {self.group} that share a scale", "tensor_parallel_size"
-            )
-        groups = slice(cut.start // self.group, -(-cut.stop // self.group))
-        return dataclasses.replace(self, codes=codes, scales=self.scales[:, groups], offsets=self.offsets[:, groups])
+        whole = self.divide(math.gcd(self.group, cut.start, 0 if cut.stop == cut.whole else cut.stop))
+        groups = slice(cut.start // whole.group, -(-cut.stop // whole.group))
+        return dataclasses.replace(whole, codes=codes, scales=whole.scales[:, groups], offsets=whole.offsets[:, groups])
+
+    def divide(self, group: int) -> GroupCodes:
+        """Returns the same weights in groups of a divisor of their size."""
+        count = -(-self.shape[1] // group)
+        if self.scales.shape[1] == count:
+            return self
+        each = count if self.scales.shape[1] == 1 else self.group // group
+        scales, offsets = (values.repeat_interleave(each, 1)[:, :count] for values in (self.scales, self.offsets))
+        return dataclasses.replace(self, scales=scales, offsets=offsets, group=group)
 
     def widen(self) -> GroupCodes:
         """Returns the same weights as 8-bit codes."""
@@ -129,10 +135,8 @@ class GroupCodes:
             return None
         if self.group == GROUP and self.scales.dtype == torch.float32:
             return self
-        count = self.shape[1] // GROUP
-        each = count if self.scales.shape[1] == 1 else self.group // GROUP
-        scales, offsets = (values.repeat_interleave(each, 1)[:, :count] for values in (self.scales.float(), self.offsets))
-        return GroupCodes(self.bits, self.codes, scales, offsets)
+        divided = self.divide(GROUP)
+        return dataclasses.replace(divided, scales=divided.scales.float(), group=GROUP)
 
 
 def narrow(values: torch.Tensor) -> torch.Tensor:

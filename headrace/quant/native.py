@@ -224,16 +224,8 @@ def pack_fp8(parts: Sequence[TileCodes]) -> torch.Tensor:
     if bool(((codes & _NAN) == _NAN).any()):
         raise OverflowError("a code is no number")
     groups = codes.shape[1] // GROUP
-    scales = torch.cat([_group_scales(part, groups) for part in parts])
+    scales = torch.cat([part.scales_of(1, GROUP) for part in parts])
     return _with_tail(_lanes(codes.view(-1, groups, GROUP)).permute(0, 2, 3, 1), _lanes(scales).permute(0, 2, 1))
-
-
-def _group_scales(codes: TileCodes, groups: int) -> torch.Tensor:
-    """``[N, K / 32]`` float32"""
-    rows = codes.scales.float().repeat_interleave(codes.tile[0], 0).narrow(0, codes.first[0], len(codes.values))
-    if rows.shape[1] == 1:
-        return rows.expand(-1, groups)
-    return rows.repeat_interleave(codes.tile[1] // GROUP, 1).narrow(1, codes.first[1] // GROUP, groups)
 
 
 def _with_tail(codes: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

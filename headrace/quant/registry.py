@@ -95,7 +95,7 @@ def _gpu_integers(method: type[Int4GpuMethod]) -> Quantization:
         copies=False,
         replaces=True,
         nbytes=method.bits / 8 + _ZEROS,
-        head_nbytes=1 + _ZEROS,
+        head_nbytes=method.bits / 8 + _ZEROS,
         stored=f"packed as int{method.bits}",
     )
 
@@ -216,7 +216,7 @@ def head_refusal(name: str, engine: EngineFacts, model: ModelSpec) -> str | None
 def refusal(name: str, engine: EngineFacts) -> Limit | None:
     """Returns why an engine cannot have the quantization that was asked for; None: it can."""
     quantization = find(name, engine.device)
-    limits = {candidate: candidate.limits(engine) for candidate in quantization.candidates}
+    limits = {candidate: candidate.limits(engine) for candidate in quantization.rounding or quantization.candidates}
     usable = [candidate for candidate, found in limits.items() if not found]
     if not usable:
         first = [found[0] for found in limits.values()]

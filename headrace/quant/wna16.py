@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from headrace.kernels.linear.wna16 import wna16_gated, wna16_linear
-from headrace.kernels.linear.wna16_reference import GROUPS, MAX_TILES, RUN, PackedWeight, dequantize, pack
+from headrace.kernels.linear.wna16_reference import GROUPS, LINES, MAX_TILES, RUN, PackedWeight, dequantize, pack
 from headrace.layers.linear import Linear
 from headrace.layers.stored import Codes, StoredMatrix
 from headrace.quant.candidates import EngineFacts, Keep, Limit, Round
@@ -30,7 +30,7 @@ class Int4GpuMethod(PackedMethod):
 
     bits: ClassVar[int] = 4
     format = "int4 in groups"
-    kernel = "by number of rows, Triton, CUDA C++ or cuBLAS"
+    kernel = "Triton, CUDA C++ or cuBLAS, as the number of rows decides"
     devices = frozenset({"cpu", "cuda"})
     constants = frozenset({"order", "arrived"})
     batch_invariant = True
@@ -99,7 +99,7 @@ class Int4GpuMethod(PackedMethod):
             middles.append(shift.repeat_interleave(each, 1)[:, :count].t())
         shifts = torch.cat(middles, 1).contiguous()
         return PackedWeight(
-            words=pack(torch.cat(codes), self.bits),
+            words=_pack(codes, self.bits, group),
             scales=narrow(torch.cat(scales, 1)).contiguous(),
             middles=shifts if bool(shifts.any()) else None,
             group=group,
@@ -162,6 +162,14 @@ def round_symmetric(weight: torch.Tensor, bits: int, group: int, dtype: torch.dt
         codes[here].copy_(chosen.view(len(padded), -1)[:, :inputs])
     zeros = torch.full_like(scales, middle, dtype=torch.uint8)
     return GroupCodes(bits, codes, scales, zeros, group)
+
+
+def _pack(codes: Sequence[torch.Tensor], bits: int, group: int) -> torch.Tensor:
+    """``pack`` of matrices one below the other, a few rows at a time: each of its steps is a copy."""
+    if any(len(part) % LINES for part in codes[:-1]):
+        codes = [torch.cat(list(codes))]
+    size = rows_at_once(codes[0].shape[1], LINES)
+    return torch.cat([pack(part[at : at + size], bits, group) for part in codes for at in range(0, len(part), size)])
 
 
 def _group(piece: GroupCodes) -> int:

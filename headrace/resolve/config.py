@@ -72,7 +72,7 @@ def resolve(
     states = state_group(args, model, dtype, device, log)
     if states is not None:
         num_batched = batched_tokens(args, num_seqs, num_batched, log)
-    cache_dtype = kv_dtype(args, model, dtype, device)
+    cache_dtype = kv_dtype(args, model, stored, dtype, device, log)
     backends = schedule.attention(args, model, device, dtype, cache_dtype, log)
     room = estimated_room(args, model, dtype, packed, device) if kv_room is None else kv_room
     plan = KVPlan(args, model, cache_dtype, num_seqs, num_batched, room, device.cuda, states)

@@ -187,13 +187,15 @@ def recorded_experts(args: EngineArgs, model: AnySpec, sparse: bool) -> ExpertLa
     return ExpertLayers([*mixtures], len(model.mlps), top_k, most > 256, args.enable_return_routed_weights)
 
 
-def kv_dtype(args: EngineArgs, model: AnySpec, dtype: str, device: DeviceFacts) -> str:
+def kv_dtype(args: EngineArgs, model: AnySpec, stored: Scheme | None, dtype: str, device: DeviceFacts, log: DecisionLog) -> str:
     """Returns the dtype of the KV cache.
 
     Raises:
         ConfigError: the device or a layer cannot do with the one that was asked for.
     """
     if args.kv_cache_dtype == "auto":
+        if stored is not None and stored.rounds_kv and device.cuda:
+            log.note("kv_cache_dtype", dtype, "the checkpoint means FP8, for half the memory: ask for it with fp8_e4m3")
         return dtype
     if reasons := support.fp8_refusals(device.device):
         raise ConfigError("; ".join(reasons), "kv_cache_dtype")

@@ -7,7 +7,7 @@ next captured size with padding rows (slot -1), which read and write nothing. Th
 
 A step whose graph is missing replays a larger one. Where there is none, it launches the kernels of the missing graph one by
 one, which compiles what is not compiled; the next step of that shape captures the graph in place of launching them, which
-takes the host no longer. Which steps capture depends on the steps alone, so that ranks agree and recorded steps replay.
+takes the host no longer. Which steps capture depends only on the steps, so that ranks agree and recorded steps replay.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ STAND_INS = 64
 """Steps that replay a larger graph than they need, after which one of them captures its own: running and capturing 28 layers
 takes the host some 25 ms each, and 64 steps of the smallest models 100 to 200 ms."""
 KINDS = 4
-"""Kinds of shapes: decode rows alone or with prompts, logits rows with filters or without. The largest of each are the first
+"""Kinds of shapes: only decode rows or prompts too, logits rows with filters or without. The largest of each are the first
 of ``shapes``."""
 _BESIDE = (0, 8, 32, 64, 128, 256)
-"""Decode rows beside prompts: fewer sizes than without, since the shapes multiply."""
+"""Decode rows of steps with prompts: fewer sizes than of other steps, since the shapes multiply."""
 
 
 def rows_beside(graph_rows: tuple[int, ...]) -> tuple[int, ...]:
-    """Sizes of the decode rows beside prompts, of those without."""
+    """Selects, of these sizes of decode rows, those for steps with prompts."""
     most = graph_rows[-1]
     return (*(size for size in _BESIDE if size < most), most)
 
@@ -227,7 +227,7 @@ class StepGraphs:
         if smallest is None or smallest in self._captured:
             return smallest
         larger = next((shape for shape in candidates if shape in self._captured), None)
-        if self._failure or self._replanned:  # What plans replays runs in a graph alone.
+        if self._failure or self._replanned:  # A backend that plans replays runs only in a graph.
             return larger
         if larger is not None:
             self._missed[smallest] += 1

@@ -13,7 +13,7 @@ from headrace.attention.backend import AttentionBackend, LayerCache, StepMetadat
 from headrace.attention.context import ForwardContext, WantedTokens
 from headrace.config import EngineConfig
 from headrace.errors import EngineError
-from headrace.kernels.inputs import LogitsInputs, RowTensors, StepInputs, logits_inputs, step_inputs
+from headrace.kernels.inputs import LogitsInputs, RowTensors, StepInputs, fetch, logits_inputs, step_inputs
 from headrace.kernels.transfer import upload
 from headrace.models.interface import Model, ModelInputs, SelectiveModel
 from headrace.runner.part import NO_EXTRAS, RunnerPart, StepExtras
@@ -33,7 +33,7 @@ class StepBuffers:
         scheduler = config.scheduler
         self.num_logits_rows = max(scheduler.max_num_seqs, *config.graph_rows, 0) * scheduler.decode_tokens
         """The most that a step may have."""
-        # One place more than a captured step has, for a piece beside it.
+        # One place more than a captured step has, for a piece that runs along.
         self._most = self.num_logits_rows + PROMPT_ROWS + 1
         self.device = device
         size = 3 * _aligned(self._most + 1)
@@ -121,7 +121,9 @@ class StepBuffers:
 
     def fetch(self, count: int) -> torch.Tensor:
         """The first ``count`` of ``LogitsInputs.outcome``, on the host once the device has passed this place."""
-        return self._inbox[self._turn, :count].copy_(self.logits().outcome[:count], non_blocking=True)
+        host = self._inbox[self._turn, :count]
+        fetch(self.logits().outcome[:count], host)
+        return host
 
 
 class ForwardPass:

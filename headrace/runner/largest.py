@@ -48,7 +48,7 @@ def _sparse_rows(config: EngineConfig, lengths: list[int], device: torch.device)
         return None
     tables = SparseTables(config, config.sparse, device)
     sampling = SamplingParams()
-    # Of a prompt, the tables read its length alone.
+    # The tables read only the length of a prompt.
     prompts = [
         NewSequence(slot, slot, pack_tokens(()), length, sampling, 0, 0, [], None, sparse=b"")
         for slot, length in enumerate(lengths)

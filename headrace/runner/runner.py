@@ -350,7 +350,7 @@ class ModelRunner:
     def _move_blocks(self, plan: StepPlan) -> None:
         """Launches the moves behind earlier steps, which may still write the old places, and before this step's writes."""
         if self._blocks is None:
-            raise EngineError("the plan moves KV blocks, and there is one cache group alone")
+            raise EngineError("the plan moves KV blocks, and there is only one cache group")
         self._blocks.move(plan.moves)
         self.slots.rename(plan.moves)
 

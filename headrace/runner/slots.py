@@ -177,7 +177,7 @@ class SlotTables:
         self.seq_id[slot] = FREE
 
     def take(self, new: Sequence[NewSequence]) -> None:
-        """New sequences take their slots; all that was there before is gone."""
+        """Writes new sequences to their slots, over all that was there."""
         for seq in new:
             self._take(seq)
         slots = np.array([seq.slot for seq in new], dtype=np.int64)
@@ -244,7 +244,7 @@ class SlotTables:
         return fresh_blocks
 
     def end(self, rows: RowArrays) -> None:
-        """Advances the host mirrors by the plan alone: upper bounds, as if every sampled token were kept."""
+        """Advances the host mirrors by the plan: upper bounds, as if every sampled token were kept."""
         self.host_num_computed[rows.slots] += rows.counts
         self.host_num_tokens[rows.slots] += rows.num_logits
 

@@ -91,5 +91,5 @@ def _check_certificate(certificate: Path, key: Path) -> None:
     except OSError as error:
         why = error.reason if isinstance(error, ssl.SSLError) else error.strerror
         raise ConfigError(
-            f"{certificate} and {key} are no PEM certificate and its unencrypted key: {why or error}", "tls_cert"
+            f"{certificate} and {key} are not PEM certificate and its unencrypted key: {why or error}", "tls_cert"
         ) from None

@@ -82,12 +82,12 @@ class TokenTexts:
         return self._pieces[token] if token < len(self._pieces) else None
 
     def text(self, token: int) -> str:
-        """Bytes that are no whole characters become U+FFFD, as in chat logprobs, which carry the bytes as well."""
+        """Bytes that are not whole characters become U+FFFD, as in chat logprobs, which carry the bytes as well."""
         raw = self.raw(token)
         return f"token_id:{token}" if raw is None else raw.decode("utf-8", "replace")
 
     def exact(self, token: int) -> str:
-        """Returns a token in the form of OpenAI's legacy completions: ``bytes:\\xe2\\x82`` where the bytes are no whole
+        """Returns a token in the form of OpenAI's legacy completions: ``bytes:\\xe2\\x82`` where the bytes are not whole
         characters."""
         raw = self.raw(token)
         if raw is None:

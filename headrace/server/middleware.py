@@ -80,7 +80,7 @@ class Observe:
                 status, scope["headrace.outcome"] = CLIENT_GONE, "disconnected"
             except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
                 raise
-            except BaseException as error:  # A panic of a native library is no Exception.
+            except BaseException as error:  # A panic of a native library is not an Exception.
                 logger.exception("request %s failed", request_id)
                 if not status:
                     await api_error(error, self._server.settings.retry_after).response(scope)(scope, receive, send_marked)

@@ -191,7 +191,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Parse the request again without its offer: the parser skips the body of a message that offers an upgrade."""
         method = self.parser.get_method()
         if method == b"CONNECT":
-            self._refuse(ApiError(405, "this server is no proxy", code="method_not_allowed"))
+            self._refuse(ApiError(405, "this server is not a proxy", code="method_not_allowed"))
             return
         lines = [b"%s %s HTTP/%s" % (method, self.url, self.parser.get_http_version().encode())]
         lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]

@@ -220,7 +220,9 @@ def load(path: str | Path) -> SimConfig:
         if failure.replica >= config.replicas:
             raise ConfigError(f"failures: there is no replica {failure.replica} of {config.replicas}", "failures")
     if engine.states is not None and engine.states.grid % engine.block_size:
-        raise ConfigError(f"states.grid {engine.states.grid} is no multiple of block_size {engine.block_size}", "states.grid")
+        raise ConfigError(
+            f"states.grid {engine.states.grid} is not a multiple of block_size {engine.block_size}", "states.grid"
+        )
     blocks = config.replicas * sum(engine.cache().num_blocks)
     if blocks > _MOST_BLOCKS:
         raise ConfigError(

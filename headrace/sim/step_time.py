@@ -20,7 +20,7 @@ Duration = Annotated[float, Meta(ge=0, le=3600)]
 Sizes = tuple[Annotated[int, Meta(ge=0)], ...]
 KINDS: tuple[StepKind, ...] = ("decode", "mixed")
 PROBABILITIES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
-"""Probabilities of the quantiles that a ``KindTimes`` keeps of its residuals. The first and the last are no quantiles: values
+"""Probabilities of the quantiles that a ``KindTimes`` keeps of its residuals. The first and the last are not quantiles: values
 between them and their neighbours are sampled evenly, with the mean of the measured ones, which a single outlier would put
 wrong."""
 _OF_PROBABILITIES = Meta(min_length=len(PROBABILITIES), max_length=len(PROBABILITIES))

@@ -121,7 +121,7 @@ class _Traced(NamedTuple):
 def _traced(line: Any, number: int) -> _Traced:
     """Raises: KeyError, ValueError, TypeError: the line is not one of a trace."""
     if not isinstance(line, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not JSON object")
     mooncake = "timestamp" in line
     at = _number(line, "timestamp") / 1000 if mooncake else _number(line, "at")
     length = int(_number(line, "input_length" if mooncake else "input_tokens"))

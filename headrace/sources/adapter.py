@@ -101,7 +101,7 @@ def read_adapter(path: str | Path, max_rank: int, directory: Path) -> AdapterFil
         max_rank: the largest rank that the engine has room for (``max_lora_rank``).
 
     Raises:
-        ConfigError: it is no adapter, or has parts that are not supported. Names the field of the configuration, or the tensor.
+        ConfigError: it is not an adapter, or has parts that are not supported. Names the field or tensor at fault.
     """
     folder, weights = _find(Path(path).expanduser())
     config = _read_config(folder / CONFIG)
@@ -142,7 +142,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(read_input(path, PARAM))
     except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}", PARAM) from error
+        raise ConfigError(f"{path} is not JSON: {error}", PARAM) from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path} must hold an object, not {shown(config)}", PARAM)
     if config.get("peft_type") != "LORA":
@@ -184,7 +184,7 @@ def _check_numbers(path: Path, config: Mapping[str, Any]) -> None:
                 re.compile(pattern)
             except re.error as error:
                 raise ConfigError(
-                    f"{path}: {name} has {shown(pattern)}, which is no regular expression: {error}", PARAM
+                    f"{path}: {name} has {shown(pattern)}, which is not a regular expression: {error}", PARAM
                 ) from error
 
 
@@ -194,7 +194,7 @@ def _read_weights(kept: Path, origin: Path, config: Mapping[str, Any], max_rank:
         with safe_open(kept, framework="numpy") as checked:  # Checks that offsets, shapes and the file's size agree.
             checked.keys()
     except SafetensorError as error:
-        raise ConfigError(f"{origin} is no safetensors file: {error}", PARAM) from error
+        raise ConfigError(f"{origin} is not a safetensors file: {error}", PARAM) from error
     with kept.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data, memoryview(data) as whole:
         size = int.from_bytes(whole[:8], "little")
         entries = json.loads(bytes(whole[8 : 8 + size]))
@@ -220,7 +220,7 @@ def _matrices(origin: Path, stored: Mapping[str, _Stored], config: Mapping[str, 
         if tensor.dtype not in _FLOATS or len(tensor.shape) != 2:
             raise ConfigError(f"{origin}: {name} is {tensor.dtype} {list(tensor.shape)}, and must be a matrix of floats", PARAM)
         if not name.startswith(_PREFIX) or not name.endswith((_A, _B)):
-            why = next((why for part, why in _REFUSED_TENSORS.items() if part in name), "it is no low-rank part of a matrix")
+            why = next((why for part, why in _REFUSED_TENSORS.items() if part in name), "it is not a low-rank part of a matrix")
             raise ConfigError(f"{origin}: {name}: {why}", PARAM)
         other = name.removesuffix(_B) + _A if name.endswith(_B) else name.removesuffix(_A) + _B
         if other not in stored:

@@ -141,7 +141,7 @@ def _from_megatron(name: str, path: Path) -> ModelFiles:
     found = find_megatron(path)
     embedding = found.tensors.get("embedding.word_embeddings.weight")
     if not embedding:
-        raise ConfigError(f"{found.directory} has no embedding.word_embeddings.weight: it is no language model", "model")
+        raise ConfigError(f"{found.directory} has no embedding.word_embeddings.weight: it is not a language model", "model")
     from transformers import PreTrainedConfig
 
     vocab_size = typed(embedding[0], Vocabulary, found.directory, "embedding.word_embeddings.weight")

@@ -51,10 +51,10 @@ def refuse_irregular(folder: Path) -> None:
         ConfigError: names the file.
     """
     for entry in folder.glob("*"):  # Of a folder that is not there: nothing.
-        with contextlib.suppress(OSError):  # A link that leads nowhere is no file.
+        with contextlib.suppress(OSError):  # A link that leads nowhere is not a file.
             mode = entry.stat().st_mode
             if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
-                raise ConfigError(f"{entry} is no regular file: pipes and devices are not read", "model")
+                raise ConfigError(f"{entry} is not a regular file: pipes and devices are not read", "model")
 
 
 def is_gguf(path: Path) -> bool:

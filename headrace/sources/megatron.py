@@ -99,12 +99,12 @@ def find_megatron(path: Path) -> MegatronFiles:
         described = read_json(directory / _FORMAT)
         backend = tuple(typed(described.get(name, default), str, directory / _FORMAT, name) for name, default in names)
     except ConfigError as error:
-        raise ConfigError(f"{directory} is no distributed checkpoint of Megatron: {error.message}", "model") from error
+        raise ConfigError(f"{directory} is not a distributed checkpoint of Megatron: {error.message}", "model") from error
     if backend != ("torch_dist", "torch"):
         raise ConfigError(f"{directory} is stored as {' and '.join(backend)}: only torch_dist and torch are read", "model")
     for name in (_INDEX, COMMON):
         if not (directory / name).is_file():
-            raise ConfigError(f"{directory} is no distributed checkpoint of Megatron: it has no {name}", "model")
+            raise ConfigError(f"{directory} is not a distributed checkpoint of Megatron: it has no {name}", "model")
     index = _read_index(directory / _INDEX)
     return MegatronFiles(directory, _tensors(index, directory / _INDEX), _places(index, directory))
 

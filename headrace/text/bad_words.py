@@ -55,7 +55,7 @@ def compile_bad_words(words: Sequence[str], token_bytes: TokenBytes, *, special_
 
     Raises:
         RequestError: there is no word; a word is empty, not UTF-8, or holds U+FFFD, which also stands for bytes that
-            are no text; the words are too long together; or in some state every token with text would be banned.
+            are not text; the words are too long together; or in some state every token with text would be banned.
     """
     if not words:
         raise RequestError("bad_words must not be empty", "bad_words")
@@ -84,7 +84,7 @@ def _utf8(word: str) -> bytes:
 
 
 class _Automaton:
-    """States are the proper beginnings of the words; a whole word is no state, since it never comes to be.
+    """States are the proper beginnings of the words; a whole word is not a state, since it never comes to be.
 
     Text that was forced on the sequence may complete a word all the same: the state is then the word's longest proper
     suffix that is a state.

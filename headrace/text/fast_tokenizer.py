@@ -119,7 +119,7 @@ def from_transformers(name: str, *, local: bool, trusted: bool) -> FastTokenizer
     """Loads a tokenizer with transformers from a directory or hub id. ``trusted``: code that comes with it may run.
 
     Raises:
-        ConfigError: it cannot be loaded, is not a fast tokenizer, or has a chat template that is no text.
+        ConfigError: it cannot be loaded, is not a fast tokenizer, or has a chat template that is not text.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

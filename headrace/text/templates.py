@@ -58,5 +58,5 @@ class TemplateRenderer:
 
 
 def _plain(value: Any) -> str:
-    """Returns the text that templates see in place of a value that is no JSON; equals transformers'."""
+    """Returns the text that templates see in place of a value that is not JSON; equals transformers'."""
     return f"<{type(value).__name__}>"

@@ -110,7 +110,7 @@ class Tokenizer:
             raise RequestError(f"{param} must be text that UTF-8 can hold, without lone surrogates", param) from error
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # A panic of the library is no Exception.
+        except BaseException as error:  # A panic of the library is not an Exception.
             reason = str(error).partition("\n")[0]
             raise RequestError(f"{param}: the model's tokenizer fails at this text: {reason}", param) from error
         if max_tokens is not None and len(encoding) > max_tokens:

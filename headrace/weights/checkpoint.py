@@ -1,4 +1,4 @@
-"""Checkpoint: stored tensors under Hugging Face's names, read one at a time, whatever the kind of file."""
+"""Checkpoint: stored tensors of any kind of file under Hugging Face's names, read one at a time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StoredTensor:
 
 
 class Checkpoint:
-    """A kind of file. A subclass overrides ``_whole``, or ``read`` where it reads parts by themselves."""
+    """A kind of file. A subclass overrides ``_whole``, or ``read`` where it can read parts of a tensor."""
 
     tensors: Mapping[str, StoredTensor]
     """Stored tensors by their name at Hugging Face."""
@@ -87,7 +87,7 @@ class DummyCheckpoint(Checkpoint):
         key = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=8).digest()
         generator = torch.Generator(self._device).manual_seed(int.from_bytes(key, "little") >> 1)
         made = torch.empty(shape, dtype=dtype, device=self._device)
-        # Numbers are made in float32 whatever they are rounded to, some at a time.
+        # Numbers are made in float32, some at a time, and then rounded.
         flat = made.view(-1)
         for start in range(0, len(flat), _CHUNK):
             part = flat[start : start + _CHUNK]

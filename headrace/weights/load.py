@@ -223,7 +223,7 @@ class _Loader:
         return {path: conversion for path, conversion in found.items() if conversion is not None}
 
     def _fill(self, parameter: str, experts: Experts | None) -> None:
-        """``experts``: whose matrix it is; None: it is no matrix."""
+        """``experts``: whose matrix it is; None: it is not a matrix."""
         self._allocate(self._parameters.get(parameter))
         for name in self._table.names(parameter):
             part = self._table.part(name)

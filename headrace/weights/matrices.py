@@ -6,16 +6,15 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Literal
 
 import torch
 
 from headrace.layers.moe import Experts
 from headrace.layers.stored import Codes, StoredMatrix
 from headrace.parallel.shards import Cut
-from headrace.quant.experts import cut_experts, take_experts, take_rows
+from headrace.quant.experts import take_experts, take_rows
 from headrace.weights.checkpoint import Checkpoint
-from headrace.weights.names import NameTable, Slice, Target
+from headrace.weights.names import NameTable, RankPart, ReadSlice, Target
 
 
 def stored_experts(checkpoint: Checkpoint, table: NameTable, path: str, layer: Experts) -> Mapping[str, Sequence[StoredMatrix]]:
@@ -43,30 +42,25 @@ class CodedTensor:
 
 def stored_parts(checkpoint: Checkpoint, name: str, target: Target | None, *, split: bool = True) -> list[StoredMatrix]:
     """The matrix of a tensor, or the parts that a rank holds of it; without ``split``, these as one matrix of floats."""
-    kind = checkpoint.tensors[name].kind
-    if target is None or (target.layout is None and target.part is None):
-        codes, spec = partial(checkpoint.codes, name), partial(checkpoint.spec, name)
-        return [StoredMatrix(kind, partial(checkpoint.read, name), codes, spec)]
-    part = target.part
-    if target.layout is not None or part is None or not split:
-        return [StoredMatrix(kind, lambda: target.read(partial(checkpoint.read, name)))]
-    along: Literal["outputs", "inputs"] = "outputs" if part.axis == 0 else "inputs"
-    cuts = [Cut(along, start, stop, part.shape[part.axis]) for start, stop in part.ranges]
-    parts = [_matrix_part(checkpoint, name, part.axis, cut) for cut in cuts]
+    whole = _whole(checkpoint, name, target)
+    if target is None:
+        return [whole]
+    read, part = partial(checkpoint.read, name), target.part
+    if part is None:
+        return [StoredMatrix(whole.kind, lambda: target.read(read), partial(_in_order, whole, target), whole.read_spec)]
+    if not split:
+        return [StoredMatrix(whole.kind, lambda: target.read(read))]
+    parts = [_part(whole, target, read, dataclasses.replace(part, ranges=(range_,), padding=0)) for range_ in part.ranges]
     if part.padding:
         padding = dataclasses.replace(part, ranges=())
-        parts.append(StoredMatrix(kind, lambda: padding.read(partial(checkpoint.read, name), None)))
+        parts.append(StoredMatrix(whole.kind, lambda: padding.read(read, None)))
     return parts
 
 
-def _matrix_part(checkpoint: Checkpoint, name: str, axis: int, cut: Cut) -> StoredMatrix:
-    def codes() -> Codes | None:
-        whole = checkpoint.codes(name)
-        return None if whole is None else whole.cut(cut)
-
-    where = Slice(axis, ((cut.start, cut.stop),))
-    spec = partial(checkpoint.spec, name)
-    return StoredMatrix(checkpoint.tensors[name].kind, lambda: checkpoint.read(name, where), codes, spec)
+def _part(whole: StoredMatrix, target: Target, read: ReadSlice, part: RankPart) -> StoredMatrix:
+    """``part``: with one range."""
+    codes = partial(_cut, whole, target, *part.ranges[0])
+    return StoredMatrix(whole.kind, lambda: part.read(read, target.layout), codes, whole.read_spec)
 
 
 def load_expert(checkpoint: Checkpoint, name: str, target: Target, experts: Experts, matrix: str) -> None:
@@ -85,13 +79,12 @@ def expert_parts(checkpoint: Checkpoint, name: str, target: Target) -> list[tupl
     Returns:
         Parts with consecutive outputs, each with its first row within the target.
     """
-    whole, part = _whole(checkpoint, name, target), target.part
+    parts, part = stored_parts(checkpoint, name, target), target.part
     if part is None:
-        return [(0, StoredMatrix(whole.kind, whole.read, partial(_in_order, whole, target)))]
+        return [(0, parts[0])]
     starts = itertools.accumulate((stop - start for start, stop in part.ranges), initial=0)
     outputs = part.axis == len(part.shape) - 2
-    parts = [StoredMatrix(whole.kind, whole.read, partial(_cut, whole, target, *range_)) for range_ in part.ranges]
-    return [(start if outputs else 0, one) for start, one in zip(starts, parts, strict=False)]
+    return [(start if outputs else 0, one) for start, one, _ in zip(starts, parts, part.ranges, strict=False)]
 
 
 def _whole(checkpoint: Checkpoint, name: str, target: Target | None) -> StoredMatrix:
@@ -115,4 +108,4 @@ def _cut(whole: StoredMatrix, target: Target, start: int, stop: int) -> Codes | 
     from_last = len(part.shape) - part.axis
     if from_last > 2:
         return take_experts(codes, start, stop)
-    return cut_experts(codes, Cut("inputs" if from_last == 1 else "outputs", start, stop, part.shape[part.axis]))
+    return codes.cut(Cut("inputs" if from_last == 1 else "outputs", start, stop, part.shape[part.axis]))

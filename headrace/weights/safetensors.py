@@ -43,7 +43,7 @@ class SafetensorsCheckpoint(Checkpoint):
     def _open(self, file: Path) -> None:
         try:
             handle = self._stack.enter_context(safe_open(file, framework="pt"))
-            for name in handle.keys():  # noqa: SIM118 (it is no dict)
+            for name in handle.keys():  # noqa: SIM118 (it is not a dict)
                 if name in self.tensors:
                     raise ConfigError(f"{name} is in {self.tensors[name].origin} and in {file.name} too", "model")
                 part = handle.get_slice(name)
@@ -58,7 +58,7 @@ class SafetensorsCheckpoint(Checkpoint):
         stored = self.tensors[name]
         if stored.kind not in _FLOATS:
             raise ConfigError(
-                f"{name} in {stored.origin} is stored as {stored.kind}, which is no type of weights that is read: "
+                f"{name} in {stored.origin} is stored as {stored.kind}, which is not a type of weights that is read: "
                 f"{', '.join(_FLOATS)} are",
                 "model",
             )

@@ -32,7 +32,7 @@ _OTHERS = {"_scale_inv": "", "_activation_scale": "", "_scales": "_blocks", "_bl
 _KV_SCALES = frozenset({"k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale", "k_zero_point", "v_zero_point"})
 """Last components of the names of scales of attention's inputs. The cache computes its own, for each token and head."""
 _CODES = ("F8_E4M3", "F8_E5M2", "I8", "U8", "I32")
-"""Types of tensors that are codes, and no weights by themselves."""
+"""Types of tensors that are codes and need scales."""
 
 
 @dataclasses.dataclass(frozen=True)

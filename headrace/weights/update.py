@@ -217,7 +217,7 @@ class WholeUpdate:
 
 
 def facts_of(name: str, tensor: torch.Tensor) -> TensorFacts:
-    """Raises: ConfigError: it is no tensor with values, or has a part of them."""
+    """Raises: ConfigError: it is not a tensor with values, or has a part of them."""
     check_whole(name, tensor)
     return TensorFacts(name, tensor.dtype, tuple(tensor.shape))
 
@@ -228,7 +228,7 @@ def _stored(part: Target, value: torch.Tensor, device: torch.device) -> StoredMa
 
 
 def check_whole(name: str, tensor: object) -> torch.Tensor:
-    """Raises: ConfigError: it is no tensor, or has no values, or a part of them."""
+    """Raises: ConfigError: it is not a tensor, or has no values, or a part of them."""
     if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
         raise ConfigError(f"{name} must be a tensor with values, not {type(tensor).__name__}", "tensors")
     if hasattr(tensor, "full_tensor"):

@@ -39,7 +39,7 @@ def test_long_prompts(rows: list[tuple[int, int]], monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(cudnn, "compiling", waited)
     spec = layer_spec(num_heads=16, num_kv_heads=4, head_dim=256, v_head_dim=256, scale=0.0625)
     case = make_case(spec, rows, dtype=torch.bfloat16, block_size=16)
-    # What is no key is finite, as in the engine's cache: masked positions still meet products.
+    # What is not a key is finite, as in the engine's cache: masked positions still meet products.
     case.cache.rows.nan_to_num_()
     there, oracle, backend = to(case, CUDA), ReferenceAttention(), cudnn.CudnnPrefill()
     oracle.plan(case.step)

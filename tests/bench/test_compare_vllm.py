@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -14,7 +13,9 @@ import pytest
 from support.fake_vllm import VLLM
 from support.models.tiny_llama import write_config
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "compare_vllm.py"
+from bench.scripts import FOLDER, load
+
+SCRIPT = FOLDER / "compare_vllm.py"
 PEER = """
 import argparse, json, sys
 parser = argparse.ArgumentParser()
@@ -32,12 +33,7 @@ sys.exit("out of memory in /some/folder/kernel.cu")
 
 @pytest.fixture(scope="module")
 def compare() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("compare_vllm", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load("compare_vllm")
 
 
 def row(engine: str, seconds: float, at: float, gpu: str = "a", workload: str = "single", **changes: Any) -> dict[str, Any]:

@@ -194,7 +194,7 @@ def test_ours_over_the_library_where_all_layers_are_alike(monkeypatch: pytest.Mo
 
 
 def test_what_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The kernels of the backends that the layers get on a GPU: every one is waited for, and one that failed is no success."""
+    """The kernels of the backends that the layers get on a GPU: each is waited for, and one that failed is not a success."""
     compile_flashinfer = script("compile_flashinfer", monkeypatch)
     (tmp_path / "config.json").write_text(json.dumps(PLAIN))
     monkeypatch.setattr(sys, "argv", ["compile_flashinfer.py", str(tmp_path)])

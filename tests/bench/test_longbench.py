@@ -99,7 +99,7 @@ def test_files_are_read_and_refused_by_name(tmp_path: Path) -> None:
         read(folder, ["qasper"], None)
     for field, bad in (("answers", []), ("context", 3)):
         write(tmp_path, hotpotqa=[record(), record() | {field: bad}])
-        with pytest.raises(ConfigError, match=rf"line 2 of .* is no record of LongBench: .*{field}"):
+        with pytest.raises(ConfigError, match=rf"line 2 of .* is not a record of LongBench: .*{field}"):
             read(folder, ["hotpotqa"], None)
 
 

@@ -37,7 +37,7 @@ def configs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def with_pictures(**more: object) -> Workload:
-    return Workload(TWO.name, TWO.prompts, TWO.output_lens, Pictures(40, 30, **more))  # type: ignore[arg-type]
+    return Workload(TWO.name, TWO.prompts, TWO.output_lens, Pictures(40, 30, **more))
 
 
 def test_every_repetition_has_pictures_of_its_own() -> None:

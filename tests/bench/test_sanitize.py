@@ -71,7 +71,7 @@ def test_a_few_shapes_of_each_test_run(tmp_path: Path) -> None:
 
 
 def test_whatever_captures_a_graph_is_marked() -> None:
-    """Or it would fail under the sanitizer, for a reason that is no error of the kernel's."""
+    """Or it would fail under the sanitizer, for a reason that is not an error of the kernel's."""
     found = []
     for file in sorted(TESTS_OF_THE_PROJECT.rglob("test_*.py")):
         text = file.read_text(encoding="utf-8")

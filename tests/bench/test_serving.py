@@ -204,7 +204,7 @@ FEATURES = PictureFeatures(6, 16, (1, 4, 6), "bfloat16", deepstack_layers=2)
 
 
 def media_of(server: Server) -> list[dict[str, Any]]:
-    """The part of each request that is no text."""
+    """The part of each request that is not text."""
     contents = [body["messages"][0]["content"] for body in server.bodies]
     assert all(text["type"] == "text" and text["text"] in PROMPTS for _, text in contents)
     return [part for part, _ in contents]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "sparse_ttft.py"
+from bench.scripts import load
+
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -34,12 +33,7 @@ CONFIG: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("sparse_ttft", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load("sparse_ttft")
 
 
 @pytest.mark.parametrize(("layers", "heads", "share"), [(36, 8, 0.7), (3, 5, 0.5), (2, 4, 0.0), (2, 4, 1.0)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -12,17 +11,14 @@ from types import ModuleType
 import pytest
 from support.models.tiny_llama import write_config
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "step_profile.py"
+from bench.scripts import FOLDER, load
+
+SCRIPT = FOLDER / "step_profile.py"
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("step_profile", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load("step_profile")
 
 
 def test_overlapping_kernels_count_once(script: ModuleType) -> None:

@@ -14,7 +14,7 @@ from headrace.model_spec import AttentionSpec, IndexerSpec, cache_groups
 def layer(number: int, window: int | None = None) -> AttentionSpec:
     indexer = IndexerSpec(top_k=3, num_heads=2, head_dim=6, weighted=True) if window is None else None
     heads = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "v_head_dim": 8, "scale": 1.0}
-    return AttentionSpec(layer=number, window=window, indexer=indexer, **heads)  # type: ignore[arg-type]
+    return AttentionSpec(layer=number, window=window, indexer=indexer, **heads)
 
 
 @pytest.mark.parametrize("layers", [[layer(0), layer(1)], [layer(0), layer(1, 8), layer(2)]], ids=["alone", "in an arena"])

@@ -89,13 +89,13 @@ def test_the_command_line_then_the_environment_then_the_file(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("port: 1\nmax_modle_len: 5\n", ":2: max_modle_len is no option of headrace serve; did you mean max-model-len?"),
+        ("port: 1\nmax_modle_len: 5\n", ":2: max_modle_len is not an option of headrace serve; did you mean max-model-len?"),
         (
             "no-enable-prefix-caching: true\n",
-            ":1: no-enable-prefix-caching is no option of headrace serve; did you mean enable-",
+            ":1: no-enable-prefix-caching is not an option of headrace serve; did you mean enable-",
         ),
-        ("zzz: 1\n", ":1: zzz is no option of headrace serve"),
-        ("config: x\n", "config is no option"),
+        ("zzz: 1\n", ":1: zzz is not an option of headrace serve"),
+        ("config: x\n", "config is not an option"),
         ("port: 1\nmodel: x\nport: 1\n", ":3: port stands on line 1 already"),
         ("max-model-len: 5\n\nmax_model_len: 6\n", ":3: max_model_len stands on line 1 already"),
         ("revision: no\n", ":1: revision must be a string, not False; quote it in YAML"),

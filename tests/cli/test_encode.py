@@ -49,7 +49,7 @@ def test_mistakes(tmp_path: Path) -> None:
         ([str(tmp_path / "missing.png")], "there is no file"),
         ([str(picture), "--output", str(picture)], "there is no directory"),
         ([str(picture), str(picture)], "one file"),
-        ([str(picture)], "is no picture"),
+        ([str(picture)], "is not a picture"),
         ([str(picture), "--max-media-bytes", "9"], "a.png has more than 9 bytes (--max-media-bytes)"),
         ([str(misnamed)], "features would replace it"),
         ([str(picture), str(misnamed)], "features would replace it"),

@@ -20,7 +20,7 @@ WITH_SHORT_HELP = [name for name in COMMANDS if name != "headrace config show"]
 
 
 def flags(function: object) -> set[str]:
-    infos = [p.annotation.__metadata__[0] for p in inspect.signature(function).parameters.values()]  # type: ignore[arg-type]
+    infos = [p.annotation.__metadata__[0] for p in inspect.signature(function).parameters.values()]
     words = [word for info in infos for word in (info.default, *(info.param_decls or ())) if isinstance(word, str)]
     return {flag for word in words for flag in word.split("/")}
 
@@ -80,7 +80,7 @@ def test_the_model_may_be_named_as_elsewhere() -> None:
     assert translated(["--model", "a"], {"--model"}) == ["--model", "a"], "headrace run has it"
     for words in (["one", "two"], ["--model", "one", "--model", "two"], ["one", "--model", "two"]):
         assert "two: a command serves one MODEL; --models-config FILE serves several" in error(*words)
-    # A value, and what follows --, is no option.
+    # A value, and what follows --, is not an option.
     assert "there is no file" in error("--served-model-name", "x", "--", "./--swap-space")
 
 

@@ -59,7 +59,7 @@ def test_each_model_has_its_own_options_and_else_those_of_the_command_line(write
         ("a: 5\n", ":1: a configuration file is a mapping"),
         ("[a]\n", ":1: a configuration file is a mapping"),
         ("a: {max-num-seqs: 0}\n", ":1: max_num_seqs must be"),
-        ("a:\n  port: 80\n", ":2: port is no option of a model of --models-config"),
+        ("a:\n  port: 80\n", ":2: port is not an option of a model of --models-config"),
         ("a:\n  model: /no/such\n", ":1: a: there is no file or directory /no/such"),
         ("a: {block-size: 16}\na: {block-size: 16}\n", ":2: a stands on line 1 already"),
         ("a:\n  model-alias: x=b\n", ":1: a: model_alias must be PATTERN=NAME"),

@@ -157,7 +157,7 @@ def test_names_of_vllm() -> None:
 
 def test_an_unknown_field_of_an_object_is_a_mistake_of_the_configuration() -> None:
     with pytest.raises(ConfigError, match="depth is not a parameter") as caught:
-        EngineArgs(limit_mm_per_prompt={"depth": 1})  # type: ignore[arg-type]
+        EngineArgs(limit_mm_per_prompt={"depth": 1})
     assert caught.value.param == "limit_mm_per_prompt.depth"
 
 

@@ -381,7 +381,7 @@ def test_a_line_that_is_too_long_costs_one_line(source: Path, monkeypatch: pytes
 def test_resume_refuses_a_file_of_nested_lists(source: Path, target: Path) -> None:
     target.write_text("[" * 200_000 + "\n")
     result = invoke("--input", str(source), "--output", str(target), "--resume")
-    assert result.exit_code == 2 and "line 1 of" in result.stderr and "is no result of a run" in result.stderr
+    assert result.exit_code == 2 and "line 1 of" in result.stderr and "is not a result of a run" in result.stderr
 
 
 def test_an_earlier_file_stays_until_the_run_has_ended(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ class World:
         self.token_bytes = TokenBytes(self.pieces, frozenset({EOS}))
         self.vocab_size = len(self.pieces)
         self.config = StructuredOutputsConfig(disable_any_whitespace=True)
-        self.grammars = GrammarVocabulary(self, self.vocab_size, self.machine.markers)  # type: ignore[arg-type]
+        self.grammars = GrammarVocabulary(self, self.vocab_size, self.machine.markers)
         self.factory = ConstraintChecker(self.config, self.grammars)
         self.compiled: dict[str, GrammarMatcher] = {}
 
@@ -110,7 +110,7 @@ class World:
         """``broken``: content may look like a call at first."""
         types = {tool.name: _types(json.loads(tool.parameters or "{}")) for tool in tools}
         machine = self.machine if tools else self.quiet
-        parser = Parser(machine, types, tail)  # type: ignore[arg-type]
+        parser = Parser(machine, types, tail)
         text = b"".join(
             machine.markers[token].encode("utf-8", "surrogatepass") if token in machine.markers else self.pieces[token]
             for token in tokens
@@ -286,7 +286,7 @@ end: "*** End" LF?
 def test_the_text_of_a_custom_tool_is_of_its_grammar(name: str, tokens: bool, seeds: int) -> None:
     made = world(name, tokens)
     for syntax, definition in (("lark", PATCH), ("regex", r'a+|x[\s"\\b]{2,5}x')):
-        grammar = TextGrammar(syntax, definition)  # type: ignore[arg-type]
+        grammar = TextGrammar(syntax, definition)
         tools = held_tools([{"function": {"name": "patch"}}], grammars={"patch": grammar})
         given = {"grammar" if syntax == "lark" else "regex": definition}
         for seed in range(seeds):

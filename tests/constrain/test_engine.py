@@ -157,7 +157,7 @@ def mutated(world: World, change: Callable[[Masks, Masks], Masks]) -> Engine:
         before = dict(zip(seq_ids, masks, strict=True))
         return [*changed], np.stack([*changed.values()] or [*masks]), failed
 
-    engine.constraints.masks = wrong  # type: ignore[method-assign]
+    engine.constraints.masks = wrong
     engine.add(*(constrained(name, index, temperature=5.0) for index, name in enumerate(CONSTRAINTS)))
     return engine
 
@@ -317,7 +317,7 @@ class Held:
 
 def test_sequences_pass_one_that_is_compiled_and_it_keeps_its_place() -> None:
     held = Held()
-    engine = Engine(World(max_num_seqs=1), held)  # type: ignore[arg-type]
+    engine = Engine(World(max_num_seqs=1), held)
     first, others = constrained("schema", n=2), [request(f"free {i}", prompt(i, 5), max_tokens=6, eos=()) for i in range(3)]
     engine.add(first, *others)
     order: list[str] = []
@@ -333,7 +333,7 @@ def test_sequences_pass_one_that_is_compiled_and_it_keeps_its_place() -> None:
 
 def test_an_engine_with_nothing_but_a_compiling_request_waits_for_it() -> None:
     held = Held()
-    engine = Engine(World(depth=2), held)  # type: ignore[arg-type]
+    engine = Engine(World(depth=2), held)
     each = constrained("regex")
     engine.add(each)
     for _ in range(3):
@@ -365,7 +365,7 @@ def test_a_constraint_that_cannot_be_compiled_ends_its_request_alone(depth: int)
 
 def test_a_request_may_be_aborted_while_it_is_compiled() -> None:
     held = Held()
-    engine = Engine(World(), held)  # type: ignore[arg-type]
+    engine = Engine(World(), held)
     each = constrained("regex", n=2)
     engine.add(each)
     engine.take(engine.core.abort(each.request_id))
@@ -419,7 +419,7 @@ def test_one_filled_row_is_as_many_are(moved: int) -> None:
     states, alike = [], []
     for place, name in enumerate(CONSTRAINTS):
         made = grammars("letters")[0].constraint(params(name))
-        compiled = engine.constraints._compiler.compile(made)[0].result()  # type: ignore[union-attr]
+        compiled = engine.constraints._compiler.compile(made)[0].result()
         states.append(compiled.with_ends([EOS]))
         alike.append(GrammarMatcher(compiled.inner.deep_copy(), VOCAB, [EOS]))
         if place < moved:
@@ -446,11 +446,11 @@ def first_allowed(state: GrammarMatcher) -> int:
 def test_processes_in_lockstep_take_a_request_in_when_it_is_compiled() -> None:
     """Each has a scheduler of its own, and must not depend on how soon its threads are done."""
     held = Held()
-    constraints = Constraints(held, VOCAB, lockstep=True)  # type: ignore[arg-type]
+    constraints = Constraints(held, VOCAB, lockstep=True)
     each = constrained("choice")
     assert each.constraint is not None
     threading.Timer(0.2, held.release, [each.constraint]).start()
-    engine = Engine(World(), held)  # type: ignore[arg-type]
+    engine = Engine(World(), held)
     engine.core._constraints = constraints
     engine.add(each)
     assert held.futures[each.constraint.grammar].done()

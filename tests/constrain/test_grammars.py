@@ -39,12 +39,12 @@ KINDS: list[dict[str, Any]] = [
 @functools.lru_cache(maxsize=1)
 def factory_of(config: StructuredOutputsConfig) -> GrammarFactory:
     """One for several tests, since its processes take a while to start."""
-    return GrammarFactory(config, GrammarVocabulary(tokenizer(), VOCAB))  # type: ignore[arg-type]
+    return GrammarFactory(config, GrammarVocabulary(tokenizer(), VOCAB))
 
 
 def make(config: StructuredOutputsConfig | None = None) -> tuple[GrammarFactory, GrammarCompiler]:
     config = config or StructuredOutputsConfig()
-    return factory_of(config), GrammarCompiler(GrammarVocabulary(tokenizer(), VOCAB), config)  # type: ignore[arg-type]
+    return factory_of(config), GrammarCompiler(GrammarVocabulary(tokenizer(), VOCAB), config)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_a_vocabulary_that_cannot_be_built_refuses_with_the_reason() -> None:
         def token_bytes(self) -> Any:
             raise ValueError("no bytes here")
 
-    vocabulary = GrammarVocabulary(Broken(), VOCAB)  # type: ignore[arg-type]
+    vocabulary = GrammarVocabulary(Broken(), VOCAB)
     compiler = GrammarCompiler(vocabulary, StructuredOutputsConfig())
     constraint = make()[0].constraint(StructuredOutputsParams(regex="a"))
     for _ in range(2):

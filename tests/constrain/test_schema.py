@@ -201,7 +201,7 @@ def test_a_misspelt_keyword_is_recognised() -> None:
 
 
 def test_only_schema_positions_are_looked_at() -> None:
-    """Words inside values and names are no keywords, and annotations do not reach the grammar."""
+    """Words inside values and names are not keywords, and annotations do not reach the grammar."""
     schema = {
         "description": {"not": 1},
         "default": {"not": {}},

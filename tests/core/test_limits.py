@@ -157,7 +157,7 @@ def refused(
     config = make_config(max_num_encoder_tokens=max_num_encoder_tokens)
     scheduler = Scheduler(config, make_cache(num_blocks, windows=windows))
     with pytest.raises(RequestError) as caught:
-        scheduler.add(request)  # type: ignore[arg-type]
+        scheduler.add(request)
     assert not scheduler.has_work()
     scheduler.check_integrity()
     return caught.value

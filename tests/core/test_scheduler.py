@@ -560,7 +560,7 @@ def test_a_row_continues_if_only_its_token_can_end_the_sequence() -> None:
         for name, max_tokens in (("plain", 9), ("at its end", 2), ("drafting", 9))
     )
     (constrained,) = world.add_unchecked(make_request("constrained", [1, 2, 3], 9, constraint=Constraint("regex", "a*")))
-    constrained.matcher = object()  # type: ignore[assignment]
+    constrained.matcher = object()
     world.launch()
     assert not world.scheduler._in_flight[0].continuing, "prompts are others"
     constrained.matcher = None

@@ -87,7 +87,7 @@ def test_the_third_sibling_of_a_branch_hits_at_the_fork(rest: int) -> None:
 
 
 def test_branches_in_small_chunks_leave_turns_in_a_small_budget() -> None:
-    """Ends of chunks are no points of snapshots: these would displace the turn that all branches share."""
+    """Ends of chunks are not points of snapshots: these would displace the turn that all branches share."""
     own = world(states=(1, 40, 5), max_num_batched_tokens=9)
     tails = [[1 + number % 10, 1 + number // 10, *PROMPT[:12]] for number in range(40)]
     found = [run(own, f"{number}", [*PROMPT[:17], *tail], boundaries=(17,), max_tokens=2) for number, tail in enumerate(tails)]
@@ -98,7 +98,7 @@ def test_branches_in_small_chunks_leave_turns_in_a_small_budget() -> None:
 
 
 def test_shared_lengths_that_fall_are_found_at_the_next() -> None:
-    """Each prompt shares a little less than the one before: the branch of one is no snapshot of the next."""
+    """Each prompt shares a little less than the one before: the branch of one is not a snapshot of the next."""
     own = world()
     found = [run(own, f"{number}", [*PROMPT[:shared], *[number + 1] * 8]) for number, shared in enumerate((15, 14, 11, 9))]
     assert found == [0, 0, 0, 8]

@@ -30,7 +30,7 @@ async def collected(parts: AsyncIterator[HttpStart | bytes]) -> list[HttpStart |
 
 def test_an_application_answers_calls() -> None:
     async def work() -> None:
-        app = build_app(FakeLLM())  # type: ignore[arg-type]
+        app = build_app(FakeLLM())
         await app.state.serving.start()
         (start,) = await collected(answered(app, call("/health")))
         assert isinstance(start, HttpStart) and (start.status, json.loads(start.body)) == (200, {"status": "ok"})
@@ -38,7 +38,7 @@ def test_an_application_answers_calls() -> None:
         assert isinstance(start, HttpStart) and start.status == 400
         start, *parts = await collected(answered(app, call(prompt="x", stream=True)))
         assert isinstance(start, HttpStart) and (b"content-type", b"text/event-stream; charset=utf-8") in start.headers
-        assert (start.body + b"".join(parts)).endswith(b"data: [DONE]\n\n")  # type: ignore[arg-type]
+        assert (start.body + b"".join(parts)).endswith(b"data: [DONE]\n\n")
 
     asyncio.run(asyncio.wait_for(work(), 60))
 

@@ -38,7 +38,7 @@ POD = of_kind("Deployment")["spec"]["template"]["spec"]
 
 def parsed(words: list[str]) -> dict[str, Any]:
     """The options of a command line, checked by the real command."""
-    command = typer.main.get_command(app).commands[words[0]]  # type: ignore[attr-defined]
+    command = typer.main.get_command(app).commands[words[0]]
     with command.make_context(words[0], words[1:]) as context:
         return {name.rpartition("__")[2]: value for name, value in context.params.items()}
 
@@ -60,7 +60,7 @@ def test_the_command_of_the_pod_is_one() -> None:
 
 
 def test_probes_ask_what_the_server_answers_without_a_key() -> None:
-    routes = build_app(FakeLLM()).openapi()["paths"]  # type: ignore[arg-type]
+    routes = build_app(FakeLLM()).openapi()["paths"]
     wanted = {"startupProbe": "/health", "readinessProbe": "/health", "livenessProbe": "/live"}
     for probe, path in wanted.items():
         asked = CONTAINER[probe]["httpGet"]

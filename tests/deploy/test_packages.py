@@ -137,7 +137,7 @@ def test_the_page_lists_every_extra() -> None:
 
 def test_the_command_of_the_unit_is_one() -> None:
     unit = configparser.RawConfigParser(strict=False)
-    unit.optionxform = str  # type: ignore[assignment, method-assign]
+    unit.optionxform = str
     unit.read(DEPLOY / "systemd" / "headrace.service")
     words = shlex.split(unit["Service"]["ExecStart"])
     assert Path(words[0]).name == "headrace"
@@ -210,8 +210,8 @@ def test_what_is_built_serves_from_an_empty_directory(built: Path, tmp_path: Pat
     install = ["install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--force-reinstall", str(package)]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     run = {"cwd": empty, "env": environment, "check": True, "timeout": 250, "text": True, "stdout": subprocess.PIPE}
-    subprocess.run([python, "-m", "pip", *install], **run)  # type: ignore[call-overload]
-    where = subprocess.run([python, "-c", "import headrace; print(headrace.__file__)"], **run)  # type: ignore[call-overload]
+    subprocess.run([python, "-m", "pip", *install], **run)
+    where = subprocess.run([python, "-c", "import headrace; print(headrace.__file__)"], **run)
     assert where.stdout.startswith(str(site))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

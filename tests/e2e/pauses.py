@@ -23,7 +23,7 @@ BYSTANDER = """
 import json, sys, time, httpx
 body = {"prompt": "Once", "ignore_eos": True, "stream": True}
 while True:
-    print("nan", flush=True)  # waiting in the queue is no pause of a stream
+    print("nan", flush=True)  # waiting in the queue is not a pause of a stream
     with httpx.stream("POST", sys.argv[1] + "/v1/completions", json=body, timeout=300) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):

@@ -52,7 +52,7 @@ def one_step(checkpoint: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]
         core.add(llm.inputs.request("The mill", SamplingParams(max_tokens=1), request_id="a"))
         names = {"scheduler": core.scheduler, "executor": core.executor, "outputs": core.outputs, "SamplePlan": SamplePlan}
         yield names, {}
-        assert [delta.finish_reason for delta in names["deltas"]] == ["length"]  # type: ignore[attr-defined]
+        assert [delta.finish_reason for delta in names["deltas"]] == ["length"]
         assert not core.has_work()
 
 
@@ -66,7 +66,7 @@ def foreign_layer(_: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
     names = {"spec": contract.spec(), "context": contract.context(contract.spec(), len(q)), "sinks": None}
     names |= {name: MEGATRON.unpack(tensor) for name, tensor in (("q", q), ("k", k), ("v", v))}
     yield names, {}
-    torch.testing.assert_close(MEGATRON.pack(names["out"], "out", "the page"), contract.by_hand(q, k, v, 0.3))  # type: ignore[arg-type]
+    torch.testing.assert_close(MEGATRON.pack(names["out"], "out", "the page"), contract.by_hand(q, k, v, 0.3))
 
 
 @contextlib.contextmanager
@@ -80,7 +80,7 @@ def trainer(_: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
     names |= {"steps": 2, "train": lambda _, rollouts: trained.append(len(rollouts[0].outputs))}
     yield names, {"max_model_len=8192": "max_model_len=64", "8 * 2**30": "2**20", "max_tokens=1024": "max_tokens=4"}
     assert trained == [8, 8]
-    assert names["report"].passed  # type: ignore[attr-defined]
+    assert names["report"].passed
 
 
 @contextlib.contextmanager

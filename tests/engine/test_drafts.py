@@ -77,8 +77,8 @@ class Proposer:
     def __init__(self, scheduler: Scheduler, expected: dict[tuple[str, int], list[int]], drafts: Drafts) -> None:
         self._scheduler, self._expected, self._drafts = scheduler, expected, drafts
         self._schedule, self._add = scheduler.schedule, scheduler.add
-        scheduler.schedule = self._next  # type: ignore[method-assign]
-        scheduler.add = self._added  # type: ignore[method-assign]
+        scheduler.schedule = self._next
+        scheduler.add = self._added
         self._sequences: list[Sequence] = []
         self.plans: list[StepPlan] = []
 
@@ -111,7 +111,7 @@ def counting(runner: ModelRunner) -> list[int]:
             kept.extend(count - 1 for count in sampled.counts.tolist())
         return sampled
 
-    runner.sampler.sample = counted  # type: ignore[method-assign]
+    runner.sampler.sample = counted
     return kept
 
 

@@ -121,7 +121,7 @@ def test_with_their_weights_they_replay_a_layer(folder: Path, monkeypatch: pytes
         assert routed is not None and routed.shape.weighted
         ids = torch.frombuffer(bytearray(routed.data), dtype=torch.uint8).view(-1, 2, 2).int()
         weights = torch.frombuffer(bytearray(routed.weights), dtype=torch.float32).view(-1, 2, 2)
-        mixtures = [module for module in llm._engine.executor.model.modules() if isinstance(module, Experts)]  # type: ignore[union-attr]
+        mixtures = [module for module in llm._engine.executor.model.modules() if isinstance(module, Experts)]
         assert len(mixtures) == 2
         for layer, mixture in enumerate(mixtures):
             at = 0
@@ -173,7 +173,7 @@ def test_cached_blocks_without_rows_are_computed_again(llm: LLM, alone: list[tup
     assert np.array_equal(rows(conversation.outputs[0].routed_experts)[: len(alone[0][1])], alone[0][1])
     for start in range(3, 40):
         llm.generate({"prompt_token_ids": [(5 * i + start) % 256 for i in range(41)]}, params(max_tokens=1))
-    kv = llm._engine.core.scheduler.kv  # type: ignore[union-attr]
+    kv = llm._engine.core.scheduler.kv
     kept = [key.rows for key in kv._with_rows._keys.values()]
     assert all(len(one) == 4 * 4 for one in kept) and len(kept) < 200
     [result] = llm.generate(PROMPTS[0], params())

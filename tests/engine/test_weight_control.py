@@ -9,10 +9,9 @@ import pytest
 from support.engine.fakes import CONTEXT, FakeRunner, make_core
 
 from headrace.config import EngineArgs
-from headrace.core.weights import (
+from headrace.core.commands import (
     Begin,
     Check,
-    DiskSource,
     Fail,
     Finish,
     Forget,
@@ -29,8 +28,8 @@ from headrace.core.weights import (
     Sleep,
     Wake,
     WeightCommand,
-    WeightResult,
 )
+from headrace.core.weights import DiskSource, WeightResult
 from headrace.engine.weights import WeightControl
 from headrace.errors import QueueFullError, UnavailableError
 from headrace.frontend.prepare import input_processor

@@ -243,7 +243,7 @@ def test_the_model_s_own_defaults_have_the_ranges_of_requests(name: str) -> None
 
     for value in (1e300, 3.5e38, 1e-40, 5e-324, -0.0, -1.0, 0, 1, 2**31, 2**63, 10**30, 10**400):
         try:
-            wanted = SamplingParams(**{name: value})  # type: ignore[arg-type]
+            wanted = SamplingParams(**{name: value})
         except RequestError:
             with pytest.raises(ConfigError, match=r"generation_config\.json"):
                 defaults(value)

@@ -140,7 +140,7 @@ def test_the_bar_has_two_names(given: dict[str, bool], shown: bool, llm: LLM, ca
     llm.chat([{"role": "user", "content": "two"}], greedy(2), **given)
     assert ("1/1" in capsys.readouterr().err) == shown
     with pytest.raises(RequestError) as caught:
-        llm.generate("one", greedy(2), use_tqdm=Path)  # type: ignore[arg-type]
+        llm.generate("one", greedy(2), use_tqdm=Path)
     assert caught.value.param == "use_tqdm"
 
 
@@ -341,7 +341,7 @@ def test_what_is_no_prompt_or_parameter_is_named(prompts: Any, params: Any, name
     with pytest.raises((TypeError, RequestError), match="messages"):
         llm.chat(prompts if prompts != ["fine", "too"] else None, params)
     with pytest.raises(TypeError, match="sampling_params must be"):
-        llm.inputs.request("fine", None, request_id="x")  # type: ignore[arg-type]
+        llm.inputs.request("fine", None, request_id="x")
     assert llm.stats.step == steps
     assert len(llm.generate((prompt for prompt in ["a", "b"]), greedy(2))) == 2
 
@@ -397,7 +397,7 @@ def samplings(args: tuple[Any, ...]) -> Iterator[SamplingParams]:
     """Yields the sampling parameters of a Request, a NewSequence, or sequences."""
     for arg in args:
         for one in arg if isinstance(arg, list) else [arg]:
-            yield getattr(getattr(one, "request", one), "sampling", None)  # type: ignore[misc]
+            yield getattr(getattr(one, "request", one), "sampling", None)
 
 
 def test_constraints_that_leave_no_token_are_the_clients_error(llm: LLM) -> None:
@@ -446,7 +446,7 @@ def test_start_up_keeps_account(tiny_folder: Path) -> None:
         assert info.environment["threads"] == "1"
         stats = llm.stats
         assert (stats.step, stats.generation_tokens, stats.finished, stats.prompt_tokens) == (0, 0, {}, 0), (
-            "the warm-up is no work"
+            "the warm-up is not work"
         )
         assert llm.generate("hello", greedy())[0].num_cached_tokens == 0
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.models.adapters import logprobs, merged, write_adapter
+from support.models.adapters import check_greedy, logprobs, merged, randomise, write_adapter
 from support.models.architectures import quiet
 from support.models.tiny_llama import write_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -21,7 +21,6 @@ from headrace.core.request import AdapterRef
 from headrace.errors import ConfigError, ConflictError, UnknownModelError
 from headrace.layers.linear import FusedLinear, Linear
 from headrace.models.adapters import AdapterTargets
-from headrace.outputs import RequestOutput
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "four": {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_alpha": 8},
@@ -66,15 +65,6 @@ def prompt(length: int, seed: int = 0) -> dict[str, list[int]]:
     return {"prompt_token_ids": torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()}
 
 
-def check(model: PreTrainedModel, output: RequestOutput) -> None:
-    """The sampled tokens are the likeliest of the model, with its log-probabilities."""
-    (sample,) = output.outputs
-    expected = logprobs(model, [*output.prompt_token_ids, *sample.token_ids])[len(output.prompt_token_ids) - 1 : -1]
-    assert sample.token_ids == expected.argmax(-1).tolist()
-    given = [entry[token].logprob for entry, token in zip(sample.logprobs, sample.token_ids, strict=True)]
-    assert torch.allclose(torch.tensor(given), expected.amax(-1), atol=1e-4)
-
-
 def request(adapters: dict[str, Path], name: str | None) -> LoRARequest | None:
     return None if name is None else LoRARequest(name, lora_path=str(adapters[name]))
 
@@ -99,7 +89,7 @@ def test_rows_of_three_adapters_and_the_base_equal_merged_weights(
     for _ in range(2):
         outputs = llm.generate(prompts, params(), lora_request=[request(adapters, name) for name in names])
         for name, output in zip(names, outputs, strict=True):
-            check(models[name], output)
+            check_greedy(models[name], output)
     assert all(output.num_cached_tokens for output in outputs[:3]), "the second time prefixes are found"
 
 
@@ -109,13 +99,11 @@ def test_adapters_of_peft_equal_what_peft_merges(llm: LLM, base: Path, tmp_path:
     fields |= {"rank_pattern": {"layers.0.mlp.up_proj": 3}, "alpha_pattern": {"down_proj": 24, "^model.layers.1.*q_proj": 1}}
     with quiet():
         model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(**fields))
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data = 0.1 * torch.randn_like(parameter)
+    randomise(model)
     model.save_pretrained(tmp_path / "peft")
     (output,) = llm.generate(prompt(30), params(), lora_request=LoRARequest("peft", lora_path=str(tmp_path / "peft")))
     llm.unload_lora("peft")
-    check(model.merge_and_unload().eval(), output)
+    check_greedy(model.merge_and_unload().eval(), output)
 
 
 def test_more_adapters_than_places_are_served_in_turns(
@@ -127,7 +115,7 @@ def test_more_adapters_than_places_are_served_in_turns(
             [prompt(20, seed) for seed in range(7)], params(), lora_request=[request(adapters, name) for name in names]
         )
         for name, output in zip(names, outputs, strict=True):
-            check(models[name], output)
+            check_greedy(models[name], output)
         llm.check_integrity()
 
 
@@ -141,7 +129,7 @@ def test_preempted_sequences_and_samples_of_one_prompt_keep_their_adapter(
         outputs = llm.generate([prompt(48, seed) for seed in range(4)], params(32), lora_request=requests)
         assert llm.stats.num_preemptions
         for name, output in zip(names, outputs, strict=True):
-            check(models[name], output)
+            check_greedy(models[name], output)
         sampled = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=6, ignore_eos=True, logprobs=0)
         (output,) = llm.generate(prompt(40), sampled, lora_request=requests[1])
         for sample in output.outputs:
@@ -190,13 +178,13 @@ def test_an_adapter_is_read_once_and_replaced_on_request(
     folder = write_adapter(base, tmp_path / "step", seed=0, **CONFIGS["four"])
     named = LoRARequest("policy", lora_path=str(folder))
     (before,) = llm.generate(prompt(20), params(), lora_request=named)
-    check(models["four"], before)
+    check_greedy(models["four"], before)
     write_adapter(base, folder, seed=1, **CONFIGS["eight"])
     (same,) = llm.generate(prompt(20), params(), lora_request=named)
-    check(models["four"], same)
+    check_greedy(models["four"], same)
     llm.load_lora(LoRARequest("policy", lora_path=str(folder), load_inplace=True))
     (after,) = llm.generate(prompt(20), params(), lora_request=named)
-    check(models["eight"], after)
+    check_greedy(models["eight"], after)
     llm.unload_lora("policy")
 
 
@@ -210,14 +198,14 @@ def test_steps_go_on_while_an_adapter_is_read(
     adapter = engine.adapters.names.read(named)
     engine.core.adapters.begin(adapter.files, answers.append)
     (output,) = llm.generate(prompt(30), params())
-    check(models[None], output)
+    check_greedy(models[None], output)
     engine.core.adapters.poll()
     assert engine.core.adapters.loading and not answers
     may_read.set()
     engine.adapters.names.put(adapter)
     (output,) = llm.generate(prompt(30), params(), lora_request=LoRARequest("beside"))
     assert answers == [None], "a request waits for its adapter"
-    check(models["four"], output)
+    check_greedy(models["four"], output)
     llm.unload_lora("beside")
 
 
@@ -230,16 +218,16 @@ def test_nothing_is_evicted(base: Path, adapters: dict[str, Path], models: dict[
             llm.load_lora(LoRARequest("many", lora_path=str(adapters["many"])))
         llm.unload_lora("alias")
         (output,) = llm.generate(prompt(20), params(), lora_request=LoRARequest("four"))
-        check(models["four"], output)
+        check_greedy(models["four"], output)
         llm.load_lora(LoRARequest("four", lora_path=str(adapters["many"])))
         (output,) = llm.generate(prompt(20), params(), lora_request=LoRARequest("four"))
-        check(models["many"], output)
+        check_greedy(models["many"], output)
 
 
 def test_a_request_names_an_adapter_that_is_not_there(llm: LLM) -> None:
     made = llm.inputs.request(prompt(5), params(1), request_id="x", adapter=AdapterRef("gone", "00"))
     with pytest.raises(UnknownModelError, match="'gone' is not loaded"):
-        llm._engine.core.add(made)  # type: ignore[union-attr]
+        llm._engine.core.add(made)
 
 
 def test_engines_and_adapters_that_do_not_fit_are_refused(base: Path, adapters: dict[str, Path], llm: LLM) -> None:
@@ -254,7 +242,7 @@ def test_engines_and_adapters_that_do_not_fit_are_refused(base: Path, adapters: 
     with pytest.raises(ConfigError, match="lora_int_id"):
         LoRARequest("four", 0, str(adapters["four"]))
     with pytest.raises(TypeError, match="lora_request"):
-        llm.generate("x", params(1), lora_request="four")  # type: ignore[arg-type]
+        llm.generate("x", params(1), lora_request="four")
 
 
 def test_adapters_are_added_to_packed_weights(
@@ -263,7 +251,7 @@ def test_adapters_are_added_to_packed_weights(
     """Steps with adapters run layer by layer, those of the base in one native call: both multiply the rounded weights."""
     with build(base, quantization="int8", quantize_head="none") as llm:
         rounded = {}
-        for path, layer in llm._engine.executor.model.named_modules():  # type: ignore[union-attr]
+        for path, layer in llm._engine.executor.model.named_modules():
             if isinstance(layer, Linear) and path.startswith("layers."):
                 parts = layer.parts if isinstance(layer, FusedLinear) else {path.rpartition(".")[2]: layer.out_features}
                 own = layer.method.dequantize(layer).split(list(parts.values()))
@@ -291,7 +279,7 @@ def test_adapters_outlast_an_update_of_the_base(base: Path, adapters: dict[str, 
     for name, parameter in model.named_parameters():
         if "self_attn" in name:
             parameter.data += 0.25 * plain.get_parameter(name).data
-    check(model, after)
+    check_greedy(model, after)
     assert before.outputs[0].logprobs != after.outputs[0].logprobs
 
 

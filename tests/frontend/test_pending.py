@@ -35,13 +35,13 @@ def pending(prompts: list[int], most: int = 9) -> tuple[PendingRequests, Inputs]
     def make(index: int, media: Any) -> Any:
         return SimpleNamespace(request_id=str(index), prompt=prompts[index], media=media)
 
-    return PendingRequests(prompts, inputs, make, most), inputs  # type: ignore[arg-type]
+    return PendingRequests(prompts, inputs, make, most), inputs
 
 
 def taken(requests: PendingRequests) -> list[int]:
     found = []
     while requests and (request := requests.first(wait=False)) is not None:
-        found.append(request.prompt)  # type: ignore[attr-defined]
+        found.append(request.prompt)
         requests.pop()
     return found
 
@@ -56,15 +56,15 @@ def test_requests_come_in_order_once_their_media_are_ready() -> None:
     assert taken(requests) == [20, 2, 21]
     threading.Timer(0.01, inputs.futures[22].set_result, ["c"]).start()
     request = requests.first(wait=True)
-    assert request is not None and request.media == "c"  # type: ignore[comparison-overlap]
+    assert request is not None and request.media == "c"
     assert taken(requests) == [22, 3] and not requests
 
 
 def test_the_engine_has_so_many_requests_with_media() -> None:
     requests, inputs = pending([20, 21, 22], most=2)
     for number in (20, 21):
-        inputs.prepare_media(number).set_result("x")  # type: ignore[union-attr]
-    inputs.prepare_media(22).set_result("x")  # type: ignore[union-attr]
+        inputs.prepare_media(number).set_result("x")
+    inputs.prepare_media(22).set_result("x")
     assert taken(requests) == [20, 21]
     requests.ended("1")
     assert taken(requests) == [22]
@@ -82,7 +82,7 @@ def test_a_wrong_prompt_is_an_error_in_its_turn() -> None:
 
 def test_text_is_made_before_it_runs() -> None:
     requests, _ = pending([1, 2, 3, 4, 5])
-    assert [request.prompt for request in requests.make_all()] == [1, 2, 3, 4, 5]  # type: ignore[attr-defined]
+    assert [request.prompt for request in requests.make_all()] == [1, 2, 3, 4, 5]
     assert taken(requests) == [1, 2, 3, 4, 5]
 
 

@@ -40,7 +40,7 @@ def test_replicas_generate_what_one_engine_does(tiny_folder: Path) -> None:
         results = llm.generate(prompts, params)
         assert [[s.token_ids for s in r.outputs] for r in results] == [[s.token_ids for s in r.outputs] for r in expected]
         assert [r.prompt for r in results] == prompts and all(r.finished and r.times is not None for r in results)
-        replicas = llm._loaded.core._llm.replicas  # type: ignore[union-attr]
+        replicas = llm._loaded.core._llm.replicas
         assert all(report.accepted > 0 for report in replicas.reported()), "how many each gets depends on the machine"
         assert sum(report.accepted for report in replicas.reported()) == 24
         assert llm.stats.generation_tokens == sum(len(s.token_ids) for r in results for s in r.outputs)

@@ -29,7 +29,7 @@ def test_a_head_in_float32_follows_updates(tiny_folder: Path) -> None:
     params = SamplingParams(max_tokens=3, temperature=0.0, logprobs=1, ignore_eos=True)
     with LLM(str(tiny_folder), **args) as llm:
         before = llm.generate("a", params)[0].outputs[0].logprobs
-        head = llm._engine.executor.model.lm_head.weight.clone()  # type: ignore[union-attr]
+        head = llm._engine.executor.model.lm_head.weight.clone()
         for new, same in ((head.flip(0), False), (head, True)):
             assert llm.update_weights({"lm_head.weight": new}) == 1
             llm.reset_prefix_cache()

@@ -16,10 +16,13 @@ from support.models.architectures import quiet
 from support.models.tiny_llama import write_config, write_model
 
 from headrace import LLM, SamplingParams
-from headrace.core.weights import Begin, DiskSource, Finish, Load, Pause, Resume, Sleep
+from headrace.core import commands
+from headrace.core.weights import DiskSource
 from headrace.engine.sleep import owned_tensors
 from headrace.errors import ConfigError, UnavailableError, WeightsError
 from headrace.host import pages
+from headrace.kernels import support
+from headrace.kernels.linear import cuda_wide
 
 ARGS: dict[str, Any] = {"num_kv_blocks": 40, "max_num_seqs": 4, "num_threads": 1, "max_step_seconds": 0, "device": "cpu"}
 PROMPT = list(range(40, 90))
@@ -83,7 +86,7 @@ def test_dropped_weights_must_come_back(llm: LLM, folder: Path) -> None:
     before, core = outputs_of(llm), llm._engine.core
     llm.sleep(2)
     with pytest.raises(WeightsError, match="asleep"):
-        core.weights.call(Resume())  # type: ignore[union-attr]
+        core.weights.call(commands.Resume())  # type: ignore[union-attr]
     llm.wake_up(["weights"])
     assert state(llm)[0] == "asleep"
     llm.wake_up(["kv_cache"])
@@ -93,8 +96,8 @@ def test_dropped_weights_must_come_back(llm: LLM, folder: Path) -> None:
     some = dict(list(weights_of(folder).items())[1:])
     with pytest.raises(WeightsError, match=r"dropped.*1 tensors were not written: lm_head\.weight"):
         llm.update_weights(some)
-    llm._engine.command(Load(DiskSource(str(folder))))
-    llm._engine.command(Finish(0))
+    llm._engine.command(commands.Load(DiskSource(str(folder))))
+    llm._engine.command(commands.Finish(0))
     assert state(llm) == ("serving", None)
     hits = llm.stats.prefix_hit_tokens
     assert outputs_of(llm, cached=True) == before
@@ -110,7 +113,7 @@ def test_an_update_wakes_the_weights(llm: LLM, folder: Path) -> None:
     hits = llm.stats.prefix_hit_tokens
     other = outputs_of(llm, cached=True)
     assert other != before and llm.stats.prefix_hit_tokens == hits
-    llm._engine.command(Sleep(2, until_update=True))
+    llm._engine.command(commands.Sleep(2, until_update=True))
     llm.reload_weights()
     assert state(llm) == ("serving", None), "the end of the update woke everything"
     assert outputs_of(llm) == before
@@ -124,7 +127,7 @@ def test_weights_that_no_file_has_are_kept(llm: LLM, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("headrace.engine.executor.own_weights", refuse)
     before = outputs_of(llm)
-    llm._engine.command(Sleep(2, until_update=True))
+    llm._engine.command(commands.Sleep(2, until_update=True))
     assert llm._engine.weights.level == 1
     with pytest.raises(WeightsError, match="stored as Q4_K"):
         llm.reload_weights()
@@ -146,15 +149,15 @@ def test_prefixes_outlive_the_sleep_of_weights(llm: LLM) -> None:
 
 
 def test_a_pause_outlives_sleep(llm: LLM) -> None:
-    llm._engine.command(Pause("keep"))
+    llm._engine.command(commands.Pause("keep"))
     llm.sleep(1)
     llm.wake_up()
     assert state(llm) == ("paused", "abort")
-    llm._engine.command(Begin())
+    llm._engine.command(commands.Begin())
     with pytest.raises(WeightsError, match="an update is open"):
         llm.sleep(1)
-    llm._engine.command(Finish(0))
-    llm._engine.command(Resume())
+    llm._engine.command(commands.Finish(0))
+    llm._engine.command(commands.Resume())
     assert state(llm) == ("serving", None)
 
 
@@ -294,6 +297,53 @@ def test_states_and_graphs_on_a_gpu(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @needs_cuda
+def test_maps_of_weights_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel that finds weights by tensor maps finds those that have moved, and those that an update has written."""
+    if not support.is_hopper(torch.device("cuda")):
+        pytest.skip("the kernels in CUDA C++ need a Hopper GPU")
+    product, launches = cuda_wide._product, []
+
+    def counted(*given: Any, **named: Any) -> torch.Tensor:
+        launches.append(given)
+        return product(*given, **named)
+
+    # Weights of this size are others' otherwise.
+    monkeypatch.setattr(cuda_wide, "MIN_NUMBERS", 0)
+    monkeypatch.setattr(cuda_wide, "_product", counted)
+    folder = write_model(tmp_path, head_dim=64, hidden_size=256, intermediate_size=512)
+    llm = build(folder, device="cuda", dtype="bfloat16")
+    executor: Any = llm._engine.executor
+
+    def tokens() -> list[list[int]]:
+        llm.reset_prefix_cache()
+        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+        results = llm.generate([{"prompt_token_ids": PROMPT[first:]} for first in range(4)], params)
+        return [list(result.outputs[0].token_ids) for result in results]
+
+    def places() -> list[int]:
+        return [parameter.data_ptr() for parameter in executor.model.parameters()]
+
+    before = tokens()
+    assert launches
+    for level in (1, 2):
+        held = places()
+        llm.sleep(level)  # type: ignore[arg-type]
+        others = [torch.empty(2**20, dtype=torch.uint8, device="cuda") for _ in range(64)]
+        llm.wake_up()
+        if level == 2:
+            llm.reload_weights()
+        assert places() != held and tokens() == before
+        del others
+    weights = weights_of(folder)
+    llm.update_weights({name: value.flip(0) for name, value in weights.items() if "up_proj" in name})
+    assert tokens() != before
+    llm.update_weights(weights)
+    assert tokens() == before
+    llm.close()
+
+
+@pytest.mark.gpu
+@needs_cuda
 def test_a_process_of_its_own_gives_stacks_back(folder: Path) -> None:
     llm = build(folder, device="cuda")
     executor: Any = llm._engine.executor
@@ -315,7 +365,7 @@ def test_ranks_and_replicas(folder: Path, args: dict[str, Any]) -> None:
     llm = build(folder, **args)
     before = outputs_of(llm)
     for level in (1, 2):
-        memory = llm._engine.command(Sleep(level)).memory  # type: ignore[arg-type]
+        memory = llm._engine.command(commands.Sleep(level)).memory  # type: ignore[arg-type]
         assert [one.device for one in memory] == ["cpu"] * 2 and all(one.used > 2**24 for one in memory)
         assert llm.is_sleeping
         llm.wake_up()

@@ -17,8 +17,9 @@ from support.pages import ROOT, blocks
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from headrace import LLM, SamplingParams
+from headrace.core import commands
 from headrace.core.request import Request
-from headrace.core.weights import Begin, DiskSource, Finish, Load, Pause, Resume, WeightResult
+from headrace.core.weights import DiskSource, WeightResult
 from headrace.errors import ConfigError, EngineError, UnavailableError, WeightsError
 from headrace.outputs import OutputDelta
 from headrace.weights.names import Target
@@ -115,10 +116,10 @@ def test_an_updated_engine_is_a_fresh_one(old: Path, new: Path, implementation: 
     assert tokens_of(llm) == before
     hits = llm.stats.prefix_hit_tokens
     assert hits > 0
-    places = [parameter.data_ptr() for parameter in llm._engine.executor.model.parameters()]  # type: ignore[attr-defined]
+    places = [parameter.data_ptr() for parameter in llm._engine.executor.model.parameters()]
     assert llm.update_weights(weights_of(new)) == len(weights_of(new))
     # Captured graphs read where they read before.
-    assert [parameter.data_ptr() for parameter in llm._engine.executor.model.parameters()] == places  # type: ignore[attr-defined]
+    assert [parameter.data_ptr() for parameter in llm._engine.executor.model.parameters()] == places
     expected = tokens_of(fresh)
     assert expected != before
     assert tokens_of(llm) == expected
@@ -168,7 +169,7 @@ def test_what_is_refused_changes_nothing(llm: LLM, value: Any, match: str) -> No
 
 def test_a_tied_weight_is_what_it_is_tied_to(tmp_path: Path) -> None:
     llm = build(write_model(tmp_path, tie_word_embeddings=True))
-    weights = dict(llm._engine.executor.model.named_parameters())  # type: ignore[attr-defined]
+    weights = dict(llm._engine.executor.model.named_parameters())
     embedding = weights["embed_tokens.weight"]
     name, tied = "model.embed_tokens.weight", "lm_head.weight"
     other = -embedding.clone()
@@ -239,7 +240,13 @@ def test_frozen_requests_go_on_with_the_kv_that_they_have(old: Path, new: Path) 
     core.add(Request(request_id="one", prompt_token_ids=PROMPT, sampling=params, max_tokens=12, seed=0))
     for _ in range(6):
         deltas += core.step()
-    for command in (Pause("keep"), Begin(), Load(DiskSource(str(new))), Finish(0), Resume()):
+    for command in (
+        commands.Pause("keep"),
+        commands.Begin(),
+        commands.Load(DiskSource(str(new))),
+        commands.Finish(0),
+        commands.Resume(),
+    ):
         answers = list[WeightResult]()
         core.weights.submit(command, answers.append)
         while not answers:

@@ -20,7 +20,7 @@ PROMPTS = [{"prompt_token_ids": list(range(3 + n, 12 + 6 * n))} for n in range(6
 
 def engine(folder: Path, device: str, **options: object) -> LLM:
     sizes = {"max_model_len": 96, "max_num_seqs": 8, "num_kv_blocks": 80}
-    return LLM(str(folder), dtype="float32", device=device, skip_tokenizer_init=True, **sizes, **options)  # type: ignore[arg-type]
+    return LLM(str(folder), dtype="float32", device=device, skip_tokenizer_init=True, **sizes, **options)
 
 
 def generate(llm: LLM, names: list[Path | None]) -> list[tuple[list[int], torch.Tensor]]:

@@ -64,7 +64,7 @@ def test_two_gpus_say_what_one_says(folder: Path, expected: list[tuple[list[int]
 
 def test_a_killed_rank_ends_the_engine(folder: Path) -> None:
     with engine(folder, 2, enforce_eager=True) as llm:
-        processes = llm._engine.executor.processes  # type: ignore[attr-defined]
+        processes = llm._engine.executor.processes
         os.kill(processes[1].pid, signal.SIGKILL)
         with pytest.raises(EngineError, match="rank 1 ended with signal 9"):
             llm.generate(PROMPTS, PARAMS[0])

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from support.models.hybrids import DELTA, MAMBA, ROPE
 from support.models.tiny_llama import write_config
 
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
@@ -52,32 +53,13 @@ GEMMA3 = {
 DELTA_RULE = {
     "architectures": ["Qwen3_5ForCausalLM"],
     "model_type": "qwen3_5_text",
+    **DELTA,
     "layer_types": ["linear_attention", "full_attention"],
     "head_dim": 64,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 16,
     "linear_value_head_dim": 32,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "rope_parameters": {
-        "rope_type": "default",
-        "partial_rotary_factor": 0.25,
-        "rope_theta": 1e4,
-        "mrope_section": [3, 3, 2],
-        "mrope_interleaved": True,
-    },
+    "rope_parameters": ROPE["rope_parameters"] | {"mrope_section": [3, 3, 2]},
 }
-STATE_SPACE = {
-    "architectures": ["BambaForCausalLM"],
-    "model_type": "bamba",
-    "attn_layer_indices": [1],
-    "mamba_n_heads": 8,
-    "mamba_d_head": 16,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 16,
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-}
+STATE_SPACE = {"architectures": ["BambaForCausalLM"], "model_type": "bamba", **MAMBA, "attn_layer_indices": [1]}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 64},
     "qwen3": QWEN3 | {"head_dim": 128, "num_key_value_heads": 1, "tie_word_embeddings": True},

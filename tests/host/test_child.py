@@ -48,7 +48,7 @@ run(main)
 
 
 def start(**options: object) -> ChildProcess:
-    child = ChildProcess((sys.executable, "-c", CHILD, json.dumps(sys.path)), "the child", **options)  # type: ignore[arg-type]
+    child = ChildProcess((sys.executable, "-c", CHILD, json.dumps(sys.path)), "the child", **options)
     assert int(child.receive(60)) == child.pid
     return child
 

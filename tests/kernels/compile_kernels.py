@@ -103,6 +103,9 @@ class Target:
     def get_current_device(self) -> int:
         return 0
 
+    def set_current_device(self, device: int) -> None:
+        """There is no device."""
+
     def get_current_stream(self, device: int | None = None) -> int:
         return 0
 
@@ -286,7 +289,7 @@ def states() -> None:
         rates, channels = torch.zeros(4096, 16), torch.zeros(4096)
         scanned = qkv[:, :4096], qkv[:, :4096], qkv[:, :16], qkv[:, 16:32]
         scan.selective_scan(*scanned, rates, channels, channels, torch.zeros(8, 4096, 1, 16), step)
-    state.gated_norm(torch.zeros(1, 4096), qkv[:1, :4096], torch.zeros(128, dtype=BF16), 1e-6, 128, "silu", False)
+    state.gated_norm(torch.zeros(1, 4096), qkv[:1, :4096], torch.zeros(128, dtype=BF16), 1e-6, 128)
 
 
 def compressed() -> None:

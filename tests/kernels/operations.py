@@ -200,7 +200,7 @@ class Maker:
                 scale=width**-0.5,
                 tiling=tiling,
                 tokens=range(len(q)),
-                **options,  # type: ignore[arg-type]
+                **options,
             )
 
         return attend, tables

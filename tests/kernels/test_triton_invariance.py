@@ -133,7 +133,7 @@ def variants(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_variants_of_a_kernel_sum_up_alike(dtype: str, variants: list[dict[str, Any]]) -> None:
-    """A kernel is compiled anew for addresses and numbers that are no multiples of 16; on a GPU that need not be there."""
+    """A kernel is compiled anew for addresses and numbers that are not multiples of 16; on a GPU that need not be there."""
     ways: dict[tuple[str, str], set[str]] = defaultdict(set)
     for found in variants:
         if found["dtype"] == dtype:

@@ -239,7 +239,7 @@ def test_a_window_hit_needs_only_what_the_window_sees() -> None:
     assert hit.num_tokens == 16
     assert hit.blocks[1][:2] == [NULL_BLOCK, NULL_BLOCK]
     assert all(hit.blocks[1][2:])
-    # Evict one of the visible blocks of the window group: the full group alone is no hit there.
+    # Evict one of the visible blocks of the window group: the full group alone is not a hit there.
     for _ in range(3):
         kv.pools[1].evict()
     assert hit_of(kv, TOKENS) < 16

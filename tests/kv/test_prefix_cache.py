@@ -172,7 +172,7 @@ def brute_force(present: list[list[bool]], groups: list[CacheGroup], most: int) 
     st.randoms(use_true_random=False),
 )
 def test_the_longest_usable_prefix_is_found(windows: list[int | None], most: int, random: object) -> None:
-    choose: Callable[[], float] = random.random  # type: ignore[attr-defined]
+    choose: Callable[[], float] = random.random
     keys, groups = chain(list(range(20))), [kind(window) for window in windows]
     present = [[choose() < 0.7 for _ in range(10)] for _ in windows]
     indexes = [PrefixIndex() for _ in windows]

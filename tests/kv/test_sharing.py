@@ -109,7 +109,7 @@ class Separate(Counted):
         counts = [int(each * want / size) for want, size in zip(wanted, sizes, strict=True)]
         self.pools = self._regions.pools = tuple(BlockPool(range(1, count + 1)) for count in counts)
         self._indexes = tuple(pool.index for pool in self.pools)
-        self._regions.reserve = lambda counts: all(n <= p.num_free for n, p in zip(counts, self.pools, strict=True))  # type: ignore[method-assign]
+        self._regions.reserve = lambda counts: all(n <= p.num_free for n, p in zip(counts, self.pools, strict=True))
 
     def fits(self, blocks: SequenceBlocks, hit: Hit | None, num_tokens: int, first_tokens: int) -> bool:
         start = blocks.capacity if hit is None else hit.num_tokens

@@ -181,10 +181,10 @@ def of_case(case: str, *, adapters: bool = False) -> list[Layer]:
         return run
 
     for layer in model.layers:
-        layer.forward = bounded(layer.forward)  # type: ignore[method-assign]
-    model.forward, model.logits = seen.during(model.forward), seen.during(model.logits)  # type: ignore[method-assign]
+        layer.forward = bounded(layer.forward)
+    model.forward, model.logits = seen.during(model.forward), seen.during(model.logits)
     # On a GPU the product itself gives float32.
-    model.lm_head.forward = seen.as_one("linear", model.lm_head.forward)  # type: ignore[method-assign]
+    model.lm_head.forward = seen.as_one("linear", model.lm_head.forward)
     if targets is not None:
         targets.memory.normal_()
         targets.rows.segments = [Segment(0, 2, 0), Segment(3, 5, 1)]

@@ -33,7 +33,7 @@ def test_the_innermost_module_is_named() -> None:
 
 def test_a_replaced_forward_is_named_by_its_module() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Identity())
-    model[1].forward = lambda x: x.no_such_method()  # type: ignore[method-assign]
+    model[1].forward = lambda x: x.no_such_method()
     with pytest.raises(AttributeError) as caught:
         model(torch.zeros(1, 2))
     assert failing_module(caught.value, model) == "1"

@@ -30,7 +30,7 @@ def names() -> dict[str, Any]:
 
 
 def filled(kind: type[Decoder], spec: object) -> Decoder:
-    model = kind(spec, torch.float32, "cpu")  # type: ignore[arg-type]
+    model = kind(spec, torch.float32, "cpu")
     generator = torch.Generator().manual_seed(0)
     for _, parameter in sorted(model.named_parameters()):
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.15)
@@ -58,7 +58,7 @@ def test_values_are_scaled(names: dict[str, Any]) -> None:
     one, two = (filled(kind, spec(**facts, value_scale=scale)) for scale in (1.0, 2.0))
     torch.testing.assert_close(logits(one), logits(filled(Decoder, model_spec(LAYERS))))
     for layer in two.layers:
-        layer.self_attn.o_proj.weight.data /= 2  # type: ignore[union-attr, operator]
+        layer.self_attn.o_proj.weight.data /= 2
     torch.testing.assert_close(logits(two), logits(one))
 
 

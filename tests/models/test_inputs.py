@@ -112,7 +112,7 @@ def test_extras_are_added_behind_their_layer(name: str, monkeypatch: pytest.Monk
         def manual(*args: object, run: Callable = run, index: int = index, extra: torch.Tensor = extra) -> object:
             out = run(*args)
             start = done[index]
-            done[index] = start + len(args[0])  # type: ignore[arg-type]
+            done[index] = start + len(args[0])
             rows = extra[start : done[index]]
             return (out[0] + rows, None) if out[1] is None else (out[0], out[1] + rows)
 

@@ -124,11 +124,11 @@ def test_experts_are_sliced_or_dealt_out(architecture: str, changes: dict) -> No
     whole, state = made([attention(0)], mlps=(MoeSpec(**MOE | changes),), architecture=architecture)
     sliced, dealt = parts(whole.spec, 2), parts(whole.spec, 2, whole_experts=True)
     assert [spec.mlps[0].intermediate_size for spec in sliced] == [64, 64]
-    assert [spec.mlps[0].held for spec in dealt] == [(0, 2), (2, 5)]  # type: ignore[union-attr]
+    assert [spec.mlps[0].held for spec in dealt] == [(0, 2), (2, 5)]
     same_on_ranks(whole, state, sliced)
     same_on_ranks(whole, state, dealt)
     four = parts(whole.spec, 4)
-    assert [spec.mlps[0].num_held for spec in four] == [1, 1, 1, 2]  # type: ignore[union-attr]
+    assert [spec.mlps[0].num_held for spec in four] == [1, 1, 1, 2]
     same_on_ranks(whole, state, four)
     with pytest.raises(ConfigError, match=r"layer 0: 5 experts cannot be dealt to 12 ranks; sizes that work: 1, 2, 4"):
         parts(whole.spec, 12)
@@ -142,7 +142,7 @@ def test_experts_of_pictures_are_sliced_or_dealt_out(whole_experts: bool) -> Non
     mixture = dataclasses.replace(text, shared=DenseSpec(24), vision=pictures)
     whole, state = made([attention(0)], mlps=(mixture,), architecture="Ernie4_5_VLMoeForConditionalGeneration")
     specs = parts(whole.spec, 2, whole_experts=whole_experts)
-    held = [(spec.mlps[0].vision.intermediate_size, spec.mlps[0].vision.num_held) for spec in specs]  # type: ignore[union-attr]
+    held = [(spec.mlps[0].vision.intermediate_size, spec.mlps[0].vision.num_held) for spec in specs]
     assert held == ([(256, 2), (256, 3)] if whole_experts else [(128, 5)] * 2)
     assert "experts of pictures of a rank" in [name for name, _, _ in describe(specs[1])]
     same_on_ranks(whole, state, specs)
@@ -156,7 +156,7 @@ def test_experts_of_pictures_are_sliced_or_dealt_out(whole_experts: bool) -> Non
     def run(group: Any) -> torch.Tensor:
         model = registry.build(specs[group.rank], "float32", "cpu", group)
         copy_weights(model, state)
-        return group.all_reduce(model.layers[0].mlp(x, kinds))  # type: ignore[no-any-return]
+        return group.all_reduce(model.layers[0].mlp(x, kinds))
 
     for found in on_ranks(2, run):
         torch.testing.assert_close(found, expected)
@@ -191,7 +191,7 @@ def test_a_norm_over_all_heads_has_its_cut_and_its_sum() -> None:
         norms = model.layers[0].self_attn
         widths = whole.spec.layers[0].q_size, whole.spec.layers[0].k_size
         assert (norms.q_norm.of, norms.k_norm.of) == widths and (norms.q_norm.copies, norms.k_norm.copies) == (1, copies)
-        assert num_sums(model) == 3 * 3 + spec.shard.cut_embedding  # type: ignore[union-attr]
+        assert num_sums(model) == 3 * 3 + spec.shard.cut_embedding
 
 
 class Uncut(DecoderAttention):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -224,8 +225,7 @@ def test_the_report_says_that_nothing_is_encoded_here(own: Served) -> None:
 
 
 def test_checkpoints_with_the_modules_names_are_read(own: Served, tmp_path: Path) -> None:
-    for file in own.folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(own.folder, tmp_path, dirs_exist_ok=True)
     state = {name: tensor.contiguous().clone() for name, tensor in own.theirs.state_dict().items()}
     assert any(name.startswith("model.audio_tower.") for name in state)
     save_file(state, tmp_path / "model.safetensors")
@@ -234,8 +234,7 @@ def test_checkpoints_with_the_modules_names_are_read(own: Served, tmp_path: Path
 
 
 def test_weights_that_nothing_loads_are_an_error(own: Served, tmp_path: Path) -> None:
-    for file in own.folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(own.folder, tmp_path, dirs_exist_ok=True)
     path = tmp_path / "model.safetensors"
     save_file({**load_file(path), "vision_tower.weight": torch.zeros(2)}, path)
     with pytest.raises(ConfigError, match=r"vision_tower\.weight"):

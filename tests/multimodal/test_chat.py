@@ -61,7 +61,7 @@ def test_options_of_the_processor(model: Served) -> None:
             model.llm.chat(messages, SHORT, mm_processor_kwargs={"pixels": 1})
         assert error.value.param == "mm_processor_kwargs.pixels"
     with pytest.raises(RequestError, match="must be a dict, not 3"):
-        model.llm.chat(asked(part), SHORT, mm_processor_kwargs=3)  # type: ignore[arg-type]
+        model.llm.chat(asked(part), SHORT, mm_processor_kwargs=3)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +124,7 @@ HETEROGENEOUS = {
 def test_layers_may_differ_in_heads_beside_a_tower(kind: str, said: str, tmp_path: Path) -> None:
     """A layer with one KV head is one whose two are alike, which transformers computes."""
     own = served(kind)
-    for file in own.folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(own.folder, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
     config["text_config"] |= HETEROGENEOUS[said]
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -161,7 +161,7 @@ def test_limits_of_videos() -> None:
     "head", [b"#EXTM3U\n", b"ffconcat version 1.0\nfile /etc/passwd\n", b"<?xml version='1.0'?><MPD", b"", b"GIF89a"]
 )
 def test_playlists_and_others_are_no_videos(head: bytes) -> None:
-    assert "no video of a supported format" in refused(head + b" " * 100, decode=decode_video)
+    assert "not a video of a supported format" in refused(head + b" " * 100, decode=decode_video)
 
 
 def test_broken_videos_are_refused() -> None:

@@ -36,7 +36,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> MultiModalProcessor:
 def rules(tmp_path: Path) -> ErnieRules:
     """Rules with a font, which draws times on frames."""
     processor(tmp_path, KIND)
-    (tmp_path / "Roboto-Regular.ttf").write_bytes(ImageFont.load_default(12).font_bytes)  # type: ignore[union-attr]
+    (tmp_path / "Roboto-Regular.ttf").write_bytes(ImageFont.load_default(12).font_bytes)
     (tmp_path / "video_preprocessor_config.json").write_text('{"draw_on_frames": true, "font": "Roboto-Regular.ttf"}')
     return ErnieRules(tmp_path, SimpleNamespace(temporal_merge_size=2))
 
@@ -51,7 +51,7 @@ def test_times_are_drawn_as_transformers_draws_them(rules: ErnieRules) -> None:
         sampled = rules._sample(
             Video(frames, {"fps": 7.0, "frames_indices": [0, 33, 26000], "do_sample_frames": False}), {}, "v"
         )
-        drawn = rules._timed(sampled, rules._font, "v")  # type: ignore[arg-type]
+        drawn = rules._timed(sampled, rules._font, "v")
         stamps = [convert(None, index / 7.0) for index in (0, 33, 26000)]
         assert stamps == ["time: 00:00:00.00", "time: 00:00:04.71", "time: 01:01:54.29"]
         for frame, stamp, found in zip(frames, stamps, drawn, strict=True):

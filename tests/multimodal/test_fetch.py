@@ -183,7 +183,7 @@ def test_allowed_domains(site: Site) -> None:
     assert "allowed_media_domains" in refused(site.url("/a", "b.test"), **options)
     assert "allowed_media_domains" in refused(site.url("/a", "a.test.b.test"), **options)
     assert "allowed_media_domains" in refused(site.url(f"/to?{site.url('/a', 'b.test')}", "a.test"), **options)
-    # An allowed name is no allowed address.
+    # An allowed name is not an allowed address.
     assert "not public" in refused(site.url("/a", "a.test"), allowed_domains=["a.test"], resolve=names(a_test=["127.0.0.1"]))
 
 

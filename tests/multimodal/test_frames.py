@@ -89,7 +89,7 @@ def test_models_without_videos_refuse_them_by_name(tmp_path: Path, kind: str) ->
             prepare(made, "x", data)
         assert caught.value.param == "multi_modal_data.video"
     with pytest.raises(RequestError, match=why) as caught:
-        made.check_features(MultiModalData.of({"video_embeds": clip}).videos[0], "video", "data")  # type: ignore[arg-type]
+        made.check_features(MultiModalData.of({"video_embeds": clip}).videos[0], "video", "data")
     assert caught.value.param == "data"
 
 

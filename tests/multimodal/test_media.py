@@ -70,11 +70,11 @@ def loader(folder: Path, fetcher: Responder) -> Iterator[MediaLoader]:
         max_media_bytes=200_000,
         max_image_pixels=100_000,
         num_video_frames=4,
-        limit_mm_per_prompt={"image": 3, "video": 1},  # type: ignore[arg-type]
+        limit_mm_per_prompt={"image": 3, "video": 1},
         max_media_bytes_in_flight=2_000_000,
         media_workers=1,
     )
-    loader = MediaLoader(args, fetcher)  # type: ignore[arg-type]
+    loader = MediaLoader(args, fetcher)
     yield loader
     loader.close()
 
@@ -165,9 +165,9 @@ def test_what_names_nothing(loader: MediaLoader, url: str) -> None:
 
 def test_the_content_decides_what_it_is(loader: MediaLoader) -> None:
     load(loader, data_url(picture(kind="JPEG"), "text/html"))
-    assert "no picture" in refused(loader, data_url(b"<html>", "image/png"))
-    assert "no video" in refused(loader, data_url(picture(), "video/mp4"), modality="video")
-    assert "no picture" in refused(loader, data_url(clip(3)))
+    assert "not a picture" in refused(loader, data_url(b"<html>", "image/png"))
+    assert "not a video" in refused(loader, data_url(picture(), "video/mp4"), modality="video")
+    assert "not a picture" in refused(loader, data_url(clip(3)))
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_base64_is_decoded_in_pieces_as_in_one(text: str, damage: str, monkeypat
 
 def test_sizes(loader: MediaLoader) -> None:
     assert "max_media_bytes" in refused(loader, data_url(bytes(200_002)))
-    assert "no picture" in refused(loader, data_url(bytes(200_000)))
+    assert "not a picture" in refused(loader, data_url(bytes(200_000)))
 
 
 def test_files(loader: MediaLoader, folder: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def test_pictures_equal_transformers(kind: str) -> None:
     assert text.outputs[0].token_ids == outputs[-1].outputs[0].token_ids
     own.llm.check_integrity()
     decisions = {line.name: line.value for line in own.llm.info.decisions}
-    assert (decisions["vision encoder"], decisions["image processor"]) == ("transformers", own.llm.inputs.multimodal.backend)  # type: ignore[union-attr]
+    assert (decisions["vision encoder"], decisions["image processor"]) == ("transformers", own.llm.inputs.multimodal.backend)
 
 
 @of(MOVING)
@@ -266,19 +267,19 @@ def test_the_encoders_memory_is_measured_with_full_calls_and_large_pictures(kind
     loaded: Any = own.llm._engine
     encoder = media_of(loaded.executor.runner)._encoder
     usual, large = encoder_calls(loaded.text.files, loaded.config, encoder)
-    rows = sum(item.num_rows for item in usual.args[0])  # type: ignore[attr-defined]
+    rows = sum(item.num_rows for item in usual.args[0])
     assert CALL_ROWS <= rows < CALL_ROWS + 512
-    assert all(found.features.shape == (item.num_rows, 64) for found, item in zip(large(), large.args[0], strict=True))  # type: ignore
+    assert all(found.features.shape == (item.num_rows, 64) for found, item in zip(large(), large.args[0], strict=True))
     assert encoder_calls(loaded.text.files, loaded.config, None) == []
 
 
 def test_what_a_tower_makes_is_freed_after_use() -> None:
     own = served("qwen2_5_vl")
-    cache = media_of(own.llm._engine.executor.runner).cache  # type: ignore[attr-defined]
+    cache = media_of(own.llm._engine.executor.runner).cache
     assert cache.num_used == 0 and cache.nbytes > 0
     none = engine(own.folder, mm_encoder_cache_bytes=0)
     generate(none, *prompts("qwen2_5_vl").values())
-    cache = media_of(none._engine.executor.runner).cache  # type: ignore[attr-defined]
+    cache = media_of(none._engine.executor.runner).cache
     assert (cache.num_used, cache.nbytes) == (0, 0)
 
 
@@ -286,8 +287,7 @@ def test_what_a_tower_makes_is_freed_after_use() -> None:
 def test_a_checkpoint_of_2024_is_the_same_model(kind: str, tmp_path: Path) -> None:
     """A flat configuration with ``rope_scaling``, and ``min_pixels`` and ``max_pixels`` of the processor."""
     own = served(kind)
-    for file in own.folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(own.folder, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
     text = config.pop("text_config")
     sections = text.pop("rope_parameters")
@@ -338,8 +338,7 @@ def test_checkpoints_with_the_modules_names_are_read(kind: str, tmp_path: Path) 
     from safetensors.torch import save_file
 
     own = served(kind)
-    for file in own.folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(own.folder, tmp_path, dirs_exist_ok=True)
     state = own.theirs.state_dict()
     state.pop("lm_head.weight" if own.theirs.config.tie_word_embeddings else "", None)
     save_file({name: tensor.contiguous().clone() for name, tensor in state.items()}, tmp_path / "model.safetensors")
@@ -351,8 +350,7 @@ def test_checkpoints_with_the_modules_names_are_read(kind: str, tmp_path: Path) 
 def test_a_weight_of_the_vision_part_that_nothing_loads_is_an_error(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    for file in served("qwen2_5_vl").folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(served("qwen2_5_vl").folder, tmp_path, dirs_exist_ok=True)
     state = load_file(tmp_path / "model.safetensors")
     save_file(state | {"visual.blocks.0.gate.weight": torch.ones(4)}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match=r"no module has a place for, .*visual\.blocks\.0\.gate\.weight"):
@@ -364,8 +362,7 @@ def test_the_text_part_may_say_whether_weights_are_tied(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     own = served("mistral3")
-    for file in own.folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(own.folder, tmp_path, dirs_exist_ok=True)
     state = load_file(tmp_path / "model.safetensors")
     head = state["language_model.model.embed_tokens.weight"].flip(0)
     save_file(state | {"language_model.lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})

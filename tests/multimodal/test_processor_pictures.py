@@ -45,7 +45,7 @@ def test_patches_are_those_of_transformers(tmp_path: Path, kind: str, settings: 
     file = tmp_path / "preprocessor_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"image_mean": [0.5, 0.4, 0.3]} | settings))
     made = processor_of(tmp_path, kind)
-    usual = made._rules._images  # type: ignore[attr-defined]
+    usual = made._rules._images
     for size in ((56, 56), (61, 90), (140, 33), (9, 20)):
         found = prepare(made, MARKS.get(kind, PICTURE), {"image": picture(*size)}).media[0]
         theirs = usual(images=[picture(*size)], return_tensors="np")
@@ -110,12 +110,12 @@ def test_transparency_is_white() -> None:
     clear = picture(8, 8).convert("RGBA")
     clear.putalpha(0)
     (made,) = MultiModalData.of({"image": clear}).images
-    assert np.asarray(made.image).min() == 255  # type: ignore[union-attr]
+    assert np.asarray(made.image).min() == 255
 
 
 def test_16_bits_are_scaled_as_in_a_file() -> None:
     (made,) = MultiModalData.of({"image": Image.fromarray(np.array([[0, 256, 32768, 65535]], np.uint16))}).images
-    assert np.asarray(made.image)[0, :, 0].tolist() == [0, 1, 128, 255]  # type: ignore[union-attr]
+    assert np.asarray(made.image)[0, :, 0].tolist() == [0, 1, 128, 255]
 
 
 SIZES = [(5, 31), (392, 57), (40, 40), (31, 190), (211, 40), (57, 113), (150, 130)]
@@ -147,7 +147,7 @@ def test_expansions_are_those_of_transformers(tmp_path: Path, kind: str, module:
         "fake_image_token": "<fake_token_around_image>",
     }
     expand, them = theirs(module), SimpleNamespace(**tokens, **settings)
-    image_processor = made._rules._images.hf  # type: ignore[attr-defined]
+    image_processor = made._rules._images.hf
     crops = {"internvl": {"crop_to_patches": True}, "idefics3": {"return_row_col_info": True}}
     crops["smolvlm"] = crops["idefics3"]
     for size in SIZES:

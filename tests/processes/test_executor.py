@@ -22,39 +22,16 @@ from support.models.tiny_llama import VOCAB, write_config
 from support.trainer import Trainer
 
 from headrace.config import EngineArgs
+from headrace.core import commands
 from headrace.core.plan import SamplePlan, StepPlan, StepResult, encode_plan
-from headrace.core.weights import (
-    Begin,
-    DiskSource,
-    Finish,
-    GroupSource,
-    GroupSpec,
-    Join,
-    Leave,
-    Load,
-    Resume,
-    TensorSpec,
-)
+from headrace.core.weights import DiskSource, GroupSource, GroupSpec, TensorSpec
 from headrace.errors import ConfigError, EngineError, RankKilledError, WeightsError
 from headrace.frontend.local import LocalEngine, open_local
 from headrace.host.channel import Channel
 from headrace.models import registry
 from headrace.outputs import TokenLogprobs
+from headrace.processes import rank_messages as messages
 from headrace.processes.multiprocess import MultiprocessExecutor, RankAgreement, start_ranks
-from headrace.processes.rank_messages import (
-    Collect,
-    Collected,
-    Done,
-    Failed,
-    FromRank,
-    Least,
-    Plan,
-    ShowTokens,
-    Tokens,
-    decode_to_rank,
-    digest,
-    encode,
-)
 from headrace.processes.records import from_plain, to_plain
 from headrace.processes.watchdog import Watchdog
 from headrace.sampling_params import SamplingParams
@@ -164,17 +141,17 @@ def test_loads_reach_every_rank(folder: Path, ranks: LocalEngine, tmp_path: Path
     """From files, and by broadcasts of which each rank keeps its part."""
     alone = open_local(FileSource(args_of(folder)))
     generator = torch.Generator().manual_seed(4)
-    model = alone.executor.model  # type: ignore[attr-defined]
+    model = alone.executor.model
     stored = {name: value.clone() for name, value in export(registry.name_table(model.spec), model)}
     new = {name: value + 0.1 * torch.randn(value.shape, generator=generator) for name, value in stored.items()}
     save_file(new, tmp_path / "model.safetensors")
     for engine in (alone, ranks):
         before = served(engine)
-        engine.core.weights.call(Begin())
-        assert engine.core.weights.call(Load(DiskSource(str(tmp_path)))).written == len(new)
-        done = engine.core.weights.call(Finish(0, "files"))
+        engine.core.weights.call(commands.Begin())
+        assert engine.core.weights.call(commands.Load(DiskSource(str(tmp_path)))).written == len(new)
+        done = engine.core.weights.call(commands.Finish(0, "files"))
         assert (done.num_kept, done.weights.version) == (0, "files")
-        engine.core.weights.call(Resume())
+        engine.core.weights.call(commands.Resume())
         assert served(engine) != before
     close(served(ranks), served(alone))
     trainer = Trainer(3, ("g", "g/", "cpu/"))
@@ -182,29 +159,29 @@ def test_loads_reach_every_rank(folder: Path, ranks: LocalEngine, tmp_path: Path
         name="g", address="127.0.0.1", port=trainer.port, rank_offset=1, world_size=3, protocol="torch", backend="gloo"
     )
     trainer.beside(trainer.join)
-    assert ranks.core.weights.call(Join(group)).weights.groups == ["g"]
+    assert ranks.core.weights.call(commands.Join(group)).weights.groups == ["g"]
     trainer.wait()
     tensors = [TensorSpec(name, "float32", tuple(value.shape)) for name, value in stored.items()]
-    ranks.core.weights.call(Begin())
+    ranks.core.weights.call(commands.Begin())
     wrong = [*tensors[:-1], TensorSpec(tensors[-1].name, "float32", (1, 1))]
     with pytest.raises(WeightsError, match="has the shape"):
-        ranks.core.weights.call(Load(GroupSource("g", wrong)))
+        ranks.core.weights.call(commands.Load(GroupSource("g", wrong)))
     trainer.beside(lambda: trainer.send(stored))
-    ranks.core.weights.call(Load(GroupSource("g", tensors)))
+    ranks.core.weights.call(commands.Load(GroupSource("g", tensors)))
     trainer.wait()
-    ranks.core.weights.call(Finish(0, None))
-    ranks.core.weights.call(Leave("g"))
+    ranks.core.weights.call(commands.Finish(0, None))
+    ranks.core.weights.call(commands.Leave("g"))
     close(served(ranks), served(open_local(FileSource(args_of(folder)))))
     trainer.close()
 
 
 def test_a_rank_that_draws_another_token_is_named(ranks: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is not used after this."""
-    executor: MultiprocessExecutor = ranks.executor  # type: ignore[assignment]
+    executor: MultiprocessExecutor = ranks.executor
 
     def execute(plan: StepPlan) -> int:
         other = tuple(msgspec.structs.replace(seq, seed=seq.seed + 1) for seq in plan.new)
-        executor.send(Plan(encode_plan(plan)), Plan(encode_plan(msgspec.structs.replace(plan, new=other))))
+        executor.send(messages.Plan(encode_plan(plan)), messages.Plan(encode_plan(msgspec.structs.replace(plan, new=other))))
         return plan.step
 
     monkeypatch.setattr(executor, "execute", execute)
@@ -226,7 +203,7 @@ def test_a_model_that_cannot_be_loaded_is_refused_as_in_one_process(folder: Path
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_engine(folder: Path) -> None:
     engine = open_local(FileSource(args_of(folder, tensor_parallel_size=2)))
-    executor: MultiprocessExecutor = engine.executor  # type: ignore[assignment]
+    executor: MultiprocessExecutor = engine.executor
     engine.core.add(engine.inputs.request({"prompt_token_ids": [1, 2, 3]}, PARAMS["greedy"], request_id="x"))
     engine.core.step()
     os.kill(executor.ranks[1].pid, signal.SIGKILL)
@@ -267,8 +244,8 @@ def executor_of(*ranks: RankThread) -> MultiprocessExecutor:
     return MultiprocessExecutor(fakes)
 
 
-def reply(rank: Channel, message: FromRank) -> None:
-    rank.send(encode(message))
+def reply(rank: Channel, message: messages.FromRank) -> None:
+    rank.send(messages.encode(message))
 
 
 def sampling(*tokens: int) -> RankThread:
@@ -276,12 +253,12 @@ def sampling(*tokens: int) -> RankThread:
 
     def serve(rank: Channel) -> None:
         for step, token in enumerate(tokens):
-            while decode_to_rank(rank.receive()) != Collect(step):
+            while messages.decode_to_rank(rank.receive()) != messages.Collect(step):
                 pass
             result = StepResult(step, [4, 9], [[1], [token]])
-            reply(rank, Done.of(Collected(digest(result), result)))
-        assert decode_to_rank(rank.receive()) == ShowTokens(len(tokens) - 1)
-        reply(rank, Done.of(Tokens.of(result)))
+            reply(rank, messages.Done.of(messages.Collected(messages.digest(result), result)))
+        assert messages.decode_to_rank(rank.receive()) == messages.ShowTokens(len(tokens) - 1)
+        reply(rank, messages.Done.of(messages.Tokens.of(result)))
 
     return serve
 
@@ -303,7 +280,7 @@ def test_ranks_agree_through_the_executor() -> None:
             ranks = RankAgreement(rank, 2)
             found[index] += [ranks.least(number), ranks.any(index == 1), ranks.any(False)]
             found[index] += [ranks.alike(b"same"), ranks.alike(value)]
-            reply(rank, Done.of(index))
+            reply(rank, messages.Done.of(index))
 
         return serve
 
@@ -314,7 +291,7 @@ def test_ranks_agree_through_the_executor() -> None:
 
 
 def test_ranks_that_ask_different_questions_are_out_of_step() -> None:
-    executor = executor_of(lambda rank: reply(rank, Least(1)), lambda rank: reply(rank, Done.of(None)))
+    executor = executor_of(lambda rank: reply(rank, messages.Least(1)), lambda rank: reply(rank, messages.Done.of(None)))
     with pytest.raises(EngineError, match="out of step: they sent Done and Least"):
         executor.gather(type(None))
 
@@ -338,7 +315,7 @@ def test_ranks_that_do_not_finish_a_step_are_named(monkeypatch: pytest.MonkeyPat
         over.wait()
 
     def answering(rank: Channel) -> None:
-        reply(rank, Done.of(None))
+        reply(rank, messages.Done.of(None))
         over.wait()
 
     with pytest.raises(RankKilledError, match=r"rank 1 did not finish a step: it has hardly used the processor for 0\.05 s"):
@@ -352,7 +329,7 @@ def test_a_rank_that_does_not_read_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     rank: Any = FakeRank()
     executor = MultiprocessExecutor([rank])
     rank.process.send_signal(signal.SIGSTOP)
-    executor.send(Plan(bytes(10_000_000)))
+    executor.send(messages.Plan(bytes(10_000_000)))
     assert rank.unsent
     with pytest.raises(RankKilledError, match="rank 0 was stopped by a signal"):
         executor.gather(type(None))
@@ -362,7 +339,7 @@ def test_a_rank_that_fails_because_another_was_killed_is_not_blamed() -> None:
     """It may be heard first: the channel of the one that was killed is still open here."""
     ranks: list[Any] = [FakeRank(), FakeRank()]
     executor = MultiprocessExecutor(ranks)
-    reply(ranks[0].other, Failed("RuntimeError: Connection closed by peer"))
+    reply(ranks[0].other, messages.Failed("RuntimeError: Connection closed by peer"))
     ranks[1].kill()
     with pytest.raises(RankKilledError, match="rank 1 ended with signal 9"):
         executor.gather(type(None))
@@ -370,7 +347,7 @@ def test_a_rank_that_fails_because_another_was_killed_is_not_blamed() -> None:
 
 def test_what_went_wrong_in_a_rank_is_told() -> None:
     with pytest.raises(EngineError, match="rank 0: ValueError: a bad plan"):
-        executor_of(lambda rank: reply(rank, Failed("ValueError: a bad plan"))).gather(type(None))
+        executor_of(lambda rank: reply(rank, messages.Failed("ValueError: a bad plan"))).gather(type(None))
 
 
 def test_a_configuration_comes_back_equal(folder: Path) -> None:
@@ -380,7 +357,7 @@ def test_a_configuration_comes_back_equal(folder: Path) -> None:
     copy = from_plain(msgspec.msgpack.decode(msgspec.msgpack.encode(to_plain(config))))
     assert copy == config and copy.sparse is not None and type(copy.sparse.selector) is type(config.sparse.selector)
     for data in (["os:environ", 1], ["headrace.errors:listed", "x"], ["headrace.host.child:ChildProcess"]):
-        with pytest.raises(TypeError, match="is no record"):
+        with pytest.raises(TypeError, match="is not a record"):
             from_plain(data)
-    with pytest.raises(TypeError, match="is no record"):
+    with pytest.raises(TypeError, match="is not a record"):
         to_plain(folder)

@@ -55,7 +55,7 @@ def idle(most: int, looks: int) -> tuple[Capturing, Channel]:
     core, channel = make_core(None), Channel(looks)
     runner: Any = Capturing(most)
     core.executor = runner
-    loop: Any = EngineLoop(core, channel)  # type: ignore[arg-type]
+    loop: Any = EngineLoop(core, channel)
     loop.run()
     return runner, channel
 
@@ -76,7 +76,7 @@ def test_with_work_nothing_is_captured() -> None:
     core = make_core(None)
     runner: Any = Capturing(5)
     core.executor = runner
-    core.scheduler.has_work = lambda: True  # type: ignore[method-assign]
+    core.scheduler.has_work = lambda: True
     assert not core.idle() and runner.captured == 0
 
 
@@ -109,10 +109,10 @@ def test_ranks_are_asked_again_while_the_engine_waits(monkeypatch: pytest.Monkey
     core, (ours, theirs) = make_core(None), socket.socketpair()
     channel = SocketChannel(ours)
     monkeypatch.setattr(channel, "wait", lambda seconds, _, wait=channel.wait: wait(seconds))
-    core.executor = Ranks()  # type: ignore[assignment]
+    core.executor = Ranks()
     begin = time.monotonic()
     with pytest.raises(RankLostError):
         EngineLoop(core, channel).run()
     channel.close()
     theirs.close()
-    assert core.executor.asked == 3 and time.monotonic() - begin >= 0.02  # type: ignore[attr-defined]
+    assert core.executor.asked == 3 and time.monotonic() - begin >= 0.02

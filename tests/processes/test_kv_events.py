@@ -172,11 +172,11 @@ def test_wrong_configurations_are_refused() -> None:
         ({"steps": 1}, "kv_events_config.steps"),
     ]:
         with pytest.raises(Exception) as refused:
-            EngineArgs(kv_events_config=wrong)  # type: ignore[arg-type]
+            EngineArgs(kv_events_config=wrong)
         assert getattr(refused.value, "param", None) == param, wrong
     on = {"enable_kv_cache_events": True}
     with pytest.raises(ConfigError) as refused:
-        EngineArgs(kv_events_config=on, enable_prefix_caching=False)  # type: ignore[arg-type]
+        EngineArgs(kv_events_config=on, enable_prefix_caching=False)
     assert refused.value.param == "kv_events_config"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = KVEventsConfig(
@@ -215,7 +215,7 @@ def test_the_router_knows_the_caches_of_its_replicas(tiny_folder: Path) -> None:
             outputs = [output async for output in llm.generate({"prompt_token_ids": [7] * 100}, params)]
             conversation = {"prompt_token_ids": [7] * 100 + list(outputs[-1].outputs[0].token_ids) + [9]}
             for expected in (128, 0):
-                async for _ in llm.generate(conversation, SamplingParams(max_tokens=1)):  # type: ignore[arg-type]
+                async for _ in llm.generate(conversation, SamplingParams(max_tokens=1)):
                     pass
                 decision = llm.replicas.decisions()[-1]
                 assert decision.expected_hit == expected and (decision.true_hit or 0) >= expected

@@ -11,7 +11,7 @@ from headrace.core.request import Request
 from headrace.processes.messages import AddRequest, Start, decode_to_engine, encode
 from headrace.sampling_params import SamplingParams, StructuredOutputsParams
 
-ARGS = EngineArgs(model="model", structured_outputs_config={"max_depth": 3}, limit_mm_per_prompt={"image": 2})  # type: ignore[arg-type]
+ARGS = EngineArgs(model="model", structured_outputs_config={"max_depth": 3}, limit_mm_per_prompt={"image": 2})
 SAMPLING = SamplingParams(
     temperature=0.5, stop=["a"], logit_bias={3: 1.0}, structured_outputs=StructuredOutputsParams(json={"type": "object"})
 )

@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def args_of(folder: Path, **changes: object) -> EngineArgs:
     values = {"num_kv_blocks": 400, "num_threads": 1, "max_num_batched_tokens": 64, "tensor_parallel_size": 2}
-    return EngineArgs(model=str(folder), load_format="dummy", device="cpu", **values | changes)  # type: ignore[arg-type]
+    return EngineArgs(model=str(folder), load_format="dummy", device="cpu", **values | changes)
 
 
 def ranks_of(pid: int) -> list[psutil.Process]:

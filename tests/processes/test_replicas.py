@@ -6,7 +6,6 @@ import asyncio
 import functools
 import os
 import signal
-import time
 from collections.abc import Callable, Collection, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,7 @@ from headrace.processes.quarantine import Quarantine
 from headrace.processes.replicas import ReplicaSet, capacity_of
 from headrace.processes.supervisor import Health
 from headrace.sampling_params import SamplingParams
+from processes.async_engine import until
 
 INFO = engine_info(max_num_seqs=2, block_size=16, num_blocks=[101])
 
@@ -334,13 +334,6 @@ class FakeLLM(AsyncLLM):
 
 class PoisonLLM(AsyncLLM):
     command = fake_process("prompts", 0.02)
-
-
-async def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        await asyncio.sleep(0.01)
 
 
 async def text_of(llm: AsyncLLM, name: str, tokens: int, seen: Callable[[], None] = lambda: None, prompt: str = "hello") -> str:

@@ -28,7 +28,7 @@ from processes.async_engine import Shared, collect, idle, params, run, until
 def test_kill_under_load_answers_everyone_and_restarts(
     shared: Shared, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And nobody is refused for it. These deaths are no crash loop, though nothing was served between them."""
+    """And nobody is refused for it. These deaths are not a crash loop, though nothing was served between them."""
     monkeypatch.setattr(supervisor, "MAX_DEATHS", 2)
 
     async def work() -> None:

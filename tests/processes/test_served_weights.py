@@ -3,66 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
-import itertools
 import os
-import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from support.models.architectures import quiet
 from support.models.tiny_llama import write_model
 from support.trainer import NcclTrainer, Trainer
 
-from headrace import LLM, AsyncLLM, SamplingParams
-from headrace.config import EngineArgs
-from headrace.core.weights import DiskSource, GroupSpec, IpcSource, SegmentSource, Source
+from headrace import AsyncLLM
+from headrace.core.weights import DiskSource, GroupSpec
 from headrace.errors import EngineDeadError, UnavailableError, WeightsError
-from headrace.frontend.weights import tensor_specs
-from headrace.option_groups import WeightTransferConfig
-from headrace.outputs import RequestOutput
-from headrace.weights.checksum import checksum
-from headrace.weights.transport.shared import ipc_handle
+from headrace.processes.replicas import ReplicaSet
 from processes.async_engine import Shared, until
-
-COMPANY: dict[str, Any] = {
-    "num_kv_blocks": 64,
-    "max_num_seqs": 4,
-    "num_threads": 1,
-    "device": "cpu",
-    "dtype": "float32",
-    "max_logprobs": 1,
-}
-ALONE = COMPANY | {"max_num_seqs": 1, "enable_prefix_caching": False, "max_step_seconds": 0}
-"""Each step has one sequence, and a prompt is computed in one of them: results are equal bit for bit. In company, products of a
-CPU sum up in other orders."""
-ON_GPU = COMPANY | {"device": "cuda", "deterministic": True, "graph_capture_seconds": 0.3}
-"""Results are equal bit for bit in any company."""
-PACK = 50_000
-"""Bytes beyond which a pack of tensors is sent."""
-TRANSFER = WeightTransferConfig(packed_buffer_size_bytes=PACK)
-Weights = dict[str, torch.Tensor]
-
-
-def version_of(folder: Path, number: int) -> Weights:
-    generator = torch.Generator().manual_seed(number)
-    weights = load_file(folder / "model.safetensors")
-    if not number:
-        return weights
-    return {name: value + 0.05 * torch.randn(value.shape, generator=generator) for name, value in weights.items()}
-
-
-def write(folder: Path, weights: Weights) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+from processes.served_weights import (
+    ALONE,
+    COMPANY,
+    check,
+    described,
+    from_disk,
+    joined,
+    rollout,
+    run_updates,
+    spans,
+    started,
+    transport,
+    version_of,
+    write,
+)
 
 
 @pytest.fixture(scope="module")
@@ -72,204 +45,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(folder: Path) -> Iterator[Shared]:
-    shared = Shared(AsyncLLM(EngineArgs(model=str(folder), weight_timeout=3.0, weight_transfer_config=TRANSFER, **ALONE)))
-    yield shared
-    shared.close()
-
-
-REQUESTS = itertools.count()
-
-
-def rollout_params(seed: int, length: int) -> SamplingParams:
-    return SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True, logprobs=0, seed=seed)
-
-
-def seed_of(output: RequestOutput) -> int:
-    return int(output.request_id.partition("-")[0])
-
-
-async def rollout(llm: AsyncLLM, prompt: int, length: int, begun: asyncio.Event | None = None) -> RequestOutput:
-    ids = [(prompt * 7 + place) % 90 for place in range(20)]
-    output: RequestOutput | None = None
-    request_id = f"{prompt}-{next(REQUESTS)}"
-    async for output in llm.generate({"prompt_token_ids": ids}, rollout_params(prompt, length), request_id):  # noqa: B007 (the last is returned)
-        if begun is not None:
-            begun.set()
-    assert output is not None
-    return output
-
-
-def check(
-    outputs: list[RequestOutput], models: dict[str, Weights], folder: Path, tmp_path: Path, args: dict[str, Any] = ALONE
-) -> None:
-    """Each token has the logprob that a fresh engine of its version gives it, but in company on a CPU to the last bit."""
-    for version, weights in models.items():
-        model = tmp_path / f"fresh-{version}"
-        shutil.copytree(folder, model, dirs_exist_ok=True)
-        write(model, weights)
-        parts = [
-            (output, span)
-            for output in outputs
-            for span in output.outputs[0].weight_versions
-            if span.version == version and span.end > span.start
-        ]
-        with quiet():
-            llm = LLM(str(model), **args)
-        if args is not COMPANY:
-            check_continued(llm, parts)
-            continue
-        prompts: Any = [{"prompt_token_ids": output.prompt_token_ids + output.outputs[0].token_ids} for output, _ in parts]
-        scores = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=0))
-        for (output, span), score in zip(parts, scores, strict=True):
-            sample = output.outputs[0]
-            assert score.prompt_logprobs is not None and sample.logprobs is not None
-            for place in range(span.start, span.end):
-                token = sample.token_ids[place]
-                expected = score.prompt_logprobs[len(output.prompt_token_ids) + place]
-                assert expected is not None
-                assert sample.logprobs[place][token].logprob == pytest.approx(expected[token].logprob, abs=1e-4)
-        llm.close()
-
-
-def check_continued(llm: LLM, parts: list[tuple[RequestOutput, Any]]) -> None:
-    """A fresh engine continues each answer, from its span on, with the same tokens and logprobs."""
-    prompts: Any = [{"prompt_token_ids": one.prompt_token_ids + one.outputs[0].token_ids[: span.start]} for one, span in parts]
-    params = [rollout_params(seed_of(one), span.end - span.start) for one, span in parts]
-    for (output, span), continued in zip(parts, llm.generate(prompts, params), strict=True):
-        ours, theirs = output.outputs[0], continued.outputs[0]
-        assert ours.token_ids[span.start : span.end] == theirs.token_ids
-        assert ours.logprobs is not None
-        assert ours.logprobs[span.start : span.end] == theirs.logprobs
-    llm.close()
-
-
-def spans(output: RequestOutput) -> list[tuple[str, int, int]]:
-    return [(span.version, span.start, span.end) for span in output.outputs[0].weight_versions]
-
-
-Shares = Callable[[Weights, Path], contextlib.AbstractContextManager[Source]]
-
-
-@contextlib.contextmanager
-def in_a_segment(weights: Weights, folder: Path) -> Iterator[Source]:
-    path = write(folder, weights) / "model.safetensors"
-    (place := Path("/dev/shm") / f"headrace-test-{os.getpid()}-{folder.name}").write_bytes(path.read_bytes())
-    yield SegmentSource(place.name)
-    place.unlink()
-
-
-@contextlib.contextmanager
-def on_gpus(ranks: int, weights: Weights, folder: Path) -> Iterator[Source]:
-    """Views of one buffer on each rank's GPU, which the sender overwrites as soon as the engine has answered."""
-    flat = torch.cat([one.flatten() for one in weights.values()])
-    held = [flat.to(f"cuda:{rank}", copy=True) for rank in range(ranks)]
-    handles, start = [], 0
-    for one in weights.values():
-        parts = [buffer[start : start + one.numel()].view(one.shape) for buffer in held]
-        handles.append({gpu: handle for part in parts for gpu, handle in ipc_handle(part).items()})
-        start += one.numel()
-    for buffer in held:
-        torch.cuda.synchronize(buffer.device)
-    yield IpcSource(tensor_specs(list(weights), ["float32"] * len(weights), [one.shape for one in weights.values()]), handles)
-    for buffer in held:
-        buffer.fill_(torch.nan)
-
-
-async def updates_under_load(
-    llm: AsyncLLM, folder: Path, tmp_path: Path, count: int, first: int, trainer: Trainer | None, shares: Shares | None
-) -> tuple[list[RequestOutput], dict[str, Weights]]:
-    """Requests keep arriving while ``count`` updates go through; pauses are of every mode that keeps requests."""
-    served = llm.weights.status().version
-    models = {served: version_of(folder, int(served.lstrip("v")))}
-    outputs: list[RequestOutput] = []
-    stop = False
-
-    async def client(number: int) -> None:
-        while not stop:
-            try:
-                outputs.append(await rollout(llm, number, 24))
-            except UnavailableError:
-                await asyncio.sleep(0.01)
-            number += 10
-
-    clients = [asyncio.create_task(client(number)) for number in range(3)]
-    for step in range(first + 1, first + count + 1):
-        weights, mode, begun = version_of(folder, step), ("recompute", "abort", "wait")[(step - 1) % 3], asyncio.Event()
-        long = asyncio.create_task(rollout(llm, 1000 + step, 230, begun))
-        await begun.wait()
-        await llm.weights.pause(mode)  # type: ignore[arg-type]
-        assert llm.weights.status().state == "paused"
-        if shares is not None:
-            await llm.weights.begin(checksums=True)
-            with shares(weights, tmp_path / f"step-{step}") as source:
-                await llm.weights.load(source)
-            done = await llm.weights.finish(f"v{step}", checksums={name: checksum(one) for name, one in weights.items()})
-        elif trainer is None:
-            path = write(tmp_path / f"step-{step}", weights)
-            done = await llm.weights.update_from_disk(path, f"v{step}")
-            shutil.rmtree(path)
-        else:
-            await llm.weights.begin()
-            names = list(weights)
-            trainer.beside(lambda weights=weights: trainer.send(weights, PACK if trainer.packs else None))  # type: ignore[misc]
-            dtypes, shapes = [str(weights[name].dtype) for name in names], [weights[name].shape for name in names]
-            await llm.weights.receive("g", names, dtypes, shapes, packed=trainer.packs)
-            trainer.wait()
-            done = await llm.weights.finish(f"v{step}")
-        assert (done.written, done.num_kept) == (len(weights), 0)
-        models[f"v{step}"] = weights
-        await llm.weights.resume()
-        outputs.append(await long)
-    outputs.append(await rollout(llm, 999, 8))
-    stop = True
-    await asyncio.gather(*clients)
-    return outputs, models
-
-
-def run_updates(
-    shared: Shared,
-    folder: Path,
-    tmp_path: Path,
-    count: int,
-    first: int,
-    trainer: Trainer | None,
-    *,
-    args: dict[str, Any] = ALONE,
-    shares: Shares | None = None,
-) -> None:
-    async def work() -> None:
-        outputs, models = await updates_under_load(shared.llm, folder, tmp_path, count, first, trainer, shares)
-        seen = {version for output in outputs for version, _, _ in spans(output)}
-        assert seen == set(models)
-        assert any(len(spans(output)) > 1 for output in outputs), "no sequence met an update"
-        for output in outputs:
-            tiled = [place for _, start, end in spans(output) for place in range(start, end)]
-            assert tiled == list(range(len(output.outputs[0].token_ids)))
-        await asyncio.to_thread(check, outputs, models, folder, tmp_path, args)
-        await shared.llm.check_integrity()
-
-    shared.run(work(), 120 + 30 * count)
-
-
-def joined(shared: Shared, trainer: Trainer) -> None:
-    async def work() -> None:
-        trainer.beside(trainer.join)
-        assert (await shared.llm.weights.join(trainer.spec)).weights.groups == ["g"]
-        trainer.wait()
-
-    shared.run(work())
+    with started(folder, weight_timeout=3.0, **ALONE) as shared:
+        yield shared
 
 
 def test_updates_through_files(shared: Shared, folder: Path, tmp_path: Path) -> None:
-    run_updates(shared, folder, tmp_path, 2, 0, None)
+    run_updates(shared, folder, tmp_path, from_disk, range(1, 3))
 
 
 @pytest.mark.slow
 def test_updates_through_a_group(shared: Shared, folder: Path, tmp_path: Path) -> None:
-    trainer = Trainer(2)
-    joined(shared, trainer)
-    run_updates(shared, folder, tmp_path, 2, 3, trainer)
-    trainer.close()
+    with transport(shared, "vllm's group") as update:
+        run_updates(shared, folder, tmp_path, update, range(4, 6))
 
 
 def test_a_refused_load_changes_nothing(shared: Shared, folder: Path, tmp_path: Path) -> None:
@@ -305,19 +92,16 @@ def test_a_refused_load_changes_nothing(shared: Shared, folder: Path, tmp_path: 
 
 def test_weights_are_torn_until_all_are_written(shared: Shared, folder: Path, tmp_path: Path) -> None:
     """The sender stops after half of the tensors; the clean-up that follows cannot end the update."""
-    trainer = Trainer(2, seconds=5.0)
-    joined(shared, trainer)
 
-    async def work() -> None:
+    async def work(trainer: Trainer) -> None:
         weights, llm = shared.llm.weights, shared.llm
         new = version_of(folder, 11)
         half = dict(list(new.items())[: len(new) // 2])
-        names, dtypes, shapes = list(new), ["float32"] * len(new), [one.shape for one in new.values()]
         await weights.pause("keep")
         frozen = asyncio.create_task(rollout(llm, 2, 8))
         await weights.begin()
         trainer.beside(lambda: trainer.send(half))
-        load = asyncio.create_task(weights.receive("g", names, dtypes, shapes))
+        load = asyncio.create_task(weights.receive("g", *described(new)))
         await until(lambda: weights.status().state == "writing")
         with pytest.raises(WeightsError, match="a load of weights is under way") as caught:
             await weights.load(DiskSource(str(folder)))
@@ -348,8 +132,8 @@ def test_weights_are_torn_until_all_are_written(shared: Shared, folder: Path, tm
         assert [spans(output)[-1][0] for output in outputs] == ["healed", "healed"]
         await asyncio.to_thread(check, outputs, {"healed": new}, folder, tmp_path)
 
-    shared.run(work())
-    trainer.close()
+    with joined(shared, Trainer(2, seconds=5.0)) as trainer:
+        shared.run(work(trainer))
 
 
 @pytest.mark.slow
@@ -360,11 +144,7 @@ def test_groups_are_joined_in_any_order(shared: Shared) -> None:
         trainers = {name: Trainer(2, (name, f"{name}/", "cpu/")) for name in ("one", "two")}
         joins = []
         for name, trainer in trainers.items():
-            port = trainer.port
-            spec = GroupSpec(
-                name=name, address="127.0.0.1", port=port, rank_offset=1, world_size=2, protocol="torch", backend="gloo"
-            )
-            joins.append(asyncio.create_task(shared.llm.weights.join(spec)))
+            joins.append(asyncio.create_task(shared.llm.weights.join(msgspec.structs.replace(trainer.spec, name=name))))
         for name in reversed(trainers):
             await asyncio.to_thread(trainers[name].join)
         await asyncio.gather(*joins)
@@ -378,25 +158,23 @@ def test_groups_are_joined_in_any_order(shared: Shared) -> None:
 
 @pytest.mark.slow
 def test_values_that_never_came(shared: Shared, folder: Path, tmp_path: Path) -> None:
-    """A broadcast of uninitialised memory is noticed by its NaN, and is no success."""
-    trainer = Trainer(2, ("g", "g/", "cpu/"))
-    joined(shared, trainer)
+    """A broadcast of uninitialised memory is noticed by its NaN, and is not a success."""
 
-    async def work() -> None:
+    async def work(trainer: Trainer) -> None:
         new = version_of(folder, 0)
         name = list(new)[-1]
         sent = new | {name: torch.full_like(new[name], torch.nan).view(torch.int32).fill_(-1).view(torch.float32)}
         await shared.llm.weights.begin()
         trainer.beside(lambda: trainer.send(sent))
         with pytest.raises(WeightsError, match=f"values of {name} did not come") as caught:
-            await shared.llm.weights.receive("g", list(new), ["float32"] * len(new), [one.shape for one in new.values()])
+            await shared.llm.weights.receive("g", *described(new))
         assert (caught.value.status, shared.llm.weights.status().state) == (503, "torn")
         trainer.wait()
         await shared.llm.weights.update_from_disk(write(tmp_path / "whole", new))
         assert shared.llm.health().ok
 
-    shared.run(work())
-    trainer.close()
+    with joined(shared, Trainer(2, ("g", "g/", "cpu/"))) as trainer:
+        shared.run(work(trainer))
 
 
 @pytest.mark.slow
@@ -479,20 +257,11 @@ def test_a_killed_engine_has_the_weights_of_its_files_again(shared: Shared, fold
 @pytest.mark.slow
 def test_two_replicas(folder: Path, tmp_path: Path) -> None:
     """They are updated together; one that is killed comes back without requests until it has the others' weights."""
-    shared = Shared(AsyncLLM(EngineArgs(model=str(folder), data_parallel_size=2, weight_transfer_config=TRANSFER, **ALONE)))
-    llm = shared.llm
-    replicas = llm.replicas
-    assert replicas is not None
 
-    async def both_up() -> None:
+    async def both_up(replicas: ReplicaSet) -> None:
         await until(lambda: all(status.state == "running" for status in replicas.status()))
 
-    shared.run(both_up())
-    trainer = Trainer(3)
-    joined(shared, trainer)
-    run_updates(shared, folder, tmp_path, 6, 0, trainer)
-
-    async def kill_one() -> None:
+    async def kill_one(llm: AsyncLLM, replicas: ReplicaSet) -> None:
         status = replicas.status()[1]
         assert status.pid is not None
         os.kill(status.pid, signal.SIGKILL)
@@ -510,25 +279,22 @@ def test_two_replicas(folder: Path, tmp_path: Path) -> None:
         assert all(status.routing.accepted for status in replicas.status())
         await asyncio.to_thread(check, outputs, {"v7": version_of(folder, 7)}, folder, tmp_path)
 
-    shared.run(kill_one())
-    trainer.close()
-    shared.close()
+    with started(folder, data_parallel_size=2, **ALONE) as shared:
+        replicas = shared.llm.replicas
+        assert replicas is not None
+        shared.run(both_up(replicas))
+        with transport(shared, "vllm's group", ranks=2) as update:
+            run_updates(shared, folder, tmp_path, update, range(1, 7))
+            shared.run(kill_one(shared.llm, replicas))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["disk", "vllm's group", "torch's group"])
-def test_two_ranks(folder: Path, tmp_path: Path, transport: str) -> None:
+@pytest.mark.parametrize("by", ["disk", "vllm's group", "torch's group"])
+def test_two_ranks(folder: Path, tmp_path: Path, by: str) -> None:
     """Each receives whole tensors, and keeps its parts. A rank that is killed within an update takes the engine along."""
-    args = ALONE | {"tensor_parallel_size": 2}
-    shared = Shared(AsyncLLM(EngineArgs(model=str(folder), weight_transfer_config=TRANSFER, **args)))
-    trainer = None
-    if transport != "disk":
-        trainer = Trainer(3) if transport == "vllm's group" else Trainer(3, ("g", "g/", "cpu/"))
-        joined(shared, trainer)
-    run_updates(shared, folder, tmp_path, 4, 0, trainer, args=args)
 
-    async def kill_one() -> None:
-        weights, llm = shared.llm.weights, shared.llm
+    async def kill_one(llm: AsyncLLM) -> None:
+        weights = llm.weights
         await weights.begin()
         assert llm.engine_pid is not None
         ranks = [one for one in psutil.Process(llm.engine_pid).children() if "headrace.processes.rank" in one.cmdline()]
@@ -543,21 +309,19 @@ def test_two_ranks(folder: Path, tmp_path: Path, transport: str) -> None:
         assert weights.status().number == 5
         assert spans(await rollout(llm, 1, 4)) == [("v5", 0, 4)]
 
-    shared.run(kill_one())
-    if trainer is not None:
-        trainer.close()
-    shared.close()
+    args = ALONE | {"tensor_parallel_size": 2}
+    with started(folder, **args) as shared, transport(shared, by, ranks=2) as update:
+        run_updates(shared, folder, tmp_path, update, range(1, 5), args)
+        shared.run(kill_one(shared.llm))
 
 
 @pytest.mark.slow
 def test_a_replica_heals_from_its_sibling(folder: Path, tmp_path: Path) -> None:
     """Bit for bit, with packed weights too, and without a trainer."""
-    args: dict[str, Any] = {"data_parallel_size": 2, "quantization": "int8", "heal_from_sibling": True, **ALONE}
-    shared = Shared(AsyncLLM(EngineArgs(model=str(folder), **args)))
-    llm, replicas = shared.llm, shared.llm.replicas
-    assert replicas is not None
 
-    async def work() -> None:
+    async def work(llm: AsyncLLM) -> None:
+        replicas = llm.replicas
+        assert replicas is not None
         await until(lambda: all(status.state == "running" for status in replicas.status()))
         await llm.weights.update_from_disk(write(tmp_path / "one", version_of(folder, 1)), "v1")
         before = await llm.weights.checksums()
@@ -574,40 +338,29 @@ def test_a_replica_heals_from_its_sibling(folder: Path, tmp_path: Path) -> None:
         await llm.weights.update_from_disk(write(tmp_path / "two", version_of(folder, 2)), "v2")
         assert llm.weights.status().state == "serving"
 
-    shared.run(work())
-    shared.close()
+    with started(folder, data_parallel_size=2, quantization="int8", heal_from_sibling=True, **ALONE) as shared:
+        shared.run(work(shared.llm))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("args", [ALONE, COMPANY], ids=["alone", "in company"])
-@pytest.mark.parametrize("transport", ["disk", "shm", "vllm's group", "torch's group"])
-def test_fifty_updates(folder: Path, tmp_path: Path, transport: str, args: dict[str, Any]) -> None:
-    shared = Shared(AsyncLLM(EngineArgs(model=str(folder), weight_transfer_config=TRANSFER, **args)))
-    trainer = None
-    if transport.endswith("group"):
-        trainer = Trainer(2) if transport == "vllm's group" else Trainer(2, ("g", "g/", "cpu/"))
-        joined(shared, trainer)
-    shares = in_a_segment if transport == "shm" else None
-    run_updates(shared, folder, tmp_path, 50, 0, trainer, args=args, shares=shares)
-    shared.close()
+@pytest.mark.parametrize("by", ["disk", "shm", "vllm's group", "torch's group"])
+def test_fifty_updates(folder: Path, tmp_path: Path, by: str, args: dict[str, Any]) -> None:
+    with started(folder, **args) as shared, transport(shared, by) as update:
+        run_updates(shared, folder, tmp_path, update, range(1, 51), args)
 
 
 @pytest.mark.gpu
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("ranks", [1, 2], ids=["one rank", "two ranks"])
-@pytest.mark.parametrize("transport", ["ipc", "vllm's group", "torch's group"])
-def test_fifty_updates_on_a_gpu(tmp_path: Path, transport: str, ranks: int) -> None:
+@pytest.mark.parametrize("by", ["ipc", "vllm's group", "torch's group"])
+def test_fifty_updates_on_a_gpu(tmp_path: Path, by: str, ranks: int) -> None:
     """The trainer of a group is on a GPU of its own."""
-    if torch.cuda.device_count() < (ranks if transport == "ipc" else ranks + 1):
+    if torch.cuda.device_count() < (ranks if by == "ipc" else ranks + 1):
         pytest.skip("there are too few CUDA devices")
     folder = write_model(tmp_path / "model", head_dim=64)
-    args = ON_GPU | {"tensor_parallel_size": ranks}
-    shared = Shared(AsyncLLM(EngineArgs(model=str(folder), weight_transfer_config=TRANSFER, **args)))
-    trainer = None
-    if transport.endswith("group"):
-        trainer = NcclTrainer(ranks + 1) if transport == "vllm's group" else NcclTrainer(ranks + 1, ("g", "g/", "cuda/"))
-        joined(shared, trainer)
-    shares = functools.partial(on_gpus, ranks) if transport == "ipc" else None
-    run_updates(shared, folder, tmp_path, 50, 0, trainer, args=args, shares=shares)
-    shared.close()
+    # Results are equal bit for bit in any company.
+    args = COMPANY | {"device": "cuda", "deterministic": True, "graph_capture_seconds": 0.3, "tensor_parallel_size": ranks}
+    with started(folder, **args) as shared, transport(shared, by, ranks, NcclTrainer, "cuda") as update:
+        run_updates(shared, folder, tmp_path, update, range(1, 51), args)

@@ -105,6 +105,28 @@ def test_the_text_part_may_say_it() -> None:
             QuantSpec(codes="int4", group=(1, 128), zero="int"),
         ),
         ({"quant_method": "mxfp4"}, QuantSpec(codes="mxfp4", group=(1, 32), scale="e8m0")),
+        (
+            {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq", "bits": 4, "group_size": 128, "sym": True},
+            QuantSpec(codes="int4", group=(1, 128), zero="int"),
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"a": {"targets": ["Linear"], "weights": INT4 | {"actorder": "group"}}},
+            },
+            QuantSpec(codes="int4", group=(1, 128), order="g_idx"),
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"a": {"targets": ["Linear"], "weights": FP8, "input_activations": FP8 | {"dynamic": False}}},
+            },
+            QuantSpec(codes="e4m3", group="channel", activations="static", activation_codes="e4m3"),
+        ),
+        (
+            {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"},
+            QuantSpec(codes="e4m3", group=(128, 128)),
+        ),
     ],
     ids=str,
 )
@@ -132,6 +154,9 @@ def test_experts_of_w4afp8_have_4_bits() -> None:
         ("q_proj", ["self_attn.q_proj"]),
         ("qkv_proj", ["self_attn.q_proj", "self_attn.k_proj"]),
         (LAYER + "mlp.gate_up_proj", ["mlp.gate_proj", "mlp.up_proj"]),
+        (r"re:.*gate_up_proj", ["mlp.gate_proj", "mlp.up_proj", "model.layers.10.mlp.up_proj"]),
+        (r"re:.*up_proj$", ["mlp.up_proj", "model.layers.10.mlp.up_proj"]),
+        ("*up_proj", ["mlp.up_proj", "model.layers.10.mlp.up_proj"]),
         (r"re:.*layers\.1\..*_proj", list(PROJECTIONS)),
         (r"re:layers\.1", []),
         (r".*\.(q|k)_proj", ["self_attn.q_proj", "self_attn.k_proj"]),
@@ -211,6 +236,10 @@ def test_targets_of_groups() -> None:
     assert spec(values, LAYER + "mlp.down_proj") == QuantSpec(codes="int8", group=(1, 128))
     assert spec(values) == QuantSpec(codes="int4", group=(1, 128))
     assert spec(values, "lm_head") == QuantSpec(codes="e4m3", group="channel")
+    # Of classes in several formats, Linear is the one that can be told from a checkpoint.
+    embeddings = {"embeddings": {"targets": ["Embedding"], "weights": INT4, "format": "pack-quantized"}}
+    assert spec(values | {"ignore": [LAYER + "mlp.down_proj"]}, LAYER + "mlp.down_proj") is None
+    assert spec(values | {"config_groups": embeddings | values["config_groups"]}, "lm_head") == spec(values, "lm_head")
     del values["config_groups"]["classes"]
     assert str(scheme(values).rule("lm_head")) == "no pattern of compressed-tensors names it"
 

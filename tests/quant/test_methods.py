@@ -15,7 +15,7 @@ from headrace.layers.moe import Experts, ExpertsMethod
 from headrace.layers.stored import StoredMatrix
 from headrace.model_spec import AttentionSpec, DenseSpec, MoeSpec
 from headrace.parallel.shards import Cut, attention_cuts, dense_cuts, shard_attention, shard_dense
-from headrace.quant.experts import CodedExperts, ExpertFormat
+from headrace.quant.experts import CodedExperts, ExpertFormat, take_rows
 from headrace.quant.float_codes import MicroscaledCodes, TileCodes
 from headrace.quant.fp8 import Fp8BlockMethod, Fp8Method
 from headrace.quant.groups import GroupCodes, relative_error, round_to_groups
@@ -267,9 +267,28 @@ def test_codes_are_cut_exactly_or_refused() -> None:
     again = tiles.cut(Cut("inputs", 10, 100, 128)).cut(Cut("inputs", 10, 60, 90))
     assert torch.equal(again.dequantize(), tiles.cut(odd).dequantize())
     assert torch.equal(again.dequantize(), tiles.dequantize()[:, 20:70])
-    for codes in (blocks, groups):
-        with pytest.raises(ConfigError, match="inputs 20 to 70 split"):
-            codes.cut(odd)
+    wide = GroupCodes(4, groups.codes, groups.scales[:, :3], groups.offsets[:, :3], 48)
+    last = wide.cut(Cut("inputs", 96, 128, 128))
+    assert last.group == 48 and torch.equal(last.dequantize(), wide.dequantize()[:, 96:])
+    smaller = groups.cut(odd)
+    assert smaller.group == 2 and torch.equal(smaller.dequantize(), groups.dequantize()[:, 20:70])
+    with pytest.raises(ConfigError, match="inputs 20 to 70 split"):
+        blocks.cut(odd)
+
+
+@pytest.mark.parametrize("tile", [(1, 48), (96, 48), (32, 48), (32, 128)], ids=str)
+def test_outputs_are_taken_in_another_order(tile: tuple[int, int]) -> None:
+    """As those of latent projections, of whose heads a part that is less than a tile is rotated, and comes first."""
+    floats = torch.randn(96, 128, generator=torch.Generator().manual_seed(0))
+    scales = torch.rand(-(-96 // tile[0]), -(-128 // tile[1]))
+    tiles = TileCodes(floats.to(torch.float8_e4m3fn), scales, tile)
+    halves = [*range(32, 48, 2), *range(33, 48, 2), *range(32), *range(80, 96), *range(48, 80)]
+    shuffled = torch.randperm(96, generator=torch.Generator().manual_seed(1)).tolist()
+    for codes in (tiles, round_to_groups(floats, 4, torch.float16)):
+        for rows in (halves, shuffled):
+            assert torch.equal(take_rows(codes, rows).dequantize(), codes.dequantize()[rows])
+    held = take_rows(tiles, halves)
+    assert isinstance(held, TileCodes) and held.tile[0] == (16 if tile[0] == 32 else tile[0])
 
 
 def test_refusals_say_why(name: str, method: Callable[[], LinearMethod]) -> None:

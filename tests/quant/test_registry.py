@@ -40,7 +40,7 @@ def facts(device: DeviceFacts, hidden: int = 64, **changes: object) -> EngineFac
         model=spec,
         matrices=tuple(matrices(spec)),
     )
-    return dataclasses.replace(known, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(known, **changes)
 
 
 def matrix(outputs: int, inputs: int) -> StoredMatrix:
@@ -66,7 +66,7 @@ def test_a_device_is_told_of_a_quantization_that_serves_it() -> None:
 
 
 def test_a_matrix_may_be_any_candidates() -> None:
-    """Widths of 48 are no groups of 32, and PyTorch's int8 kernel holds them."""
+    """Widths of 48 are not groups of 32, and PyTorch's int8 kernel holds them."""
     assert refusal("int8", facts(NATIVE, 48)) is None
     limit = refusal("int4", facts(NATIVE, 48))
     assert limit is not None and "48 inputs are not a multiple of 32" in limit.reason

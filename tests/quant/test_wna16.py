@@ -70,6 +70,7 @@ def converted(parts: list[StoredMatrix], quantization: str = "stored") -> tuple[
 ORDER = torch.randperm(INPUTS, generator=torch.Generator().manual_seed(3)) // 64
 CASES = {
     "zero points": ([codes_of(40), codes_of(24, seed=1)], Int4GpuMethod),
+    "parts that end within a block of 8": ([codes_of(12), codes_of(20, seed=1)], Int4GpuMethod),
     "symmetric": ([codes_of(40, zeros=False)], Int4GpuMethod),
     "groups of 16, of 4 and 8 bits": ([codes_of(40, 4, 16), codes_of(24, 8, 16, zeros=False)], Int8GpuMethod),
     "groups of two sizes": ([codes_of(40, group=32), codes_of(24, group=128)], Int4GpuMethod),

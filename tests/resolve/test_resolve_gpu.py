@@ -125,6 +125,10 @@ def test_fp8_is_for_gpus_that_multiply_it(asked: str, monkeypatch: pytest.Monkey
         on_gpu(quantization=asked, dtype="float32")
     assert caught.value.param == "dtype"
     monkeypatch.setattr(support, "compute_capability", lambda _: 89)
+    if asked == "fp8_per_block":
+        with pytest.raises(ConfigError, match="in blocks on Hopper alone: write fp8"):
+            on_gpu(quantization=asked)
+        return
     assert on_gpu(quantization=asked).quantization == asked
     with pytest.raises(ConfigError, match="on Hopper alone") as caught:
         on_gpu(quantization=asked, deterministic=True)
@@ -133,6 +137,8 @@ def test_fp8_is_for_gpus_that_multiply_it(asked: str, monkeypatch: pytest.Monkey
 
 FOUR = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+PACKED = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}}
+KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 
 
 @pytest.mark.parametrize(
@@ -154,6 +160,19 @@ BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         ({**FOUR, "bits": 8}, {"deterministic": True}, "stored", "the checkpoint is of integers"),
         (MXFP4, {}, "stored", "the checkpoint is of integers, MXFP4 or NVFP4"),
         ({"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4"}}, {}, "stored", "which the GPU multiplies"),
+        (
+            {"quant_method": "modelopt", "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}},
+            {},
+            "stored",
+            "the checkpoint means FP8",
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": KV}, {}, "stored", "the checkpoint means FP8"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": PACKED}, "kv_cache_scheme": KV},
+            {},
+            "stored_int4",
+            "the checkpoint means FP8",
+        ),
     ],
 )
 def test_quantised_checkpoints_are_kept(
@@ -203,7 +222,7 @@ def test_the_head_may_be_quantised_alone() -> None:
     for args, message in (
         ({"quantize_head": "int8", "dtype": "float32"}, "16-bit activations"),
         ({"quantize_head": "fp8"}, "300 outputs are not a multiple of 16"),
-        ({"quantize_head": "fp8_per_block"}, "300 outputs are not a multiple of 128"),
+        ({"quantize_head": "fp8_per_block"}, "300 outputs are not a multiple of 16"),
     ):
         spec = model(context=4096) if "300" in message else dataclasses.replace(model(context=4096), vocab_size=256)
         with pytest.raises(ConfigError, match=message) as caught:

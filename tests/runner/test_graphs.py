@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import itertools
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -44,7 +45,7 @@ def through_graphs(
 
 
 def test_launches_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt of 9 tokens in room for 1 + 16; then 3 rows in room for 6; the prompt that gives logprobs is no graph."""
+    """A prompt of 9 tokens in room for 1 + 16; then 3 rows in room for 6; the prompt that gives logprobs is not a graph."""
     world = World()
     made, graphs = runner(world, monkeypatch)
     engine = Engine(world, made)
@@ -210,6 +211,15 @@ def test_a_new_feature_is_never_skipped(monkeypatch: pytest.MonkeyPatch) -> None
     same({"plain": outcomes["plain"]}, serve(World(), [plain]))
 
 
+def serves_as_usual(world: World, made: ModelRunner, requests: Sequence[Request], **run: Any) -> Engine:
+    """Serves the requests with a runner that has graphs, and compares with one that has none."""
+    engine = Engine(world, made)
+    engine.add(*requests)
+    with torch.inference_mode():
+        same(engine.run(**run), serve(world, requests))
+    return engine
+
+
 def uncaptured(monkeypatch: pytest.MonkeyPatch) -> tuple[ModelRunner, Immediate]:
     monkeypatch.setattr("headrace.runner.runner.StepGraphs", Immediate)
     config = dataclasses.replace(World().config(), graph_rows=ROWS, graph_prompt_tokens=PROMPTS)
@@ -231,11 +241,7 @@ def test_the_first_graphs_stand_in_for_the_others(monkeypatch: pytest.MonkeyPatc
     assert order[-len(masked) :] == masked
     for number in range(4):
         assert made.capture_next()[:2] == (number + 1, len(order))
-    engine = Engine(World(), made)
-    requests = [request("r", prompt(1, 4), max_tokens=3, ignore_eos=True)]
-    engine.add(*requests)
-    with torch.inference_mode():
-        same(engine.run(), serve(World(), requests))
+    engine = serves_as_usual(World(), made, [request("r", prompt(1, 4), max_tokens=3, ignore_eos=True)])
     assert [result.replayed for result in engine.results] == [True] * 3
     assert graphs.models == [Shape(6, 24), Shape(6, 0), Shape(6, 0)] and graphs.draws == [SampleShape(6, False)] * 3
 
@@ -249,20 +255,13 @@ def test_first_steps_run_without_being_captured_and_change_nothing(monkeypatch: 
     assert made.run_first() == 4 and ran == list(itertools.islice(graphs.shapes(), 4))
     assert made.graphs().captured == 0 and not graphs._compiled
     monkeypatch.undo()
-    engine, requests = Engine(World(), made), [request("r", prompt(1, 4), max_tokens=3, ignore_eos=True)]
-    engine.add(*requests)
-    with torch.inference_mode():
-        same(engine.run(), serve(World(), requests))
+    serves_as_usual(World(), made, [request("r", prompt(1, 4), max_tokens=3, ignore_eos=True)])
 
 
 def test_a_missing_graph_is_captured_by_the_second_step_that_misses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a larger graph the first step launches the kernels of the missing one; tokens stay the same."""
     made, graphs = uncaptured(monkeypatch)
-    engine = Engine(World(), made)
-    requests = [request("r", prompt(1, 4), max_tokens=5, ignore_eos=True)]
-    engine.add(*requests)
-    with torch.inference_mode():
-        same(engine.run(), serve(World(), requests))
+    engine = serves_as_usual(World(), made, [request("r", prompt(1, 4), max_tokens=5, ignore_eos=True)])
     assert [result.replayed for result in engine.results] == [False, False, True, True, True]
     assert graphs.models == [Shape(1, 0)] * 3 and graphs.draws == [SampleShape(1, False)] * 4
     assert made.graphs().captured == 2
@@ -274,11 +273,7 @@ def test_steps_with_a_stand_in_capture_at_intervals(monkeypatch: pytest.MonkeyPa
     made, graphs = uncaptured(monkeypatch)
     for _ in range(4):
         made.capture_next()
-    engine = Engine(World(), made)
-    requests = [request("r", prompt(1, 4), max_tokens=12, ignore_eos=True)]
-    engine.add(*requests)
-    with torch.inference_mode():
-        same(engine.run(), serve(World(), requests))
+    serves_as_usual(World(), made, [request("r", prompt(1, 4), max_tokens=12, ignore_eos=True)])
     # A step misses two graphs, the model's and that of sampling; the prompt's own graph is missed once.
     assert [shape for shape in graphs.models if shape.decode_rows == 1] != []
     assert graphs.models[1] == Shape(6, 0) and graphs.models[-1] == Shape(1, 0)
@@ -328,10 +323,7 @@ def test_graphs_that_are_dropped_leave_nothing_behind(monkeypatch: pytest.Monkey
     while (count := made.capture_next()).captured < count.total:
         pass
     assert alive == [0] * len(old)
-    engine = Engine(world, made)
-    engine.add(*PLAIN[:2])
-    with torch.inference_mode():
-        same(engine.run(), serve(world, PLAIN[:2]))
+    engine = serves_as_usual(world, made, PLAIN[:2])
     assert all(result.replayed for result in engine.results)
 
 
@@ -350,10 +342,7 @@ def test_captures_between_steps_leave_states_alone(monkeypatch: pytest.MonkeyPat
                 pass
             assert torch.equal(blocks.arena, before)
 
-    engine = Engine(world, made)
-    engine.add(*PLAIN)
-    with torch.inference_mode():
-        same(engine.run(before_step=capture), serve(world, PLAIN))
+    serves_as_usual(world, made, PLAIN, before_step=capture)
 
 
 def test_a_failed_capture_leaves_the_graphs_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,9 +363,5 @@ def test_a_failed_capture_leaves_the_graphs_there_are(monkeypatch: pytest.Monkey
     total = len(list(graphs.shapes()))
     assert [made.capture_next()[:2] for _ in range(4)] == [(1, total), (2, total), (2, 2), (2, 2)]
     assert made.graphs().failure.endswith("RuntimeError: operation not permitted when stream is capturing")
-    engine = Engine(World(), made)
-    requests = [request("r", prompt(1, 4), max_tokens=3, ignore_eos=True)]
-    engine.add(*requests)
-    with torch.inference_mode():
-        same(engine.run(), serve(World(), requests))
+    engine = serves_as_usual(World(), made, [request("r", prompt(1, 4), max_tokens=3, ignore_eos=True)])
     assert [result.replayed for result in engine.results] == [False, True, True]

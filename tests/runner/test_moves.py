@@ -32,7 +32,7 @@ def test_tables_follow_blocks_that_move_one_after_the_other() -> None:
 
 
 def test_one_group_has_nothing_to_move() -> None:
-    with pytest.raises(EngineError, match="one cache group alone"):
+    with pytest.raises(EngineError, match="only one cache group"):
         World("llama").runner().execute(StepPlan(1, (), (), (), 0, ((0, 1, 2),)))
 
 

@@ -290,7 +290,7 @@ def test_a_row_that_has_no_sense_fails_alone(params: dict[str, Any]) -> None:
     logits[0, 77] = torch.nan
     logits[1, 77] = torch.inf
     logits[2] = -torch.inf
-    logits[3, 100:] = -torch.inf  # Padding columns are no fault.
+    logits[3, 100:] = -torch.inf  # Padding columns are not a fault.
     sampled = bench.step(logits, list(range(7)))
     assert sampled.errors() == {0: NOT_FINITE, 1: NOT_FINITE, 2: NOT_FINITE, 6: NOTHING_ALLOWED}
     assert sampled.tokens[[0, 1, 2, 6]].tolist() == [0] * 4

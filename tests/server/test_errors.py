@@ -152,7 +152,7 @@ def test_queue_full_for_one_of_several_prompts_aborts_the_others() -> None:
 
 
 def broken(failure: Exception, after: int = 0) -> FakeLLM:
-    return FakeLLM(script=lambda request, index: [*b"Hello"[:after], failure])  # type: ignore[list-item]
+    return FakeLLM(script=lambda request, index: [*b"Hello"[:after], failure])
 
 
 def test_a_sequence_that_fails() -> None:
@@ -181,13 +181,13 @@ def test_stacks_stay_in_the_log() -> None:
         found = error(Api(broken(kind("it broke\nTraceback (most recent call last):\n  File"))).chat(), status)
         assert found["message"] == "it broke"
     llm = FakeLLM()
-    app = build_app(llm)  # type: ignore[arg-type]
+    app = build_app(llm)
     app.state.serving.failure = EngineError("no weights\nTraceback (most recent call last)")
     assert app.state.serving.health() == (False, "no weights")
 
 
 def test_unforeseen_errors_tell_the_client_nothing() -> None:
-    llm = FakeLLM(script=lambda request, index: 1 / 0)  # type: ignore[arg-type, return-value]
+    llm = FakeLLM(script=lambda request, index: 1 / 0)
     for response in (Api(llm).chat(), Api(llm).chat(stream=True)):
         found = error(response, 500)
         assert found["code"] == "internal_error"

@@ -188,7 +188,7 @@ def test_covers_every_field_of_anthropic() -> None:
     both = (message_params.MessageCreateParamsNonStreaming, message_params.MessageCreateParamsStreaming)
     fields_of = {"messages": both, "count_tokens": (MessageCountTokensParams,)}
     for endpoint, params in fields_of.items():
-        known = {name for name, rule in rules(endpoint).items() if rule.origin == "Anthropic"}  # type: ignore[arg-type]
+        known = {name for name, rule in rules(endpoint).items() if rule.origin == "Anthropic"}
         assert known >= set().union(*(typing.get_type_hints(kind) for kind in params))
 
 

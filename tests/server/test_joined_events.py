@@ -60,7 +60,7 @@ def sent(*arrived: str | Exception) -> tuple[list[bytes], Exception | None]:
     async def send(message: Any) -> None:
         bodies.append(message["body"])
 
-    made: Any = EventStream(None, Waiting(*arrived), Answer())  # type: ignore[arg-type]
+    made: Any = EventStream(None, Waiting(*arrived), Answer())
     try:
         asyncio.run(made._send_all(send))
     except EngineError as error:
@@ -98,7 +98,7 @@ def written(*arrived: str | Exception, room: int, prompt_logprobs: int | None = 
     generation = Waiting(*arrived)
     sampling = SamplingParams(prompt_logprobs=prompt_logprobs)
     generation.requests = [Request(request_id="r", prompt_token_ids=[1], sampling=sampling, max_tokens=9, seed=0)]
-    made: Any = EventStream(None, generation, Answer())  # type: ignore[arg-type]
+    made: Any = EventStream(None, generation, Answer())
     try:
         asyncio.run(made._send_all(send, write))
     except EngineError as error:

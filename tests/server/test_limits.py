@@ -141,7 +141,7 @@ def test_memory_of_a_flood_of_headers_is_bounded() -> None:
         loop = SimpleNamespace(call_later=lambda *_: SimpleNamespace(cancel=lambda: None))
         protocol = LimitedProtocol(ServerSettings(), config=config, server_state=state, app_state={}, _loop=loop)
         transport = Transport()
-        protocol.connection_made(transport)  # type: ignore[arg-type]
+        protocol.connection_made(transport)
         protocol.data_received(b"GET / HTTP/1.1\r\n" + start)
         tracemalloc.start()
         for _ in range(2**25 // len(piece)):  # 32 MiB

@@ -129,7 +129,7 @@ def test_responses(api: Api, llm: SeeingLLM) -> None:
     assert api.post("/v1/responses", {"input": [*body["input"], *called]}).status_code == 200
     assert prompt(llm).endswith("[tool]" + "\x01" * 24 + "\n[assistant]")
     body["input"][0]["content"][1]["image_url"] = "data:image/png;base64,AAAA"
-    assert "is no picture" in refused(api, body, "input[0].content[1]", path="/v1/responses")
+    assert "is not a picture" in refused(api, body, "input[0].content[1]", path="/v1/responses")
     refused(
         api,
         {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]},
@@ -178,7 +178,7 @@ def test_tokenize_counts_what_chat_does(api: Api, llm: SeeingLLM) -> None:
 def test_batch_lines(llm: SeeingLLM) -> None:
     async def run(body: dict[str, Any]) -> BatchAnswer:
         await llm.start()
-        return await answered(Serving(llm, ServerSettings(responses_store=False)), "/v1/chat/completions", body)  # type: ignore[arg-type]
+        return await answered(Serving(llm, ServerSettings(responses_store=False)), "/v1/chat/completions", body)
 
     answer = asyncio.run(run(user(text("a"), image())))
     assert (answer.status, answer.body["usage"]["prompt_tokens_details"]["image_tokens"]) == (200, 24)

@@ -317,10 +317,10 @@ def test_anthropics_helpers_go_on_without_threads(made: Tokenizer) -> None:
     with running(llm) as server, anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
         thread: Any = {"thread": {"type": "create"}}
         with pytest.raises(anthropic.BadRequestError, match="thread is not supported"):
-            client.beta.messages.create(model="fake-model", max_tokens=9, messages=HI, extra_body=thread)  # type: ignore[arg-type]
-        runner = client.beta.messages.tool_runner(model="fake-model", max_tokens=500, messages=HI, tools=[add])  # type: ignore[arg-type]
+            client.beta.messages.create(model="fake-model", max_tokens=9, messages=HI, extra_body=thread)
+        runner = client.beta.messages.tool_runner(model="fake-model", max_tokens=500, messages=HI, tools=[add])
         final = runner.until_done()
-    assert asked == [(1, 2)] and final.content[-1].text == "It is 3."  # type: ignore[union-attr]
+    assert asked == [(1, 2)] and final.content[-1].text == "It is 3."
 
 
 def test_errors_have_their_dialect() -> None:
@@ -336,7 +336,7 @@ def test_errors_have_their_dialect() -> None:
     refused(full, 429)
     assert full.json()["error"]["type"] == "rate_limit_error"
     llm = FakeLLM()
-    broken = FakeLLM(script=lambda request, index: [72, ValueError("it broke")])  # type: ignore[list-item]
+    broken = FakeLLM(script=lambda request, index: [72, ValueError("it broke")])
     events = named_events(Api(broken).post("/v1/messages", body | {"max_tokens": 9, "stream": True}))
     assert events[-1]["type"] == "error" and events[-1]["error"]["type"] == "api_error"
     assert "error" not in Api(llm).post("/v1/completions", {"prompt": "x"}).json()

@@ -119,7 +119,7 @@ def test_errors_become_the_clients_exceptions(server: Running) -> None:
 def test_full_queue_and_broken_stream() -> None:
     with running(FakeLLM(max_queue=0)) as server, pytest.raises(openai.RateLimitError):
         server.openai().chat.completions.create(model="fake-model", messages=MESSAGES, stream=True)
-    llm = FakeLLM(script=lambda request, index: [72, 105, ValueError("it broke")])  # type: ignore[list-item]
+    llm = FakeLLM(script=lambda request, index: [72, 105, ValueError("it broke")])
     with running(llm) as server:
         stream = server.openai().chat.completions.create(model="fake-model", messages=MESSAGES, stream=True)
         texts = []

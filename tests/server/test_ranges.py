@@ -32,7 +32,7 @@ def admitted(option: Option, value: Any) -> bool:
     low, high = option.spec.min, option.spec.max
     assert high is not None and (low is not None or option.spec.above is not None), "a number has no range"
     if low is None:
-        return option.spec.above < value <= high  # type: ignore[operator]
+        return option.spec.above < value <= high
     return low <= value <= high
 
 

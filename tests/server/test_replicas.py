@@ -47,7 +47,7 @@ class Replicas:
 @pytest.fixture
 def replicated() -> Api:
     llm = FakeLLM()
-    llm.replicas = Replicas()  # type: ignore[assignment]
+    llm.replicas = Replicas()
     llm._health = Health(True, "1 of 2 replicas are up; replica 1: the engine died")
     return Api(llm, ServerSettings(api_keys=("key",)))
 
@@ -96,9 +96,9 @@ def test_a_replica_is_drained_and_resumed(replicated: Api, api: Api) -> None:
     key = {"Authorization": "Bearer key"}
     assert replicated.post("/replicas/1/drain").status_code == 401
     assert replicated.post("/replicas/1/drain", headers=key).json() == {"replica": 1, "drained": True}
-    assert replicated.llm.replicas.drained == 1  # type: ignore[attr-defined]
+    assert replicated.llm.replicas.drained == 1
     assert replicated.post("/replicas/1/resume", headers=key).json() == {"replica": 1, "drained": False}
-    assert replicated.llm.replicas.drained is None  # type: ignore[attr-defined]
+    assert replicated.llm.replicas.drained is None
     assert error(replicated.post("/replicas/0/drain", headers=key), 409)["code"] == "last_replica"
     assert error(replicated.post("/replicas/2/drain", headers=key), 404)["param"] == "replica"
     assert error(api.post("/replicas/0/resume"), 404)["code"] == "replica_not_found"

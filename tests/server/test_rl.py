@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.models.tiny_llama import write_model
 from support.server.fakes import FakeLLM
-from support.server.harness import Api, Running, client, running
+from support.server.harness import Api, Running, client, post, running
 from support.trainer import Trainer
 
 from headrace.config import EngineArgs
@@ -83,12 +83,6 @@ def saved(folder: Path, weights: Weights) -> Path:
     folder.mkdir()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
-
-
-def post(http: httpx.Client, path: str, body: Any = None, status: int = 200) -> Any:
-    answer = http.post(path) if body is None else http.post(path, json=body)
-    assert answer.status_code == status, answer.text
-    return answer.json()
 
 
 def versions(answer: dict[str, Any]) -> list[tuple[str, int, int]]:
@@ -203,7 +197,7 @@ def test_a_trainer_that_is_gone(http: httpx.Client, folder: Path) -> None:
     trainer.close()
     trainer = joined(http)
     assert sync(http, trainer, weights, "next")["version"] == "next"
-    # The next one is gone after half of the tensors: what it wrote is no part of another update.
+    # The next one is gone after half of the tensors: what it wrote is not part of another update.
     half = dict(list(weights.items())[::2])
     post(http, "/pause?mode=keep")
     post(http, "/start_weight_update")
@@ -293,7 +287,7 @@ def test_slime(http: httpx.Client, folder: Path, root: Path) -> None:
     for bucket in (dict(items[:5]), dict(items[5:])):
         body = announced(bucket)
         body = {"names": body["names"], "dtypes": body["dtype_names"], "shapes": body["shapes"]}
-        trainer.beside(lambda bucket=bucket: trainer.send(bucket))  # type: ignore[misc]
+        trainer.beside(lambda bucket=bucket: trainer.send(bucket))
         more = {"group_name": "slime-pp_0", "flush_cache": False, "weight_version": "7"}
         assert post(http, "/update_weights_from_distributed", body | more)["success"] is True
         trainer.wait()
@@ -335,7 +329,7 @@ def test_slime(http: httpx.Client, folder: Path, root: Path) -> None:
     for bucket in (dict(items[:5]), dict(items[5:])):
         body = announced(bucket)
         body = {"names": body["names"], "dtypes": body["dtype_names"], "shapes": body["shapes"], "group_name": "slime-pp_0"}
-        trainer.beside(lambda bucket=bucket: trainer.send(bucket))  # type: ignore[misc]
+        trainer.beside(lambda bucket=bucket: trainer.send(bucket))
         post(http, "/update_weights_from_distributed", body)
         trainer.wait()
     post(http, "/end_weight_update", {"weight_version": "8"})
@@ -519,7 +513,7 @@ def test_a_pause_that_nobody_lifts_is_in_the_log(monkeypatch: pytest.MonkeyPatch
 )
 def test_who_may_call_them(settings: dict[str, Any], key: str | None, status: int) -> None:
     llm = FakeLLM()
-    llm.weights = FakeWeights()  # type: ignore[attr-defined]
+    llm.weights = FakeWeights()
     api = Api(llm, ServerSettings(**settings))
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     for path in ("/pause?mode=keep", "/pause_generation"):

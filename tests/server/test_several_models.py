@@ -308,7 +308,7 @@ def test_the_server_ends_with_a_model_that_cannot_be_served() -> None:
     async def plan(args: Any) -> list[Planned]:
         return [Planned(None, "kv_cache_memory must be set", "kv_cache_memory", 0) for _ in args]
 
-    refused.plan = plan  # type: ignore[method-assign]
+    refused.plan = plan
     assert str(asyncio.run(failure(refused))) == "a: kv_cache_memory must be set"
     twice = Several("a", "b")
     twice.of_model["b"] = {"lora_modules": ("a=/x",)}

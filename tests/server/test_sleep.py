@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from support.models.tiny_llama import write_model
 from support.server.fakes import FakeLLM
-from support.server.harness import Api, Running, running
+from support.server.harness import Api, Running, answered, post, running
 
 from headrace.config import EngineArgs
 from headrace.frontend.async_llm import AsyncLLM
@@ -46,15 +46,7 @@ def http(server: Running) -> Iterator[httpx.Client]:
 
 
 def get(http: httpx.Client, path: str, status: int = 200) -> Any:
-    answer = http.get(path)
-    assert answer.status_code == status, answer.text
-    return answer.json()
-
-
-def post(http: httpx.Client, path: str, body: Any = None, status: int = 200) -> Any:
-    answer = http.post(path) if body is None else http.post(path, json=body)
-    assert answer.status_code == status, answer.text
-    return answer.json()
+    return answered(http.get(path), status)
 
 
 def tokens(http: httpx.Client) -> list[int]:

@@ -6,6 +6,7 @@ import asyncio
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from support.byte_tokenizer import BOS, EOS
 from support.server.fakes import FakeLLM
 from support.server.harness import Api, error, running
@@ -42,13 +43,16 @@ def test_models_tell_their_sampling_defaults() -> None:
     assert (llm.seen[2].sampling.temperature, llm.seen[2].sampling.top_p) == (1, 0.9)
 
 
+def asked(app: FastAPI) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://server")
+
+
 def test_health_tells_why_while_the_engine_loads_and_after() -> None:
     llm = FakeLLM(load_seconds=0.15)
-    app = build_app(llm, ServerSettings(ready_timeout=0.0))  # type: ignore[arg-type]
+    app = build_app(llm, ServerSettings(ready_timeout=0.0))
 
     async def life() -> None:
-        transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+        async with asked(app) as http:
             async with app.router.lifespan_context(app):
                 assert error(await http.get("/health"), 503)["message"] == "the engine is loading"
                 assert error(await http.post("/v1/completions", json={"prompt": "Hi"}), 503)
@@ -70,14 +74,10 @@ def test_an_engine_that_is_up_before_its_client_is_not_served_yet() -> None:
             await asyncio.sleep(0.2)
 
     llm = EarlyLLM()
-    app = build_app(llm, ServerSettings(ready_timeout=0.0))  # type: ignore[arg-type]
+    app = build_app(llm, ServerSettings(ready_timeout=0.0))
 
     async def life() -> None:
-        transport = httpx.ASGITransport(app=app)
-        async with (
-            app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=transport, base_url="http://server") as http,
-        ):
+        async with app.router.lifespan_context(app), asked(app) as http:
             await asyncio.sleep(0.05)
             assert llm.health().ok
             for answer in (await http.get("/health"), await http.post("/v1/completions", json={"prompt": "Hi"})):
@@ -91,14 +91,10 @@ def test_an_engine_that_is_up_before_its_client_is_not_served_yet() -> None:
 def test_requests_wait_for_an_engine_that_comes() -> None:
     """And not for one that does not."""
     llm = FakeLLM(load_seconds=0.2)
-    app = build_app(llm)  # type: ignore[arg-type]
+    app = build_app(llm)
 
     async def life() -> None:
-        transport = httpx.ASGITransport(app=app)
-        async with (
-            app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=transport, base_url="http://server") as http,
-        ):
+        async with app.router.lifespan_context(app), asked(app) as http:
             assert error(await http.get("/health"), 503)
             for path in ("/v1/completions", "/tokenize"):
                 assert (await http.post(path, json={"prompt": "Hi"})).status_code == 200
@@ -130,11 +126,10 @@ def test_health_tells_why_the_engine_did_not_start() -> None:
 
 def test_live_until_the_engine_stays_down(api: Api) -> None:
     assert api.get("/live").json() == {"status": "ok"}
-    app = build_app(api.llm)  # type: ignore[arg-type]
+    app = build_app(api.llm)
 
     async def life() -> None:
-        transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+        async with asked(app) as http:
             api.llm.die()
             assert error(await http.get("/health"), 503)
             assert (await http.get("/live")).status_code == 200, "the engine is being restarted"
@@ -149,7 +144,7 @@ def test_live_until_the_engine_stays_down(api: Api) -> None:
 
 def test_closing_while_the_engine_loads() -> None:
     llm = FakeLLM(load_seconds=60)
-    app = build_app(llm)  # type: ignore[arg-type]
+    app = build_app(llm)
 
     async def life() -> None:
         async with app.router.lifespan_context(app):

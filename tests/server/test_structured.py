@@ -148,7 +148,7 @@ def test_a_mistake_names_its_field(path: str, fields: dict[str, Any], param: str
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_constraint_that_passes_a_limit_is_the_client_s_mistake(stream: bool) -> None:
     mistake = RequestError("structured_outputs: too much", "structured_outputs", code="grammar_too_complex")
-    llm = FakeLLM(script=lambda request, index: [mistake])  # type: ignore[list-item,return-value]
+    llm = FakeLLM(script=lambda request, index: [mistake])
     response = Api(llm).complete(max_tokens=4, stream=stream, structured_outputs={"regex": "a+"})
     assert response.status_code == 400
     error = response.json()["error"]

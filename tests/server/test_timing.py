@@ -61,7 +61,7 @@ def test_of_two_prompts_only_null() -> None:
 def test_what_is_told(times: RequestTimes, tokens: int, expected: list[float | None]) -> None:
     llm = FakeLLM()
     request = llm.inputs.request("a", llm.inputs.default_sampling, request_id="r")
-    generation = Generation(Serving(llm, ServerSettings()), [request])  # type: ignore[arg-type]
+    generation = Generation(Serving(llm, ServerSettings()), [request])
     assert generation.timing is None
     generation._note(Piece(0, OutputDelta(request_id="r", token_ids=[1] * tokens, finish_reason="stop", times=times)))
     names = ("time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms", "tokens_per_second")

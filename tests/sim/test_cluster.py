@@ -225,7 +225,7 @@ def test_four_processes_that_sleep_take_no_less_time(policy: str, tmp_path: Path
 
     async def work() -> tuple[float, int, list[int]]:
         model = str(write_config(tmp_path))
-        args = EngineArgs(model=model, load_format="dummy", data_parallel_size=4, dp_routing_policy=policy)  # type: ignore[arg-type]
+        args = EngineArgs(model=model, load_format="dummy", data_parallel_size=4, dp_routing_policy=policy)
         async with SleepingLLM(args) as llm:
             while llm.health().reason:
                 await asyncio.sleep(0.05)

@@ -64,7 +64,7 @@ def served(chance: random.Random) -> tuple[str, dict[str, Any]]:
 
 
 def fuzzed(chance: random.Random) -> tuple[str, bytes]:
-    """(path, body): a request with some fields that are wrong, or a body that is no request."""
+    """(path, body): a request with some fields that are wrong, or a body that is not a request."""
     path, body = served(chance)
     if path.startswith("/v1") and chance.random() < 0.1:
         body |= chance.choice(CONSTRAINTS)

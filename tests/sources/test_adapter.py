@@ -87,7 +87,7 @@ def test_a_safetensors_file_with_its_configuration_is_an_adapter(tmp_path: Path)
         ({"r": 3}, "must have the rank 3"),
         ({"lora_alpha": "8"}, "lora_alpha is '8'"),
         ({"use_rslora": 1}, "use_rslora"),
-        ({"alpha_pattern": {"(": 1}}, "no regular expression"),
+        ({"alpha_pattern": {"(": 1}}, "not a regular expression"),
         ({"rank_pattern": [1]}, "rank_pattern must be"),
     ],
     ids=lambda value: str(value)[:40],
@@ -106,7 +106,7 @@ def test_a_configuration_that_is_not_supported_names_the_field(tmp_path: Path, c
         (tensors(**{f"{STEM}.v_proj.lora_A.weight": torch.ones(4, 16)}), r"v_proj.lora_A.weight, and no .*v_proj.lora_B"),
         (tensors(**{f"{STEM}.q_proj.lora_magnitude_vector": torch.ones(4, 4)}), "lora_magnitude_vector: DoRA"),
         (tensors(**{"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 4)}), "embeddings"),
-        (tensors(**{"base_model.model.lm_head.weight": torch.ones(4, 4)}), "lm_head.weight: it is no low-rank part"),
+        (tensors(**{"base_model.model.lm_head.weight": torch.ones(4, 4)}), "lm_head.weight: it is not a low-rank part"),
         (tensors(**{f"{STEM}.q_proj.lora_A.weight": torch.ones(4, 16, dtype=torch.int32)}), "q_proj.lora_A.weight is I32"),
         (tensors(**{f"{STEM}.q_proj.lora_A.weight": torch.ones(4)}), r"q_proj.lora_A.weight is F32 \[4\]"),
         (tensors(**{f"{STEM}.q_proj.lora_A.weight": torch.ones(5, 16)}), "must have the rank 4"),
@@ -129,7 +129,7 @@ def test_files_that_are_no_adapter_are_refused(tmp_path: Path) -> None:
     whole = weights.read_bytes()
     for content in (whole[:-1], b"", whole[:8], b"\xff" * 64):
         weights.write_bytes(content)
-        with pytest.raises(ConfigError, match="no safetensors file"):
+        with pytest.raises(ConfigError, match="not a safetensors file"):
             read_adapter(folder, 8, tmp_path)
     weights.unlink()
     (folder / "adapter_model.bin").write_bytes(pickle.dumps(print))
@@ -139,7 +139,7 @@ def test_files_that_are_no_adapter_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither a directory"):
         read_adapter(folder / "adapter_model.bin", 8, tmp_path)
     weights.write_bytes(whole)
-    with pytest.raises(ConfigError, match="is no JSON"):
+    with pytest.raises(ConfigError, match="is not JSON"):
         read_adapter(folder, 8, tmp_path)
     (folder / "adapter_config.json").write_text("[]")
     with pytest.raises(ConfigError, match="must hold an object"):

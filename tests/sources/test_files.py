@@ -239,11 +239,11 @@ def test_pipes_and_devices_are_not_read(name: str, model: Path) -> None:
     """They would be waited for, or read, for ever."""
     (model / name).unlink(missing_ok=True)
     os.mkfifo(model / name)
-    with pytest.raises(ConfigError, match=f"{name} is no regular file"):
+    with pytest.raises(ConfigError, match=f"{name} is not a regular file"):
         find_model(EngineArgs(model=str(model)))
     (model / name).unlink()
     (model / name).symlink_to("/dev/zero")
-    with pytest.raises(ConfigError, match=f"{name} is no regular file"):
+    with pytest.raises(ConfigError, match=f"{name} is not a regular file"):
         find_model(EngineArgs(model=str(model)))
 
 
@@ -251,7 +251,7 @@ def test_a_pipe_among_the_files_of_another_tokenizer_is_not_read(model: Path, tm
     files, other = find_model(EngineArgs(model=str(model))), tmp_path / "other"
     other.mkdir()
     os.mkfifo(other / "tokenizer.json")
-    with pytest.raises(ConfigError, match=r"tokenizer\.json is no regular file"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is not a regular file"):
         load_tokenizer(files, str(other))
 
 

@@ -113,7 +113,7 @@ def test_equals_what_transformers_reads(kind: str, left_out: set[str], rope: dic
     whole = CONFIG_MAPPING[kind].from_dict(raw)
     for name in READ:
         assert getattr(plain, name, None) == getattr(whole, name, None), name
-    assert plain.dtype is None or f"torch.{plain.dtype}" == str(whole.dtype)  # type: ignore[attr-defined]
+    assert plain.dtype is None or f"torch.{plain.dtype}" == str(whole.dtype)
     assert spec_of(plain) == spec_of(whole)
     assert in_transformers(plain).to_dict() == whole.to_dict()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,13 @@ from typing import Any
 import pytest
 from support.models import hybrids, indexed
 from support.models.cases import CASES, SMALL
-from support.thread_ranks import ThreadAgreement, on_ranks
+from support.thread_ranks import on_engines
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from headrace.config import EngineArgs
-from headrace.frontend.local import open_local
+from headrace.frontend.local import LocalEngine, open_local
 from headrace.models import registry
-from headrace.parallel.group import ThreadGroup
 from headrace.parallel.layout import workable_sizes
 from headrace.sampling_params import SamplingParams
 from headrace.startup.source import FileSource
@@ -73,9 +73,8 @@ def args_of(folder: Path, **changes: Any) -> EngineArgs:
     return EngineArgs(**values | changes)
 
 
-def served(source: FileSource, beginning: int = 24) -> Tokens:
+def served(engine: LocalEngine, beginning: int = 24) -> Tokens:
     """Prompts that share beginnings come while others run; one is aborted."""
-    engine = open_local(source)
     chance, core, found = random.Random(1), engine.core, Tokens()
     prefix = [chance.randrange(engine.info.vocab_size) for _ in range(beginning)]
     waiting = []
@@ -89,7 +88,7 @@ def served(source: FileSource, beginning: int = 24) -> Tokens:
     while waiting or core.has_work():
         for _ in range(min(len(waiting), chance.randint(0, 2))):
             name, prompt, params = waiting.pop(0)
-            core.add(engine.inputs.request(prompt, params, request_id=name))  # type: ignore[arg-type]
+            core.add(engine.inputs.request(prompt, params, request_id=name))
         for delta in core.step():
             found.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
         if len(waiting) == 4:
@@ -100,30 +99,26 @@ def served(source: FileSource, beginning: int = 24) -> Tokens:
     return found
 
 
-def as_threads(folder: Path, size: int) -> list[Tokens]:
-    def one(group: ThreadGroup) -> Tokens:
-        return served(FileSource(args_of(folder, tensor_parallel_size=size), ThreadAgreement(group), group))
-
-    return on_ranks(size, one)
+served_long = functools.partial(served, beginning=130)
 
 
 @pytest.mark.parametrize("name", TEXT)
 def test_ranks_serve_what_one_serves(name: str, tmp_path: Path) -> None:
     sizes = write(tmp_path, name)
     assert sizes, "no number of ranks is compared"
-    expected = served(FileSource(args_of(tmp_path)))
+    (expected,) = on_engines(args_of(tmp_path), 1, served)
     assert len(expected) >= 9 and len({token for tokens in expected.values() for token in tokens}) > 5
     for size in sizes:
-        for rank, found in enumerate(as_threads(tmp_path, size)):
+        for rank, found in enumerate(on_engines(args_of(tmp_path), size, served)):
             assert found == expected, f"rank {rank} of {size}"
 
 
 @pytest.mark.parametrize("name", [name for name in PROCESSES if name not in HYBRIDS])
 def test_processes_serve_what_one_serves(name: str, tmp_path: Path) -> None:
     sizes = write(tmp_path, name)
-    expected = served(FileSource(args_of(tmp_path)))
+    (expected,) = on_engines(args_of(tmp_path), 1, served)
     for size in sizes:
-        assert served(FileSource(args_of(tmp_path, tensor_parallel_size=size))) == expected, f"{size} ranks"
+        assert served(open_local(FileSource(args_of(tmp_path, tensor_parallel_size=size)))) == expected, f"{size} ranks"
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -131,14 +126,9 @@ def test_ranks_serve_what_one_serves_of_hybrids(name: str, tmp_path: Path) -> No
     """Prompts find each other's states on every rank alike."""
     write_hybrid(tmp_path, name)
     args = args_of(tmp_path, max_model_len=192, max_num_batched_tokens=80, num_kv_blocks=None, kv_cache_memory=2 << 20)
-    expected = served(FileSource(args), beginning=130)
+    (expected,) = on_engines(args, 1, served_long)
     assert len(expected) >= 9 and len({token for tokens in expected.values() for token in tokens}) > 5
-    args = dataclasses.replace(args, tensor_parallel_size=2)
     if name in PROCESSES:
-        assert served(FileSource(args), beginning=130) == expected
-
-    def one(group: ThreadGroup) -> Tokens:
-        return served(FileSource(args, ThreadAgreement(group), group), beginning=130)
-
-    for rank, found in enumerate(on_ranks(2, one)):
+        assert served_long(open_local(FileSource(dataclasses.replace(args, tensor_parallel_size=2)))) == expected
+    for rank, found in enumerate(on_engines(args, 2, served_long)):
         assert found == expected, f"rank {rank}"

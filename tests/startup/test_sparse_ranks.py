@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.models.paw import CONFIG, tensors, write
 from support.runner.harness import prompt
-from support.thread_ranks import ThreadAgreement, on_ranks
+from support.thread_ranks import ThreadAgreement, on_engines, on_ranks
 
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError
@@ -67,14 +67,6 @@ def served(engine: LocalEngine) -> list[tuple[list[int], list[float], AttentionR
     return [tuple(one) for one in found.values()]
 
 
-def on_engines(folder: Path, size: int, **changes: Any) -> list[Any]:
-    def one(group: ThreadGroup) -> Any:
-        args = args_of(folder, tensor_parallel_size=size, **changes)
-        return served(open_local(FileSource(args, ThreadAgreement(group), group)))
-
-    return on_ranks(size, one) if size > 1 else [served(open_local(FileSource(args_of(folder, **changes))))]
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -88,13 +80,13 @@ def on_engines(folder: Path, size: int, **changes: Any) -> list[Any]:
     ids=["router", "segments", "xattn", "mean"],
 )
 def test_prompts_are_served_as_by_one_rank(changes: dict[str, Any], folder: Path) -> None:
-    (expected,) = on_engines(folder, 1, **changes)
+    (expected,) = on_engines(args_of(folder, **changes), 1, served)
     densities = [report.density for _, _, report in expected if report is not None and report.computed]
     assert min(densities) < 1
     if "sparse_prefill" not in changes:
         kinds = {kind for layers in expected[0][2].head_types for layer in layers for kind in layer}
         assert kinds == {"xattn", "streaming"}
-    for found in on_engines(folder, RANKS, **changes):
+    for found in on_engines(args_of(folder, **changes), RANKS, served):
         for (tokens, logprobs, report), (wanted, theirs, whole) in zip(found, expected, strict=True):
             assert tokens == wanted and logprobs == pytest.approx(theirs, abs=1e-4)
             assert report is not None and whole is not None

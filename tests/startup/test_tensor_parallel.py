@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import random
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.models.tiny_llama import VOCAB, write_config
-from support.thread_ranks import ThreadAgreement, on_ranks
+from support.thread_ranks import ThreadAgreement, on_engines, on_ranks
 
 from headrace.config import EngineArgs
 from headrace.core.plan import StepResult
@@ -44,18 +43,6 @@ def args_of(folder: Path, **changes: Any) -> EngineArgs:
         "max_num_seqs": 4,
     }
     return EngineArgs(**values | changes)
-
-
-def on_engines(folder: Path, size: int, run: Callable[[LocalEngine], Any], **changes: Any) -> list[Any]:
-    """Returns the results of ``run`` with the engine of each rank."""
-    if size == 1:
-        return [run(open_local(FileSource(args_of(folder, **changes))))]
-
-    def one(group: ThreadGroup) -> Any:
-        args = args_of(folder, tensor_parallel_size=size, **changes)
-        return run(open_local(FileSource(args, ThreadAgreement(group), group)))
-
-    return on_ranks(size, one)
 
 
 PARAMS = (
@@ -110,10 +97,10 @@ def check_same(found: dict, expected: dict) -> None:
 
 
 def test_traffic_is_served_as_by_one_rank(folder: Path) -> None:
-    (expected,) = on_engines(folder, 1, traffic)
+    (expected,) = on_engines(args_of(folder), 1, traffic)
     assert len(expected) == 21
     for size in (2, 4):
-        ranks = on_engines(folder, size, traffic)
+        ranks = on_engines(args_of(folder), size, traffic)
         for found in ranks:
             check_same(found, expected)
 
@@ -152,7 +139,7 @@ def test_recorded_steps_are_replayed_on_every_rank(folder: Path, tmp_path: Path)
         args = args_of(folder, tensor_parallel_size=2, record_steps=None if group.rank else str(path))
         engine = open_local(FileSource(args, ThreadAgreement(group), group))
         collect, results = engine.executor.collect, list[StepResult]()
-        engine.executor.collect = lambda handle: results.append(collect(handle)) or results[-1]  # type: ignore[method-assign]
+        engine.executor.collect = lambda handle: results.append(collect(handle)) or results[-1]
         traffic(engine)
         engine.core.close()
         return results
@@ -163,7 +150,7 @@ def test_recorded_steps_are_replayed_on_every_rank(folder: Path, tmp_path: Path)
         chosen = FileSource(args, ThreadAgreement(group), group).implementation
         text = FileSource(args).text()
         model, _ = chosen(text.files).load(text.files, config, lambda *_: None)
-        return list(replay(path, ModelRunner(model, config, text.tokenizer.token_bytes)))  # type: ignore[union-attr]
+        return list(replay(path, ModelRunner(model, config, text.tokenizer.token_bytes)))
 
     expected = on_ranks(2, recorded)[0]
     for found in on_ranks(2, replayed):
@@ -215,14 +202,14 @@ def test_ranks_with_other_numbers_of_experts_have_equal_caches(tmp_path: Path, m
 
     # A quarter of what is free is the cache's: a rank with more weights must not come to another size.
     options = {"enable_expert_parallel": True, "num_kv_blocks": None, "max_model_len": "auto"}
-    (alone,) = on_engines(tmp_path, 1, served, **options)
-    ranks = on_engines(tmp_path, 2, served, **options)
+    (alone,) = on_engines(args_of(tmp_path, **options), 1, served)
+    ranks = on_engines(args_of(tmp_path, **options), 2, served)
     assert ranks[0] == ranks[1]
     assert ranks[0][1] == alone[1]
 
 
 def test_experts_apart_without_effect_are_said_to_be(folder: Path) -> None:
-    (config,) = on_engines(folder, 1, lambda engine: engine.config, enable_expert_parallel=True)
+    (config,) = on_engines(args_of(folder, enable_expert_parallel=True), 1, lambda engine: engine.config)
     (line,) = (decision for decision in config.decisions if decision.name == "enable_expert_parallel")
     assert (line.value, line.reason) == ("no effect", "there is one rank, which holds all experts")
 
@@ -240,8 +227,8 @@ def test_sizes_that_do_not_divide_are_refused_before_a_process_starts(folder: Pa
 
 
 def test_threads_and_memory_are_shared_by_the_ranks(folder: Path) -> None:
-    (alone,) = on_engines(folder, 1, lambda engine: engine.config, num_threads=4)
-    ranks = on_engines(folder, 2, lambda engine: engine.config, num_threads=4)
+    (alone,) = on_engines(args_of(folder, num_threads=4), 1, lambda engine: engine.config)
+    ranks = on_engines(args_of(folder, num_threads=4), 2, lambda engine: engine.config)
     assert alone.num_threads == 4
     assert [config.num_threads for config in ranks] == [2, 2]
     decisions = {decision.name: decision for decision in ranks[0].decisions}

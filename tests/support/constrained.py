@@ -50,7 +50,7 @@ CONSTRAINTS: dict[str, dict[str, Any]] = {
 
 @functools.lru_cache(maxsize=1)
 def grammars(name: str = "letters") -> tuple[GrammarFactory, GrammarVocabulary]:
-    vocabulary = GrammarVocabulary(ByteTokenizer(PIECES, (0, EOS, 2)), VOCAB, {OPEN, CLOSE})  # type: ignore[arg-type]
+    vocabulary = GrammarVocabulary(ByteTokenizer(PIECES, (0, EOS, 2)), VOCAB, {OPEN, CLOSE})
     return GrammarFactory(StructuredOutputsConfig(), vocabulary), vocabulary
 
 
@@ -139,5 +139,5 @@ class Engine:
                 assert valid(name, self.text(key)), (key, self.text(key))
             else:
                 made = grammars("letters")[0].constraint(params(name))
-                state = self.constraints._compiler.compile(made)[0].result().with_ends([])  # type: ignore[union-attr]
+                state = self.constraints._compiler.compile(made)[0].result().with_ends([])
                 assert state.advance(self.tokens[key]) is None

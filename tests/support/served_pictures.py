@@ -158,11 +158,11 @@ def videos(kind: str) -> dict[str, tuple[Any, tuple[float, ...]]]:
 def encoded(own: Served, prompt: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     """The prompt with features in place of its media, all of one modality."""
     request = own.request(prompt)
-    encoder = media_of(own.llm._engine.executor.runner)._encoder  # type: ignore[attr-defined]
+    encoder = media_of(own.llm._engine.executor.runner)._encoder
     made = [encoder.encode([item])[0] for item in request.media]
     if own.kind in ALONE:
         media = MultiModalData.of(prompt["multi_modal_data"]).items()
-        grids = [own.llm.inputs.multimodal._rules.process(one, {}, "medium")[0].grid for _, one in media]  # type: ignore[union-attr,arg-type]
+        grids = [own.llm.inputs.multimodal._rules.process(one, {}, "medium")[0].grid for _, one in media]
     else:
         grids = [
             tuple(array_of(tensor)[0].tolist())

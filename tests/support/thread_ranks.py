@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import threading
 from collections.abc import Callable
@@ -10,14 +11,17 @@ from typing import TypeVar
 
 import torch
 
+from headrace.config import EngineArgs
+from headrace.frontend.local import LocalEngine, open_local
 from headrace.parallel.agreement import Agreement
 from headrace.parallel.group import ThreadGroup
+from headrace.startup.source import FileSource
 
 T = TypeVar("T")
 
 
 def on_ranks(size: int, run: Callable[[ThreadGroup], T]) -> list[T]:
-    """Returns the results of ``run`` on each rank. Raises the first exception that is no consequence of another."""
+    """Returns the results of ``run`` on each rank. Raises the first exception that is not a consequence of another."""
 
     def guarded(group: ThreadGroup) -> T | BaseException:
         try:
@@ -31,7 +35,7 @@ def on_ranks(size: int, run: Callable[[ThreadGroup], T]) -> list[T]:
     errors = [result for result in results if isinstance(result, BaseException)]
     if errors:
         raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
-    return results  # type: ignore[return-value]
+    return results
 
 
 class ThreadAgreement(Agreement):
@@ -47,3 +51,11 @@ class ThreadAgreement(Agreement):
     def alike(self, value: bytes) -> bool:
         digest = int.from_bytes(hashlib.sha256(value).digest()[:7], "little")
         return len(self._group.all_gather(torch.tensor(digest)).unique()) == 1
+
+
+def on_engines(args: EngineArgs, size: int, run: Callable[[LocalEngine], T]) -> list[T]:
+    """Returns the results of ``run`` with the engine of each rank."""
+    if size == 1:
+        return [run(open_local(FileSource(args)))]
+    args = dataclasses.replace(args, tensor_parallel_size=size)
+    return on_ranks(size, lambda group: run(open_local(FileSource(args, ThreadAgreement(group), group))))

@@ -17,7 +17,7 @@ from support import vocabularies
 
 
 class PanicException(BaseException):
-    """As pyo3 raises it for a panic in Rust, which is no Exception."""
+    """As pyo3 raises it for a panic in Rust, which is not an Exception."""
 
 
 @pytest.fixture(scope="session")

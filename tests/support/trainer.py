@@ -103,7 +103,7 @@ class NcclTrainer(Trainer):
 
     @functools.cached_property
     def spec(self) -> GroupSpec:
-        uid = torch.cuda.nccl.unique_id() if self.packs else b""  # type: ignore[no-untyped-call]
+        uid = torch.cuda.nccl.unique_id() if self.packs else b""
         return msgspec.structs.replace(super().spec, backend="nccl", unique_id=uid)
 
     def join(self) -> None:

@@ -30,7 +30,7 @@ def tokenizer() -> ByteTokenizer:
 @functools.lru_cache(maxsize=1)
 def shared(name: str = "words") -> tuple[ConstraintChecker, GrammarCompiler]:
     config = StructuredOutputsConfig()
-    vocabulary = GrammarVocabulary(tokenizer(), VOCAB)  # type: ignore[arg-type]
+    vocabulary = GrammarVocabulary(tokenizer(), VOCAB)
     return ConstraintChecker(config, vocabulary), GrammarCompiler(vocabulary, config)
 
 

@@ -256,7 +256,7 @@ def test_a_text_at_which_the_library_fails_is_refused(failure: BaseException) ->
             raise failure
 
     tokenizer = Tokenizer(vocabularies.byte_level())
-    tokenizer._backend = Backend()  # type: ignore[assignment]
+    tokenizer._backend = Backend()
     with pytest.raises(RequestError, match=r"^stop: the model's tokenizer fails at this text: [a-z0-9 \[\]UNK]+$") as caught:
         tokenizer.encode("x", param="stop")
     assert caught.value.param == "stop"

@@ -63,7 +63,7 @@ def files(hf_config: PretrainedConfig, kind: str, weight_files: list[Path]) -> M
     directory = weight_files[0].parent if weight_files else Path()
     return ModelFiles(
         name="test",
-        kind=kind,  # type: ignore[arg-type]
+        kind=kind,
         directory=directory,
         weight_files=weight_files,
         config=hf_config,

@@ -9,13 +9,16 @@ import pytest
 import torch
 from gguf.quants import dequantize
 from support.models.export import export
+from support.models.harness import Bench
 from support.quant_blocks import HALVES, Type, random_blocks
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError
 from headrace.models import registry
+from headrace.quant.registry import QUANTIZATIONS, find
 from headrace.sources.files import find_model
+from headrace.text.tokenizer import load_tokenizer
 from headrace.weights.gguf import READABLE, GGUFCheckpoint
 from headrace.weights.load import load_weights
 
@@ -216,3 +219,31 @@ def test_embedded_codes_lose_nothing(embedded: Path) -> None:
         if codes is not None and (count := count + 1) % 9 == 1:
             assert torch.equal(codes.dequantize(), checkpoint.read(name))
     assert count == 211
+
+
+PAGE = """To be, or not to be, that is the question: Whether 'tis nobler in the mind to suffer The slings and arrows of
+outrageous fortune, Or to take arms against a sea of troubles And by opposing end them. To die: to sleep; No more;
+and by a sleep to say we end The heart-ache and the thousand natural shocks That flesh is heir to, 'tis a
+consummation Devoutly to be wish'd. To die, to sleep; To sleep: perchance to dream: ay, there's the rub; For in that
+sleep of death what dreams may come When we have shuffled off this mortal coil, Must give us pause: there's the
+respect That makes calamity of so long life"""
+
+
+@pytest.mark.slow
+def test_how_much_text_rounding_costs(embedded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nats of a token more than floats, in the number formats of GPUs. A model of 135 million weights feels each."""
+    found = find_model(EngineArgs())
+    tokens = load_tokenizer(found).encode(PAGE)
+    monkeypatch.setattr(GGUFCheckpoint, "codes", lambda checkpoint, name: None)
+    nats = {}
+    for name in ("none", "int8", "fp8", "int4"):
+        if name != "none":
+            # A CPU runs the reference.
+            monkeypatch.setitem(QUANTIZATIONS["cpu"], name, find(name, "cuda"))
+        model = registry.build(registry.model_spec(found.config), "float32", "cpu", to_load=True)
+        load_weights(model, registry.name_table(model.spec), found, device=torch.device("cpu"), quantization=name)
+        bench = Bench(model)
+        logits = bench.prefill(bench.sequence(tokens))
+        nats[name] = float(torch.nn.functional.cross_entropy(logits[:-1].float(), torch.tensor(tokens[1:])))
+    for name, bound in (("int8", 0.05), ("fp8", 0.2), ("int4", 0.6)):
+        assert abs(nats[name] - nats["none"]) < bound, nats

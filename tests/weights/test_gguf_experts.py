@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.models.harness import Bench
 from support.quant_blocks import HALVES, Type, random_blocks
 from transformers import Qwen3MoeConfig
 
@@ -24,6 +23,7 @@ from headrace.quant.registry import QUANTIZATIONS, STORED, find
 from headrace.weights.load import load_weights
 from headrace.weights.report import LoadReport
 
+from .experts import same_answers, same_experts
 from .models import config, files, tensors, write_gguf
 
 MIXTURE = {
@@ -51,6 +51,9 @@ HELD = {
     "IQ4_XS": "int8, groups of 32",
     "MXFP4": "MXFP4, groups of 32",
 }
+
+MINIMA = 2.0**-20
+"""Relative rounding, in float32, of numbers with minima."""
 
 
 @pytest.fixture(autouse=True)
@@ -81,32 +84,13 @@ def loaded(hf_config: Qwen3MoeConfig, path: Path, quantization: str, rank: int =
     return model, load_weights(model, registry.name_table(spec), found, device=device, quantization=quantization)
 
 
-def same_experts(held: Decoder, floats: Decoder) -> None:
-    """The codes mean the numbers that are read as floats: of minima, up to the rounding of float32."""
-    for path, theirs in floats.named_modules():
-        if isinstance(theirs, Experts):
-            ours = held.get_submodule(path)
-            assert isinstance(ours, Experts) and isinstance(ours.method, CodedExperts)
-            for matrix in theirs.shapes:
-                exact = theirs.get_parameter(matrix)
-                error = (ours.method.dequantize(ours, matrix) - exact).abs().max()
-                assert float(error) <= 2.0**-20 * float(exact.abs().max()), (path, matrix)
-
-
-def same_answers(held: Decoder, floats: Decoder) -> None:
-    prompts = [[5, 17, 3, 60, 44, 9, 12], [8]]
-    expected, found = (Bench(model).generate(prompts, 1)[1] for model in (floats, held))
-    for ours, theirs in zip(found, expected, strict=True):
-        assert float((ours - theirs).norm() / theirs.norm()) <= 1e-5
-
-
 @pytest.mark.parametrize("name", HELD)
 def test_blocks_are_kept(name: str, tmp_path: Path) -> None:
     hf_config, path = saved(tmp_path, (Type[name],) * 3)
     (held, report), (floats, _) = (loaded(hf_config, path, how) for how in (STORED, "none"))
-    same_experts(held, floats)
+    same_experts(held, floats, CodedExperts, MINIMA)
     if name in ("Q4_K", "Q6_K", "IQ4_XS"):
-        same_answers(held, floats)
+        same_answers(held, floats, 1e-5)
     (decision,) = [one for one in report.decisions if one.name.startswith("format of layers.*.mlp.experts")]
     assert decision.value == HELD[name]
     assert f"stored as {name}, whose numbers are kept" in decision.reason and "no rounding of weights" in decision.reason
@@ -134,7 +118,7 @@ def test_matrices_of_several_types_have_one_format(kinds: tuple[str, ...], value
     """As in files of the M kind; gate and up, which are one matrix, are held in a format that holds both."""
     hf_config, path = saved(tmp_path, tuple(Type[kind] for kind in kinds))
     (held, report), (floats, _) = (loaded(hf_config, path, how) for how in (STORED, "none"))
-    same_experts(held, floats)
+    same_experts(held, floats, CodedExperts, MINIMA)
     assert any(one.value == value for one in report.decisions)
 
 
@@ -162,7 +146,7 @@ def test_ranks_hold_parts_of_codes(whole: bool, tmp_path: Path) -> None:
     hf_config, path = saved(tmp_path, (Type.Q4_K, Type.Q4_K, Type.Q6_K))
     for rank in range(2):
         (held, _), (floats, _) = (loaded(hf_config, path, how, rank, tensor=2, whole_experts=whole) for how in (STORED, "none"))
-        same_experts(held, floats)
+        same_experts(held, floats, CodedExperts, MINIMA)
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_K"])

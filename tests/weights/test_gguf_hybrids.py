@@ -213,7 +213,7 @@ def stored_name(name: str, group: str, dense: bool) -> str:
     }
     if name in whole:
         return whole[name]
-    layer, rest = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name).groups()  # type: ignore[union-attr]
+    layer, rest = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name).groups()
     found = NAMES[group][rest.replace("router.layer", "router").replace(".mlp.experts", ".experts")]
     return f"blk.{layer}.{found.replace('_shexp', '') if dense else found}"
 

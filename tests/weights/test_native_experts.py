@@ -8,23 +8,22 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import DeepseekV3Config, PretrainedConfig, Qwen3MoeConfig
+from transformers import Qwen3MoeConfig
 
 from headrace import LLM, SamplingParams
 from headrace.errors import ConfigError, WeightsError
 from headrace.kernels.native import load
 from headrace.layers.linear import Linear
 from headrace.layers.moe import Experts
-from headrace.models.decoder import Decoder
+from headrace.layers.stored import QuantSpec, StoredMatrix
+from headrace.model_spec import MoeSpec
+from headrace.quant.experts import ExpertsFacts
 from headrace.quant.native import NativeMethod
-from headrace.quant.native_experts import NativeExperts
+from headrace.quant.native_experts import KeepNativeExperts, NativeExperts
 
-from .models import tensors
-from .test_experts import (
+from .experts import (
     ACT_ORDER,
-    DEEPSEEK,
     FORMATS,
-    INNER,
     QWEN,
     SIZES,
     Packed,
@@ -32,14 +31,12 @@ from .test_experts import (
     loaded,
     ordered,
     read_again,
+    rounding_errors,
     same_answers,
+    same_experts,
     saved,
-    saved_gpt_oss,
-    with_heads,
 )
-
-BITS = {"blocks": 9, "outputs": 9, "tensor": 9, "gptq": 5, "awq": 5, "packed": 5, "w4afp8": 5}
-"""Format -> bits of a weight with its scales."""
+from .models import tensors
 
 
 @pytest.fixture(autouse=True)
@@ -47,55 +44,6 @@ def need_native() -> None:
     found = load()
     if found is None or found.tile == "portable":
         pytest.skip("no native products here")
-
-
-def same_experts(held: Decoder, floats: Decoder) -> list[Experts]:
-    found = []
-    for path, theirs in floats.named_modules():
-        if isinstance(theirs, Experts):
-            ours = held.get_submodule(path)
-            assert isinstance(ours, Experts) and isinstance(ours.method, NativeExperts)
-            assert not any(name in ours.shapes for name, _ in ours.named_parameters())
-            for matrix in theirs.shapes:
-                assert torch.equal(ours.method.dequantize(ours, matrix), theirs.get_parameter(matrix)), (path, matrix)
-            found.append(ours)
-    return found
-
-
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("kind", [Qwen3MoeConfig, DeepseekV3Config], ids=["qwen3", "deepseek"])
-def test_stored_experts_are_kept(kind: type[PretrainedConfig], name: str, tmp_path: Path) -> None:
-    hf_config = saved(tmp_path, kind, QWEN if kind is Qwen3MoeConfig else DEEPSEEK, name)
-    (held, report), (floats, _) = (loaded(hf_config, tmp_path, how) for how in ("stored", "none"))
-    experts = same_experts(held, floats)
-    same_answers(held, floats, 1e-3)
-    (decision,) = [one for one in report.decisions if one.name.startswith("format of layers.*.mlp.experts")]
-    assert "whose numbers are kept" in decision.reason and "no rounding of weights" in decision.reason
-    lines = [line for line in report.memory if line.name == "packed weights"]
-    assert sum(line.nbytes for line in lines) == len(experts) * 4 * 3 * 128 * INNER * BITS[name] // 8
-
-
-def test_mxfp4_of_gpt_oss(tmp_path: Path) -> None:
-    """With rows of gate and up in turns, biases, and a clamped activation."""
-    hf_config = saved_gpt_oss(tmp_path)
-    (held, report), (floats, _) = (loaded(hf_config, tmp_path, how) for how in ("stored", "none"))
-    same_experts(held, floats)
-    same_answers(held, floats, 1e-3)
-    assert any(one.value == "8 bits, groups of 32, native" for one in report.decisions)
-
-
-@pytest.mark.parametrize("whole", [False, True], ids=["slices", "whole experts"])
-@pytest.mark.parametrize("name", ["blocks", "awq", "mxfp4"])
-def test_ranks_hold_parts(name: str, whole: bool, tmp_path: Path) -> None:
-    hf_config = saved_gpt_oss(tmp_path) if name == "mxfp4" else saved(tmp_path, Qwen3MoeConfig, QWEN, name)
-    size = 2 if whole else 3
-    if size == 3:
-        hf_config = with_heads(hf_config, tmp_path, {"num_attention_heads": 6, "num_key_value_heads": 3})
-    for rank in range(size):
-        (held, _), (floats, _) = (
-            loaded(hf_config, tmp_path, how, rank, tensor=size, whole_experts=whole) for how in ("stored", "none")
-        )
-        same_experts(held, floats)
 
 
 def test_inputs_in_another_order_are_gathered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +56,7 @@ def test_inputs_in_another_order_are_gathered(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setitem(FORMATS, "some", (ACT_ORDER, some))
     hf_config = saved(tmp_path, Qwen3MoeConfig, QWEN, "some")
     (held, _), (floats, _) = (loaded(hf_config, tmp_path, how) for how in ("stored", "none"))
-    assert any("order" in name for one in same_experts(held, floats) for name, _ in one.named_buffers())
+    assert any("order" in name for one in same_experts(held, floats, NativeExperts) for name, _ in one.named_buffers())
     same_answers(held, floats, 1e-3)
     read_again(held, hf_config, tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
@@ -127,7 +75,7 @@ def test_scales_that_half_precision_does_not_hold(tmp_path: Path) -> None:
     stored[name] = stored[name].float() * (1 + 2**-14)
     save_file(stored, tmp_path / "model.safetensors")
     (held, _), (floats, _) = (loaded(hf_config, tmp_path, how) for how in ("stored", "none"))
-    first, second = same_experts(held, floats)
+    first, second = same_experts(held, floats, NativeExperts)
     same_answers(held, floats, 1e-3)
     assert first.get_buffer("down_proj_packed").nbytes == second.get_buffer("down_proj_packed").nbytes // 5 * 6
 
@@ -141,22 +89,22 @@ def test_floats_are_rounded_while_they_load(quantization: str, bound: float, tmp
     bits = quantization.removeprefix("int")
     (decision,) = [one for one in report.decisions if one.name.startswith("format of layers.*.mlp.experts")]
     assert f"rounded to {bits} bits; relative error at most" in decision.reason
-    for path, theirs in floats.named_modules():
-        if isinstance(theirs, Experts):
-            ours = held.get_submodule(path)
-            assert isinstance(ours, Experts) and isinstance(ours.method, NativeExperts)
-            for matrix in theirs.shapes:
-                meant, rounded = theirs.get_parameter(matrix), ours.method.dequantize(ours, matrix)
-                error = float((rounded - meant).norm() / meant.norm())
-                assert bound / 40 < error < bound
-                assert error <= ours.method.error() * 1.1
+    assert all(bound / 40 < error < bound for error in rounding_errors(held, floats))
 
 
 def test_int4_keeps_what_is_stored_with_fewer_bits_than_floats(tmp_path: Path) -> None:
     hf_config = saved(tmp_path, Qwen3MoeConfig, QWEN, "awq")
     (held, _), (floats, _) = (loaded(hf_config, tmp_path, how) for how in ("int8", "none"))
-    same_experts(held, floats)
+    same_experts(held, floats, NativeExperts)
     assert all(isinstance(one.method, NativeMethod) for one in held.modules() if isinstance(one, Linear))
+
+
+def test_experts_of_several_kinds_of_codes_are_not_kept() -> None:
+    specs = QuantSpec(codes="e4m3", group="channel"), QuantSpec(codes="int4", group=(1, 32))
+    stored = {"gate_up_proj": [StoredMatrix("x", lambda: torch.zeros(0), read_spec=lambda spec=spec: spec) for spec in specs]}
+    experts = MoeSpec(num_experts=1, top_k=1, intermediate_size=64)
+    facts = ExpertsFacts(hidden_size=64, spec=experts, device="cpu", stored=stored)
+    assert KeepNativeExperts().misfits(facts) == ["the experts' parts of gate_up_proj have different number formats"]
 
 
 def test_sizes_that_groups_do_not_divide_stay_floats(tmp_path: Path) -> None:

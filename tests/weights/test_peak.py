@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 import weakref
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.models.packers import Rounded
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -19,7 +21,7 @@ from headrace.layers.linear import Linear
 from headrace.layers.stored import StoredMatrix
 from headrace.models import registry
 from headrace.quant.convert import Converter
-from headrace.quant.registry import find
+from headrace.quant.registry import QUANTIZATIONS, STORED, find
 from headrace.weights import load as loading
 from headrace.weights.load import Room, load_weights
 
@@ -73,6 +75,32 @@ class Inline:
 LARGE = config(hidden_size=1024, intermediate_size=2048, num_hidden_layers=2, vocab_size=2048, tie_word_embeddings=False)
 
 
+def gptq(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+    order = torch.randperm(matrix.shape[1], generator=torch.Generator().manual_seed(0)) // 128
+    return Rounded(*matrix.shape, group=128, order=order).gptq()
+
+
+def mxfp4(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+    rows, columns = matrix.shape
+    scales = torch.full((rows, columns // 32), 120, dtype=torch.uint8)
+    return {"weight_packed": torch.full((rows, columns // 2), 0x53, dtype=torch.uint8), "weight_scale": scales}
+
+
+FP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
+CODED: dict[str, Any] = {
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": False}, gptq),
+    "mxfp4": (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "mxfp4-pack-quantized",
+            "config_groups": {"all": {"targets": ["Linear"], "weights": FP4}},
+        },
+        mxfp4,
+    ),
+}
+"""Configuration, and what is stored of a matrix."""
+
+
 def build() -> Any:
     return registry.build(spec(LARGE), "bfloat16", "cpu", to_load=True)
 
@@ -82,6 +110,7 @@ def build() -> Any:
     ("quantization", "kind"),
     [
         *((name, "safetensors") for name in ("none", "int4", "fp8_per_block")),
+        *((STORED, kind) for kind in ("gptq", "mxfp4")),
         *(pytest.param(name, "safetensors", marks=pytest.mark.slow) for name in ("int8", "fp8")),
         *(pytest.param(name, "dummy", marks=pytest.mark.slow) for name in ("none", "int4", "int8", "fp8", "fp8_per_block")),
     ],
@@ -92,13 +121,25 @@ def test_loading_takes_less_than_a_layer_beside_what_is_held(
     monkeypatch.setattr(loading, "ThreadPoolExecutor", Inline)
     monkeypatch.setattr("headrace.quant.groups.AT_ONCE", 2**15)
     monkeypatch.setattr("headrace.weights.checkpoint._CHUNK", 2**15)
-    paths = []
-    if kind == "safetensors":
-        paths = write_safetensors(tmp_path, {name: one.bfloat16() for name, one in tensors(LARGE).items()})
+    hf_config, paths = LARGE, list[Path]()
+    stored = {name: one.bfloat16() for name, one in tensors(LARGE).items()}
+    if kind in CODED:
+        # A CPU has kernels of its own, and runs the reference of these.
+        monkeypatch.setitem(QUANTIZATIONS["cpu"], STORED, find(STORED, "cuda"))
+        scheme, coded = CODED[kind]
+        hf_config = copy.copy(LARGE)
+        hf_config.quantization_config = scheme
+        matrices = [name for name in stored if "_proj" in name]
+        stored |= {
+            f"{name.removesuffix('weight')}{leaf}": one for name in matrices for leaf, one in coded(stored.pop(name)).items()
+        }
+    if kind != "dummy":
+        paths = write_safetensors(tmp_path, stored)
     model, table = build(), registry.name_table(spec(LARGE))
     layer = sum(parameter.nbytes for name, parameter in model.named_parameters() if name.startswith("layers.0."))
     with Live() as live:
-        report = load_weights(model, table, files(LARGE, kind, paths), device=torch.device("cpu"), quantization=quantization)
+        found = files(hf_config, "dummy" if kind == "dummy" else "safetensors", paths)
+        report = load_weights(model, table, found, device=torch.device("cpu"), quantization=quantization)
     held = sum(one.nbytes for one in [*model.parameters(), *model.buffers()])
     assert report.nbytes == held
     assert live.now >= held

@@ -218,12 +218,10 @@ def test_the_scale_of_a_matrix_divides_in_one_format_of_nvfp4_and_multiplies_in_
     packed = torch.randint(0, 256, (6, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     scales = torch.rand(6, 2).to(torch.float8_e4m3fn)
     codes = MicroscaledCodes(packed.view(6, 2, 8), torch.ones(6, 2)).dequantize().view(6, 2, 16)
-    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
-    group = {"targets": ["Linear"], "weights": weights}
     divided = write(
         tmp_path / "a.safetensors",
         {"m.weight_packed": packed, "m.weight_scale": scales, "m.weight_global_scale": torch.tensor([8.0])},
-        {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {"g": group}},
+        compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
     )
     multiplied = write(
         tmp_path / "b.safetensors",
@@ -236,6 +234,11 @@ def test_the_scale_of_a_matrix_divides_in_one_format_of_nvfp4_and_multiplies_in_
     assert held is not None
     cut = Cut("inputs", 16, 32, 32)
     assert torch.equal(held.cut(cut).dequantize(), cut.of(divided.read("m.weight")))
+
+
+def compressed(kind: str, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights}
+    return {"quant_method": "compressed-tensors", "format": kind, "config_groups": {"g": group}}
 
 
 @pytest.mark.parametrize(
@@ -257,6 +260,21 @@ def test_the_scale_of_a_matrix_divides_in_one_format_of_nvfp4_and_multiplies_in_
             {"weight": CODES, "weight_scale": EACH, "weight_scale_inv": EACH},
             STATIC,
             r"m\.weight_scale is no part of the matrix",
+        ),
+        (
+            {"weight": CODES.view(torch.int8), "weight_scale": EACH[:4].view(2, 2)},
+            compressed("int-quantized", num_bits=8, type="int", strategy="block", block_structure=[6, 8]),
+            r"m\.weight is of the shape \[12, 16\]: integers with tiles, and stacks of them, are not read",
+        ),
+        (
+            {"weight_packed": torch.zeros(12, 2).int(), "weight_scale": EACH, "weight_shape": torch.tensor([12, 17])},
+            compressed("pack-quantized", num_bits=4, type="int", strategy="channel"),
+            r"m\.weight_shape is \[12, 17\], and weight_packed \[12, 2\]",
+        ),
+        (
+            {"weight_packed": torch.zeros(12, 20, dtype=torch.uint8), "weight_scale": torch.zeros(12, 1, dtype=torch.uint8)},
+            compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
+            r"m\.weight_packed has 40 inputs, which blocks of 32 do not divide",
         ),
     ],
 )

@@ -96,7 +96,7 @@ def test_torch_s_members_meet_at_the_first_broadcast(monkeypatch: pytest.MonkeyP
     spec = GroupSpec(name="g", address="", port=0, rank_offset=1, world_size=3, protocol="torch", backend="nccl")
     group = DirectGroup(spec, store, 2, torch.device("cuda"), 0.05)
     assert not library.joined
-    store.set("0", ID)  # type: ignore[arg-type]
+    store.set("0", ID)
     for _ in range(2):
         if mute:
             with pytest.raises(RuntimeError, match="joining the group g: not within" if not group._left else "was left"):
@@ -166,7 +166,7 @@ def test_handles_are_for_gpus() -> None:
 )
 def test_handles_stay_within_what_is_shared(changes: dict[str, Any]) -> None:
     _check("w", HANDLE, (3, 4), 4)
-    with pytest.raises(ConfigError, match=r"the handle of w is none of a tensor of the shape \[3, 4\]"):
+    with pytest.raises(ConfigError, match=r"the handle of w is not that of a tensor of the shape \[3, 4\]"):
         _check("w", msgspec.structs.replace(HANDLE, **changes), (3, 4), 4)
 
 

@@ -12,7 +12,6 @@ from headrace.kernels.activation import native, reference
 from headrace.kernels.activation.reference import clamped_swiglu, gelu_mul, squared_relu
 from headrace.kernels.linear.fp8 import round_rows
 from headrace.kernels.linear.fp8_reference import Activations
-from headrace.kernels.native.library import kernels_for
 
 if TYPE_CHECKING:
     from headrace.kernels.activation import triton as kernels
@@ -31,14 +30,7 @@ __all__ = [
 ]
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) * up``: ``[..., 2n]`` (gate, then up) -> ``[..., n]``."""
-    if gpu.takes(gate_up):
-        return kernels.silu_mul(gate_up)
-    library = kernels_for(gate_up)
-    return reference.silu_mul_ref(gate_up) if library is None else native.silu_mul(library, gate_up)
-
-
+silu_mul = gpu.dispatch(reference.silu_mul_ref, lambda: kernels.silu_mul, native.silu_mul)
 sigmoid_gated = gpu.dispatch(reference.sigmoid_gated, lambda: kernels.sigmoid_gated)
 gelu_tanh_mul = gpu.dispatch(reference.gelu_tanh_mul, lambda: kernels.gelu_tanh_mul)
 

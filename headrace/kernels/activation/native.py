@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from headrace.kernels.native.library import DTYPES, NativeKernels
+from headrace.kernels.native.library import DTYPES, kernels_for
 
 
-def silu_mul(native: NativeKernels, gate_up: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) * up`` of a dtype that the library supports."""
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor | None:
+    """``silu(gate) * up``; None: the library is not there, or does not support the dtype."""
+    native = kernels_for(gate_up)
+    if native is None:
+        return None
     gate_up = gate_up.contiguous()
     n = gate_up.shape[-1] // 2
     out = torch.empty(*gate_up.shape[:-1], n, dtype=gate_up.dtype)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from headrace.kernels.attention.triton_tile import per_key, per_query
+from headrace.kernels.norm.triton import scaled
 
 
 @triton.jit
@@ -66,15 +67,6 @@ def load_heads(
 
 
 @triton.jit
-def _normed(part, rms, factor, OFFSET: tl.constexpr):
-    """Multiplies by both factors as ``kernels.qkv`` does: rounded after each or, with OFFSET, once."""
-    scaled = part.to(tl.float32) * rms
-    if OFFSET:
-        return (scaled * (1.0 + factor)).to(part.dtype)
-    return (scaled.to(part.dtype).to(tl.float32) * factor).to(part.dtype)
-
-
-@triton.jit
 def finished(
     heads, weights, eps, WIDTH: tl.constexpr, WIDTH_P: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
     OFFSET: tl.constexpr, KEYS_FIRST: tl.constexpr
@@ -84,9 +76,9 @@ def finished(
     if NORM:
         wide = part.to(tl.float32)
         rms = per_query(tl.rsqrt(tl.sum(wide * wide, 0 if KEYS_FIRST else 1) / WIDTH + eps), KEYS_FIRST)
-        part = _normed(part, rms, weights[0], OFFSET)
+        part = scaled(part, rms, weights[0], OFFSET)
         if HALF > 0:
-            other = _normed(other, rms, weights[1], OFFSET)
+            other = scaled(other, rms, weights[1], OFFSET)
     if HALF > 0:
         channel = per_key(tl.arange(0, WIDTH_P), KEYS_FIRST)
         turned = other.to(tl.float32) * sin

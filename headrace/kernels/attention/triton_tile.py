@@ -95,7 +95,7 @@ def _scores(
     D_A: tl.constexpr, D_B: tl.constexpr, SOFT_CAP: tl.constexpr, FP8: tl.constexpr, KEYS_FIRST: tl.constexpr,
     PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Scores of the keys at ``base``, in base 2. What is no key gets any number: every address is a valid one."""
+    """Scores of the keys at ``base``, in base 2. What is not a key gets any number: every address is a valid one."""
     if KEYS_FIRST:
         scores = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     else:
@@ -225,7 +225,7 @@ def take_tile(
     else:
         total = total * decay + tl.sum(masses, axis)
     weights = weights.to(q_a.dtype)
-    # e4m3 that is not DIRTY is finite: weight 0 is enough for what is no key. A mask by token would part its loads.
+    # e4m3 that is not DIRTY is finite: weight 0 is enough for what is not a key. A mask by token would part its loads.
     shielded: tl.constexpr = MASKED and FP8 == 0
     if V_LANE == 1:
         base = values + block * v_block + offset * v_offset

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.kernels import gpu, support
-from headrace.kernels.linear import cuda_wide, native
+from headrace.kernels.linear import cuda_rows, cuda_tall, cuda_wide, native
 from headrace.kernels.linear.reference import linear_by_head_ref, linear_float32_ref, linear_ref
 from headrace.kernels.lora import Factors, expand, expand_gated, shrink
 
@@ -68,6 +68,8 @@ def linear(
             return cuda_wide.linear(x, weight, bias, out_dtype, tiling=tiling)
         if few_rows(x, weight):
             return kernels.linear(x, weight, bias, out_dtype=out_dtype)
+        if bias is None and out_dtype in (None, x.dtype) and (rows := cuda_rows.choose(x, weight)) is not None:
+            return cuda_rows.linear(x, weight, rows)
         if chosen_by_lt(len(x), weight):
             with cublaslt():
                 return linear_ref(x, weight, bias, out_dtype)
@@ -84,7 +86,10 @@ def linear_gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
     """``silu(gate) * up`` of the halves of ``x W^T``: ``[T, K] -> [T, N / 2]``; None where no kernel computes both faster."""
     if x.ndim != 2 or weight.dtype != x.dtype or not gpu.takes(x):
         return None
-    return cuda_wide.gated(x, weight)
+    if (tiling := cuda_rows.choose(x, weight, gated=True)) is not None:
+        return cuda_rows.linear(x, weight, tiling, gated=True)
+    y = cuda_wide.gated(x, weight)
+    return cuda_tall.gated(x, weight) if y is None else y
 
 
 def chosen_by_lt(rows: int, weight: torch.Tensor) -> bool:

@@ -21,8 +21,8 @@ from headrace.kernels.lora.reference import PARTS, Factors
 from headrace.kernels.support import cdiv
 
 MAX_ROWS = 64
-MIN_NUMBERS = 1 << 24
-"""Numbers of a weight from which the kernel is the fastest of all, as measured."""
+MIN_NUMBERS, SMALL_NUMBERS = 1 << 24, 1 << 23
+"""Numbers of a weight from which the kernel is the fastest of all, as measured, and from which it is with some more rows."""
 _SOURCE = Path(__file__).with_name("wide.cu")
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2}
 """Numbers that ``wide.cu`` has for the factors' dtypes."""
@@ -77,19 +77,30 @@ _TILINGS = (
 )
 """Largest numbers of rows, and the tilings to choose from: the first line that fits counts. As measured on an H200 with the
 products of Qwen3 8B in 16 bits, and in FP8 with 64 rows, in the chain of a layer (see benchmarks/)."""
+_SMALL_TILINGS = (
+    (16, (CudaTiling(16, 1, 108),)),
+    (32, (CudaTiling(32, 1, 108), CudaTiling(32, 2, 108))),
+    _TILINGS[2],
+)
+"""The same for weights of fewer than ``MIN_NUMBERS``, measured with qkv and o of Qwen3 30B-A3B."""
+_FP8_TILINGS = ((16, (CudaTiling(32, 1, 216, 2), CudaTiling(32, 2, 72), CudaTiling(64, 1, 72))), *_TILINGS[1:])
+"""The same for large weights in FP8."""
 
 
 @functools.cache
-def choose_tiling(rows: int, out_features: int, multiprocessors: int) -> CudaTiling:
+def choose_tiling(rows: int, out_features: int, multiprocessors: int, *, small: bool = False, fp8: bool = False) -> CudaTiling:
     """Chooses the tiling whose blocks leave the least of the multiprocessors empty, with few blocks one after the other."""
 
     def filled(tiling: CudaTiling) -> float:
         waves = cdiv(out_features, tiling.tile) * tiling.split / (multiprocessors * tiling.resident)
         return waves / math.ceil(waves) - math.ceil(waves) / 100
 
-    return max(next(tilings for most, tilings in _TILINGS if rows <= most), key=filled)
+    table = _SMALL_TILINGS if small else _FP8_TILINGS if fp8 else _TILINGS
+    return max(next(tilings for most, tilings in table if rows <= most), key=filled)
 
 
+_FEW_OUTPUTS = 4096
+"""Outputs of a small weight up to which 9 rows of 16 bits are enough, in place of 17."""
 _GATED = CudaTiling(64, 1, 72)
 """The tiling that finishes gate and up at once: half of a tile's outputs are a gate's. It was the fastest with any rows."""
 
@@ -97,9 +108,12 @@ _GATED = CudaTiling(64, 1, 72)
 def choose(x: torch.Tensor, weight: torch.Tensor) -> CudaTiling | None:
     """The tiling for the product of x ``[rows, in]`` where the kernel is the fastest; None: another is, or it does not take
     them."""
-    if not 1 < len(x) <= MAX_ROWS or weight.numel() < MIN_NUMBERS or not takes(x, weight):
+    small = weight.numel() < MIN_NUMBERS
+    least = 2 if not small else 9 if len(weight) <= _FEW_OUTPUTS and x.itemsize == 2 else 17
+    if not least <= len(x) <= MAX_ROWS or weight.numel() < SMALL_NUMBERS or not takes(x, weight):
         return None
-    return choose_tiling(len(x), len(weight), support.resources(x.device).multiprocessors)
+    multiprocessors = support.resources(x.device).multiprocessors
+    return choose_tiling(len(x), len(weight), multiprocessors, small=small, fp8=x.itemsize == 1)
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -146,7 +160,8 @@ def adapted(
     """``linear`` and what adapters add. None where the kernel does not take it."""
     if not _adds(x, weight, factors):
         return None
-    tiling = choose_tiling(len(x), len(weight), support.resources(x.device).multiprocessors)
+    multiprocessors, small = support.resources(x.device).multiprocessors, weight.numel() < MIN_NUMBERS
+    tiling = choose_tiling(len(x), len(weight), multiprocessors, small=small)
     if any(end % tiling.tile for end in factors.ends[:-1]):
         return None
     return linear(x, weight, bias, out_dtype, tiling=tiling, added=factors)

@@ -16,7 +16,7 @@ class Fp8Weight(NamedTuple):
     codes: torch.Tensor
     """``[N, K]`` float8_e4m3fn"""
     scales: torch.Tensor
-    """``[N, 1]`` or, of blocks, ``[N / GROUP, K / GROUP]``; float32"""
+    """``[N, 1]`` or, of blocks, ``[ceil(N / tall), K / GROUP]``; float32"""
     one: torch.Tensor
     """1.0, on the weight's device."""
     turns: torch.Tensor
@@ -25,6 +25,12 @@ class Fp8Weight(NamedTuple):
     @property
     def in_blocks(self) -> bool:
         return len(self.scales) != len(self.codes)
+
+    @property
+    def tall(self) -> int:
+        """Outputs that share a scale: ``GROUP``, or half as many; 0: none do."""
+        outputs, blocks = len(self.codes), len(self.scales)
+        return 0 if not self.in_blocks else GROUP if blocks == -(-outputs // GROUP) else GROUP // 2
 
     @property
     def group(self) -> int:
@@ -83,5 +89,5 @@ def dequantize(weight: Fp8Weight) -> torch.Tensor:
     """``[N, K]`` float32"""
     scales = weight.scales
     if weight.in_blocks:
-        scales = scales.repeat_interleave(GROUP, 0).repeat_interleave(GROUP, 1)
+        scales = scales.repeat_interleave(weight.tall, 0)[: len(weight.codes)].repeat_interleave(GROUP, 1)
     return weight.codes.float() * scales

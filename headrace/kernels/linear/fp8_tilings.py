@@ -118,6 +118,8 @@ def choose(rows: int, weight: Fp8Weight, *, hopper: bool) -> Choice:
     for most, widest, longest, choice in _BY_BLOCK if weight.in_blocks else _BY_OUTPUT:
         fits = rows <= most and inputs <= widest and outputs <= longest
         if fits and (hopper or not isinstance(choice, WideTiling)):
-            # cuBLASLt takes scales of channels in fours.
-            return _LONG_ROWS if choice is Library.BY_BLOCK and hopper and inputs % (4 * GROUP) else choice
+            # cuBLASLt takes whole blocks, and their scales along channels in fours.
+            whole = weight.tall == GROUP and outputs % GROUP == inputs % (4 * GROUP) == 0
+            own = choice is Library.BY_BLOCK and hopper and not whole
+            return _LONG_ROWS if own else choice
     raise AssertionError("the last line of a table fits everything")

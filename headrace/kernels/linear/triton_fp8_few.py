@@ -80,7 +80,7 @@ def _fp8_few(
 ):
     """Each warp sums up groups of its own with the matrix units, and the sums are added at the end.
 
-    With BLOCKS, outputs of a program are within one block, and each group's sum is scaled before it is added.
+    With BLOCKS, that many outputs share a scale. Those of a program do, and each group's sum is scaled before it is added.
     """
     announce(PDL)
     CHANNELS: tl.constexpr = WARPS * _GROUP
@@ -105,7 +105,7 @@ def _fp8_few(
     if BLOCKS:
         for step in tl.static_range(COUNT):
             group = warp + step * WARPS
-            wide += (tl.load(scales + first // _GROUP * GROUPS + group, mask=group < GROUPS, other=0.0),)
+            wide += (tl.load(scales + first // BLOCKS * GROUPS + group, mask=group < GROUPS, other=0.0),)
     else:
         factor = tl.load(scales + output, mask=output < out, other=0.0)
     if BIAS:
@@ -192,7 +192,7 @@ def _fp8_single(
         left = to_half(_tile(x + channel, channel, step * CHANNELS, IN, CHANNELS, ""), MODE).to(tl.float32)
         if BLOCKS:
             group = tl.minimum(tl.arange(0, CHANNELS // _GROUP) + step * (CHANNELS // _GROUP), GROUPS - 1)
-            both = tl.load(x_scales + group * scale_column) * tl.load(scales + first // _GROUP * GROUPS + group)
+            both = tl.load(x_scales + group * scale_column) * tl.load(scales + first // BLOCKS * GROUPS + group)
             left = tl.reshape(tl.reshape(left, (CHANNELS // _GROUP, _GROUP)) * both[:, None], (CHANNELS,))
         sums += to_half(parts[step], MODE).to(tl.float32) * left[None, :]
     result = tl.sum(sums, 1) * (gain(MODE) * gain(MODE))
@@ -222,7 +222,7 @@ def few(
     y = torch.empty(x.rows, outputs, dtype=out_dtype, device=x.codes.device)
     held = as_bytes(weight.codes)
     tensors = (as_bytes(x.codes), x.scales, held, weight.scales, held if bias is None else bias, y)
-    sizes = {"IN": inputs, "OUTPUTS": tiling.outputs, "AHEAD": tiling.ahead, "BLOCKS": weight.in_blocks}
+    sizes = {"IN": inputs, "OUTPUTS": tiling.outputs, "AHEAD": tiling.ahead, "BLOCKS": weight.tall}
     launch = {"BIAS": bias is not None, "MODE": mode(y.device), "num_warps": tiling.num_warps, "num_stages": 1}
     if isinstance(tiling, SingleTiling) and x.rows > 1:
         raise ValueError(f"{tiling} is for one row, not {x.rows}")

@@ -83,7 +83,7 @@ def _fp8_wide(
     steps = tl.cdiv(inputs, _GROUP)
     begin, end = tl.program_id(1) * steps // split, (tl.program_id(1) + 1) * steps // split
     if BLOCKS:
-        block = scales + first // _GROUP * steps
+        block = scales + first // BLOCKS * steps
         factor = tl.load(block + begin)
     else:
         factor = tl.load(scales + output, mask=present, other=0.0)
@@ -138,7 +138,7 @@ def wide(x: Fp8Rows, weight: Fp8Weight, bias: torch.Tensor | None, out_dtype: to
         TensorDescriptor.from_tensor(right, [tiling.rows, GROUP]), x.scales,
         TensorDescriptor.from_tensor(left, [tiling.outputs, GROUP]), weight.scales, y if bias is None else bias, y, parts,
         weight.turns, x.rows, outputs, inputs, tiling.split, x.scales.stride(1), OUTPUTS=tiling.outputs, ROWS=tiling.rows,
-        SPLIT=tiling.split > 1, BLOCKS=weight.in_blocks, BIAS=bias is not None, MODE=how, STAGES=tiling.stages,
+        SPLIT=tiling.split > 1, BLOCKS=weight.tall, BIAS=bias is not None, MODE=how, STAGES=tiling.stages,
         num_warps=tiling.num_warps, num_stages=tiling.stages, **options(device),
     )  # fmt: skip
     return y

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.kernels.norm.triton import normed
 from headrace.kernels.support import power_of_two
 from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import begin, options
@@ -70,11 +71,8 @@ def _mla(
     channel = tl.arange(0, RANK_P)
     mask = channel < RANK
     value = tl.load(source + 2 * HALF + channel, mask=mask, other=0.0)
-    wide = value.to(tl.float32)
-    rms = tl.rsqrt(tl.sum(wide * wide, 0) / RANK + eps)
-    normed = (wide * rms).to(value.dtype).to(tl.float32)
-    scaled = normed * tl.load(weight + channel, mask=mask, other=0.0).to(tl.float32)
-    tl.store(target + 2 * HALF + channel, scaled.to(value.dtype), mask=mask)
+    factor = tl.load(weight + channel, mask=mask, other=0.0)
+    tl.store(target + 2 * HALF + channel, normed(value, factor, eps, RANK, False), mask=mask)
 
 
 def norm_rotate_and_cache_mla(

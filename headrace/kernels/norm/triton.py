@@ -18,16 +18,19 @@ from headrace.kernels.triton_pdl import announce, options, wait
 
 
 @triton.jit
+def scaled(value, rms, factor, OFFSET: tl.constexpr):
+    """Multiplies by both factors, of which ``rms`` is float32: rounded after each or, with OFFSET, once."""
+    wide = value.to(tl.float32) * rms
+    if OFFSET:
+        return (wide * (1.0 + factor.to(tl.float32))).to(value.dtype)
+    return (wide.to(value.dtype).to(tl.float32) * factor.to(tl.float32)).to(value.dtype)
+
+
+@triton.jit
 def normed(value, factor, eps, WIDTH: tl.constexpr, OFFSET: tl.constexpr):
     """The norm of one row of ``WIDTH`` channels by their factors, which are loaded before: the sum takes a while."""
     wide = value.to(tl.float32)
-    factor = factor.to(tl.float32)
-    rms = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-    if OFFSET:
-        scaled = wide * rms * (1.0 + factor)
-    else:
-        scaled = (wide * rms).to(value.dtype).to(tl.float32) * factor
-    return scaled.to(value.dtype)
+    return scaled(value, tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps), factor, OFFSET)
 
 
 @launched(do_not_specialize=["inner"])

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from headrace.kernels.kv_cache.triton import scale_strides, store_heads
 from headrace.kernels.kv_cache.triton_fp8 import OFF, as_bytes, mode, quantized, scale_of_peak
+from headrace.kernels.norm.triton import scaled
 from headrace.kernels.qkv.reference import head_sizes
 from headrace.kernels.support import cdiv, power_of_two
 from headrace.kernels.triton_launch import launched
@@ -41,15 +42,9 @@ def _store_part(
 def _scaled(
     part, rms, weight, FIRST: tl.constexpr, WIDTH: tl.constexpr, WIDTH_P: tl.constexpr, OFFSET: tl.constexpr
 ):  # fmt: skip
-    """Normed and weighted, rounded after each of the two or, with OFFSET, once: as in ``headrace.kernels.norm``."""
     lane = tl.arange(0, WIDTH_P)
-    factor = tl.load(weight + FIRST + lane, mask=lane < WIDTH, other=0.0).to(tl.float32)
-    normed = part.to(tl.float32) * rms[:, None]
-    if OFFSET:
-        scaled = normed * (1.0 + factor)[None, :]
-    else:
-        scaled = normed.to(part.dtype).to(tl.float32) * factor[None, :]
-    return scaled.to(part.dtype)
+    factor = tl.load(weight + FIRST + lane, mask=lane < WIDTH, other=0.0)
+    return scaled(part, rms[:, None], factor[None, :], OFFSET)
 
 
 @triton.jit

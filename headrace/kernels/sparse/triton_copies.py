@@ -91,7 +91,7 @@ def describe(rows: torch.Tensor, head_dim: int, v_head_dim: int, block_n: int) -
         rows: ``[tokens, kv_heads, head_dim + v_head_dim]``, contiguous.
 
     Raises:
-        ValueError: a token's size is no multiple of 16 bytes, or it does not begin at one.
+        ValueError: a token's size is not a multiple of 16 bytes, or it does not begin at one.
     """
     flat = rows.flatten(1)
     if not in_pieces(flat):

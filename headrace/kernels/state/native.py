@@ -1,39 +1,44 @@
-"""State layers by the native kernels, of tensors of one dtype that the library supports."""
+"""State layers by the native kernels. None: the library is not there, or does not support the tensors' dtypes."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from ctypes import byref
 from typing import Literal
 
 import torch
 
-from headrace.kernels.native.library import DTYPES, NativeKernels
+from headrace.kernels.native.library import DTYPES, kernels_for
 from headrace.kernels.native.structs import NativeRecurrence, NativeStateRows
-from headrace.kernels.state.metadata import StateMetadata
+from headrace.kernels.state.metadata import Pending, StateMetadata
 from headrace.kernels.state.reference import Gate
 
 
 def causal_conv(
-    native: NativeKernels,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     activation: Literal["silu"] | None,
     cache: torch.Tensor,
     step: StateMetadata,
-) -> torch.Tensor:
+) -> torch.Tensor | None:
+    native = kernels_for(x)
+    if native is None or not x.dtype == weight.dtype == cache.dtype:
+        return None
     return _convolve(native.causal_conv, x, weight, bias, cache, step, activation == "silu")
 
 
 def gated_conv(
-    native: NativeKernels,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     cache: torch.Tensor,
     step: StateMetadata,
-) -> torch.Tensor:
+) -> torch.Tensor | None:
+    native = kernels_for(x)
+    if native is None or not x.dtype == weight.dtype == cache.dtype:
+        return None
     return _convolve(native.gated_conv, x, weight, bias, cache, step)
 
 
@@ -67,7 +72,6 @@ def _convolve(
 
 
 def delta_rule(
-    native: NativeKernels,
     qkv: torch.Tensor,
     decay: torch.Tensor,
     beta: torch.Tensor,
@@ -76,7 +80,11 @@ def delta_rule(
     state: torch.Tensor,
     step: StateMetadata,
     beta_factor: int = 1,
-) -> torch.Tensor:
+    pending: Pending | None = None,
+) -> torch.Tensor | None:
+    native = kernels_for(qkv)
+    if native is None or state.dtype not in DTYPES or not qkv.dtype == decay.dtype == beta.dtype:
+        return None
     heads, value_dim, key_dim = state.shape[1:]
     qkv, decay, beta = _rows(qkv), _rows(decay), _rows(beta)
     shared = (qkv.shape[1] - heads * value_dim) // (2 * key_dim)
@@ -101,7 +109,6 @@ def delta_rule(
 
 
 def state_space(
-    native: NativeKernels,
     xbc: torch.Tensor,
     dt: torch.Tensor,
     a_log: torch.Tensor,
@@ -109,8 +116,11 @@ def state_space(
     dt_bias: torch.Tensor,
     state: torch.Tensor,
     step: StateMetadata,
-    dt_limit: tuple[float, float],
-) -> torch.Tensor:
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+) -> torch.Tensor | None:
+    native = kernels_for(xbc)
+    if native is None or state.dtype not in DTYPES or xbc.dtype != dt.dtype:
+        return None
     heads, width, size = state.shape[1:]
     xbc, dt = _rows(xbc), _rows(dt)
     shared = (xbc.shape[1] - heads * width) // (2 * size)
@@ -133,7 +143,6 @@ def state_space(
 
 
 def selective_scan(
-    native: NativeKernels,
     x: torch.Tensor,
     dt: torch.Tensor,
     b: torch.Tensor,
@@ -143,7 +152,10 @@ def selective_scan(
     dt_bias: torch.Tensor,
     state: torch.Tensor,
     step: StateMetadata,
-) -> torch.Tensor:
+) -> torch.Tensor | None:
+    native = kernels_for(x)
+    if native is None or state.dtype not in DTYPES or not x.dtype == dt.dtype == b.dtype == c.dtype:
+        return None
     channels, size = rate.shape
     x, dt, rate = _rows(x), _rows(dt), rate.contiguous()
     bc = torch.cat((b, c), dim=1)
@@ -166,15 +178,18 @@ def selective_scan(
 
 
 def gated_norm(
-    native: NativeKernels,
     x: torch.Tensor,
     z: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
     width: int,
-    gate: Gate,
-    gate_first: bool,
-) -> torch.Tensor:
+    gate: Gate = "silu",
+    *,
+    gate_first: bool = False,
+) -> torch.Tensor | None:
+    native = kernels_for(z)
+    if native is None or x.dtype != torch.float32 or weight.dtype != z.dtype:
+        return None
     x, z = x.contiguous(), _rows(z)
     out = torch.empty(z.shape, dtype=z.dtype)
     native.gated_norm(

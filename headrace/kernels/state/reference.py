@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch.nn.functional import silu, softplus
 
-from headrace.kernels.state.metadata import StateMetadata
+from headrace.kernels.state.metadata import Pending, StateMetadata
 
 Gate = Literal["silu", "sigmoid"]
 _L2_EPS = 1e-6
@@ -30,6 +30,17 @@ def causal_conv_ref(
     cache: torch.Tensor,
     step: StateMetadata,
 ) -> torch.Tensor:
+    """Causal depthwise convolution: ``out[t, c] = act(sum_j weight[c, j] * x[t - K + 1 + j, c] + bias[c])``.
+
+    Args:
+        x: ``[T, C]``
+        weight: ``[C, K]``: the last tap multiplies the current token.
+        bias: ``[C]``
+        cache: ``[blocks, K - 1, C]`` in x's dtype: the last inputs of each sequence, that of position p in row ``p % (K - 1)``.
+
+    Returns:
+        ``[T, C]`` in x's dtype.
+    """
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     wide = _wide(weight)
     taps = weight.shape[1]
@@ -57,7 +68,29 @@ def delta_rule_ref(
     state: torch.Tensor,
     step: StateMetadata,
     beta_factor: int = 1,
+    pending: Pending | None = None,
 ) -> torch.Tensor:
+    """The gated delta rule (Yang et al., 2024), and with a decay for each key channel Kimi's. For each token, in each head::
+
+        S = S * exp(-exp(a_log) * softplus(decay + dt_bias))
+        S = S + beta_factor * sigmoid(beta) * outer(v - S @ k, k)
+        out = S @ q / sqrt(key_dim)
+
+    where q and k have been scaled to length 1.
+
+    Args:
+        qkv: ``[T, key_heads * key_dim * 2 + heads * value_dim]``, convolved: q, k and v. Consecutive heads share a key head.
+        decay: ``[T, heads]``, or ``[T, heads * key_dim]``
+        beta: ``[T, heads]``
+        a_log: ``[heads]`` float32
+        dt_bias: one for each of ``decay``'s channels, float32.
+        state: ``[blocks, heads, value_dim, key_dim]``
+        pending: on a GPU, the tokens that states lack, since only some steps write them; None: each step writes them. Not for
+            steps that absorb prompts token by token, or decays of channels.
+
+    Returns:
+        ``[T, heads * value_dim]`` float32; on a GPU, where prompts read and write it at the pace of memory, bfloat16 if qkv is.
+    """
     heads, value_dim, key_dim = state.shape[1:]
     keys = (qkv.shape[1] - heads * value_dim) // 2
     shared = heads * key_dim // keys
@@ -93,6 +126,21 @@ def state_space_ref(
     step: StateMetadata,
     dt_limit: tuple[float, float] = (0.0, math.inf),
 ) -> torch.Tensor:
+    """Mamba-2's recurrence (Dao and Gu, 2024). For each token, in each head::
+
+        delta = clamp(softplus(dt + dt_bias), *dt_limit)
+        S = S * exp(-exp(a_log) * delta) + outer(delta * x, b)
+        out = S @ c + d * x
+
+    Args:
+        xbc: ``[T, heads * width + 2 * groups * size]``, convolved: x, b and c. Consecutive heads share a group's b and c.
+        dt: ``[T, heads]``
+        a_log, d, dt_bias: ``[heads]`` float32
+        state: ``[blocks, heads, width, size]``
+
+    Returns:
+        ``[T, heads * width]`` float32.
+    """
     heads, width, size = state.shape[1:]
     inputs = (xbc.shape[1] - heads * width) // 2
     shared = heads * size // inputs
@@ -123,6 +171,22 @@ def selective_scan_ref(
     state: torch.Tensor,
     step: StateMetadata,
 ) -> torch.Tensor:
+    """Mamba-1's recurrence (Gu and Dao, 2023). For each token, in each channel::
+
+        delta = softplus(dt + dt_bias)
+        s = s * exp(rate * delta) + delta * x * b
+        out = sum(s * c) + d * x
+
+    Args:
+        x, dt: ``[T, channels]``
+        b, c: ``[T, size]``
+        rate: ``[channels, size]`` float32, below 0.
+        d, dt_bias: ``[channels]`` float32
+        state: ``[blocks, channels, 1, size]``
+
+    Returns:
+        ``[T, channels]`` float32.
+    """
     out = torch.zeros(x.shape, dtype=_wide(x).dtype, device=x.device)
     for row in step.live_rows():
         held = _wide(state[row.block, :, 0])
@@ -146,6 +210,16 @@ def gated_norm_ref(
     *,
     gate_first: bool = False,
 ) -> torch.Tensor:
+    """RMS norm of each ``width`` channels, times the gate of z; or of what has been multiplied by the gate.
+
+    Args:
+        x: ``[T, n]`` float32
+        z: ``[T, n]``
+        weight: ``[width]``, or ``[n]``
+
+    Returns:
+        ``[T, n]`` in z's dtype, rounded once.
+    """
     groups = (len(x), -1, width)
     wide, opened = _wide(x).reshape(groups), _wide(z).reshape(groups)
     opened = silu(opened) if gate == "silu" else torch.sigmoid(opened)

@@ -10,6 +10,7 @@ other rows. Other prompts are absorbed by ``triton_tiles``.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -356,7 +357,7 @@ def state_space(
     dt_bias: torch.Tensor,
     state: torch.Tensor,
     step: StateMetadata,
-    dt_limit: tuple[float, float],
+    dt_limit: tuple[float, float] = (0.0, math.inf),
 ) -> torch.Tensor:
     """Kernel version of ``headrace.kernels.state.state_space``."""
     heads, width, size = state.shape[1:]
@@ -397,7 +398,14 @@ def state_space(
 
 
 def gated_norm(
-    x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, width: int, gate: Gate, gate_first: bool
+    x: torch.Tensor,
+    z: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    width: int,
+    gate: Gate = "silu",
+    *,
+    gate_first: bool = False,
 ) -> torch.Tensor:
     """Kernel version of ``headrace.kernels.state.gated_norm``."""
     x, z = x.contiguous(), token_rows(z)

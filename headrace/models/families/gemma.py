@@ -38,7 +38,7 @@ class GemmaLayer(DecoderLayer):
         self.pre_feedforward_layernorm = self.norm_class(model.hidden_size, model.norm_eps, dtype=dtype, device=device)
         self.post_feedforward_layernorm = self.norm_class(model.hidden_size, model.norm_eps, dtype=dtype, device=device)
         self._before = (self.post_feedforward_layernorm,)
-        """The previous layer's norm, for the input beside a residual. In a tuple it is no submodule of this layer."""
+        """The previous layer's norm, for the input beside a residual. In a tuple it is not a submodule of this layer."""
 
     def follow(self, before: GemmaLayer) -> None:
         """Makes ``forward`` take the results of ``before``."""

@@ -46,7 +46,7 @@ class Olmo2Layer(DecoderLayer):
         del self.input_layernorm
         self.post_feedforward_layernorm = self.norm_class(model.hidden_size, model.norm_eps, dtype=dtype, device=device)
         self._before: tuple[Olmo2Layer, ...] = ()
-        """The previous layer. In a tuple it is no submodule of this one."""
+        """The previous layer. In a tuple it is not a submodule of this one."""
 
     def follow(self, before: Olmo2Layer) -> None:
         """Makes ``forward`` take the results of ``before``."""

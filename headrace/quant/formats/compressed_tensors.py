@@ -44,7 +44,8 @@ def compressed_tensors(fields: Fields) -> Scheme:
         # Names of classes are those of another library's modules: of several, none can be told from a checkpoint.
         classes = [rule for rule in classes if rule.pattern == "Linear"]
     named.sort(key=lambda rule: str(rule.pattern).startswith("re:"))
-    return Scheme(fields.method, (*fields.floats("ignore"), *named, *classes))
+    rounds_kv = fields.within("kv_cache_scheme").get("type") == "float"
+    return Scheme(fields.method, (*fields.floats("ignore"), *named, *classes), rounds_kv)
 
 
 def _format(group: Fields, name: object) -> MatrixFormat | None:

@@ -3,6 +3,8 @@ have 4 bits."""
 
 from __future__ import annotations
 
+import dataclasses
+
 from headrace.layers.stored import ActivationCodes, ActivationScale, QuantSpec, ScaleGroup
 from headrace.quant.formats.scheme import Fields, MatrixFormat, Rule, Scheme
 
@@ -35,7 +37,9 @@ def modelopt(fields: Fields) -> Scheme:
     algorithm = str(inner.get("quant_algo"))
     if algorithm not in formats:
         raise inner.refuse("quant_algo", f"supported are: {', '.join(formats)}; {_INSTEAD}")
-    return _with_floats(inner, formats[algorithm], "exclude_modules", "ignore")
+    scheme = _with_floats(inner, formats[algorithm], "exclude_modules", "ignore")
+    rounds_kv = inner.get("kv_cache_quant_algo") == "FP8" or inner.within("kv_cache_scheme").get("type") == "float"
+    return dataclasses.replace(scheme, rounds_kv=rounds_kv)
 
 
 def w4afp8(fields: Fields) -> Scheme:

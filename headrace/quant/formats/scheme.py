@@ -55,6 +55,8 @@ class Scheme:
 
     method: str
     rules: tuple[Rule, ...]
+    rounds_kv: bool = False
+    """Its writer means the KV cache in FP8."""
 
     @functools.cached_property
     def _components(self) -> Mapping[str, int]:
@@ -78,7 +80,7 @@ class Scheme:
         for index, rule in self._tested:
             if index > found:
                 break
-            if rule.matches is None or any(rule.matches(name) for name in names):
+            if rule.matches is None or _named(rule.matches, names):
                 return rule
         return self.rules[found] if found < len(self.rules) else Rule(f"no pattern of {self.method} names it", None)
 
@@ -93,6 +95,14 @@ def _names(module: str) -> Iterator[str]:
     folder, dot, last = module.rpartition(".")
     for other in _OTHER_NAMES.get(last, ()):
         yield f"{folder}{dot}{other}"
+
+
+def _named(matches: Callable[[str], object], names: Sequence[str]) -> bool:
+    """Whether a test means a module of these names. One that a part of a fused module passes, as ``.*up_proj`` does, means
+    parts: that it matches ``gate_up_proj`` too says nothing of ``gate_proj``."""
+    if matches(names[0]):
+        return True
+    return any(matches(other) and not any(map(matches, list(_names(other))[1:])) for other in names[1:])
 
 
 class Fields:

@@ -16,7 +16,7 @@ bus."""
 
 
 class PlaceCopies:
-    """Copies adapters piece by piece, on a stream of its own beside the steps in flight."""
+    """Copies adapters piece by piece, on a separate stream while steps are in flight."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         """``memory``: ``[places, numbers]`` on the GPU."""
@@ -26,7 +26,7 @@ class PlaceCopies:
         self._open()
 
     def pieces(self, image: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Cuts what a place is to hold, ``[numbers]`` in the host's memory, into pieces that can be copied beside work."""
+        """Cuts what a place is to hold, ``[numbers]`` in the host's memory, into pieces that can be copied while steps run."""
         numbers = PIECE // image.itemsize
         return [self._pin(image[start : start + numbers]) for start in range(0, len(image), numbers)]
 

@@ -142,7 +142,7 @@ class AdapterTables(RunnerPart):
         return place
 
     def _make_room(self, *, settled: bool = False) -> int | None:
-        """Takes a place that no sequence needs; None: there is none. ``settled``: not one to which an adapter is on its way."""
+        """Takes a place that no sequence needs; None: all are needed. ``settled``: not one to which an adapter is coming."""
         if self._free:
             return self._free.pop()
         for digest, place in self._places.items():
@@ -181,7 +181,7 @@ class AdapterTables(RunnerPart):
         return dataclasses.replace(inputs, adapters=True)
 
     def end(self, rows: RowArrays, step: StepHandle) -> None:
-        """Whoever calls the model beside the steps has no adapters."""
+        """Calls of the model outside steps have no adapters."""
         self._targets.rows.clear()
         if self._copies is not None:
             self._copies.used(set(self._of_slot[rows.slots].tolist()) - {NO_ADAPTER})

@@ -8,7 +8,7 @@ from headrace.models.vision.interface import EncodedItem
 
 
 class EncoderCache:
-    """Cache of encoded items by content hash. Its content depends on the stream of plans alone."""
+    """Cache of encoded items by content hash. Its content depends only on the stream of plans."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

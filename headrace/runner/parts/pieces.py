@@ -51,7 +51,7 @@ class Pieces(RunnerPart):
         self._device = buffers.device
         self._paused: PausedPiece | None = None
         self._logits: LogitsInputs | None = None
-        """Logits inputs of a piece alone, on their way to their place behind the other rows'."""
+        """Logits inputs of the piece, until they are copied behind those of the other rows."""
 
     @property
     def nbytes(self) -> int:

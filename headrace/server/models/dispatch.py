@@ -28,7 +28,7 @@ _OWN = frozenset(route.endpoint for part in _PARTS for route in part.routes if i
 _ABOUT_THE_SERVER = _OWN | {status.version, ollama.version}
 """Endpoints that the server answers itself."""
 _NO_JSON = frozenset({"/v1/features"})
-"""Routes whose bodies are no JSON: the address names the model."""
+"""Routes whose bodies are not JSON: the address names the model."""
 _OLLAMA = "/api/"
 _MAY_UNLOAD = {"/api/chat": True, "/api/generate": False}
 """Routes on which a request without a prompt may unload the model, and whether they are about conversations."""
@@ -132,7 +132,7 @@ class _Replay:
 
         Raises:
             ApiError: 415 not JSON by its headers; 413 too large; 503 no room for it.
-            RequestError: it is not JSON, or what names the model is no text.
+            RequestError: it is not JSON, or what names the model is not text.
         """
         if self._body is None or request.url.path in _NO_JSON or request.method not in ("POST", "PUT", "PATCH"):
             return _Wanted()

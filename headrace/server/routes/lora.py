@@ -53,7 +53,7 @@ def _loaded(state: Serving) -> Response:
 
 
 async def _load(state: Serving, body: LoadLoraBody) -> None:
-    """Raises: ApiError: the path may not be read, or is no adapter that can be served."""
+    """Raises: ApiError: the path may not be read, or is not an adapter that can be served."""
     if body.lora_name in state.model.names:
         raise RequestError(f"{body.lora_name!r} is a name of the model", "lora_name")
     if body.pinned:
@@ -75,7 +75,7 @@ def _path(state: Serving, given: str) -> Path:
 
     Raises:
         ApiError: 403: there is no such directory, or the path leads out of it.
-        RequestError: it is no path.
+        RequestError: it is not a path.
     """
     root = state.settings.lora_root
     if root is None:

@@ -82,7 +82,7 @@ async def delete_response(request: Request) -> Response:
 async def cancel_response(request: Request) -> Response:
     """Refused: there are no responses in the background."""
     _stored(request)
-    message = "the response is no background response; one that runs is cancelled by closing its connection"
+    message = "the response is not a background response; one that runs is cancelled by closing its connection"
     raise RequestError(message, "response_id")
 
 

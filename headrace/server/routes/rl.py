@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from fastapi import Request
@@ -15,9 +14,10 @@ from fastapi.routing import APIRoute
 from starlette.responses import Response
 
 from headrace.core.weights import GroupSpec
-from headrace.errors import EngineDeadError, RequestError, WeightsError, did_you_mean, missing, unknown, wrong_type
+from headrace.errors import EngineDeadError, RequestError, WeightsError, did_you_mean, unknown
 from headrace.server.body import ADMIN, json_object
 from headrace.server.errors import JSON, ApiError, shown
+from headrace.server.shape.turns import Kind
 from headrace.server.state import Serving, serving
 
 logger = logging.getLogger("headrace.server")
@@ -102,37 +102,8 @@ async def rl_body(request: Request, kind: type[T], *parameters: str) -> T:
     empty = request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers
     if not empty:
         fields = await json_object(request, state.settings, state.bodies, state.max_json_values)
-    try:
-        return msgspec.convert(fields, kind, strict=False)
-    except msgspec.ValidationError as error:
-        raise _named(str(error), kind) from None
-
-
-_FIELD = re.compile(r"Object (contains unknown|missing required) field `(.*?)`")
-_WHERE = re.compile(r"(.*) - at `\$\.?(.*)`")
-
-
-def _named(text: str, kind: type[msgspec.Struct]) -> RequestError:
-    """The error of a body that msgspec describes, with the parameter at fault."""
-    text, path = found.groups() if (found := _WHERE.fullmatch(text)) else (text, "")
-    if field := _FIELD.match(text):
-        name = f"{path}.{field[2]}" if path else field[2]
-        if field[1] == "missing required":
-            return missing(name)
-        return unknown(shown(name), did_you_mean(shown(field[2]), kind.__struct_fields__))
-    if text.startswith("Invalid enum value"):
-        words = _words(get_type_hints(kind)[path.partition("[")[0]])
-        return RequestError(f"{path} must be one of {', '.join(words)}", path)
-    return wrong_type(path, text[0].lower() + text[1:]) if path else RequestError(text)
-
-
-def _words(hint: Any) -> Iterator[str]:
-    """Words of the literal types in a field's type."""
-    for part in get_args(hint):
-        if get_origin(hint) is Literal:
-            yield part
-        else:
-            yield from _words(part)
+    read: T = Kind(kind).checked(fields, strict=False)
+    return read
 
 
 def weight_directory(state: Serving, path: str, param: str) -> Path:

@@ -119,7 +119,7 @@ def duration(keep_alive: Any) -> float | None:
     """keep_alive in seconds; infinity where it is negative. None: it is not given.
 
     Raises:
-        RequestError: it is no duration.
+        RequestError: it is not a duration.
     """
     if keep_alive is None:
         return None

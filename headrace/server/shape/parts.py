@@ -108,7 +108,7 @@ class PartialText:
         return more
 
     def finish(self, text: str) -> str:
-        """Returns the missing end of the text, from the whole JSON text: all of it, where that is no such object."""
+        """Returns the missing end of the text, from the whole JSON text: all of it, where that is not such object."""
         whole = self.text if self._opened else text
         with contextlib.suppress(ValueError, KeyError, TypeError):
             found = json.loads(text, strict=False)[self._name]

@@ -45,7 +45,7 @@ class SkippedTools:
         self._which = settings.unsupported_tools
 
     def add(self, tool: Mapping[str, Any], place: str) -> None:
-        """Leaves out a tool that is no function.
+        """Leaves out a tool that is not a function.
 
         Raises:
             RequestError: the server refuses it.

@@ -6,12 +6,12 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from pydantic_core import from_json
 
-from headrace.errors import RequestError, did_you_mean, unknown, unsupported
+from headrace.errors import RequestError, did_you_mean, missing, unknown, unsupported
 from headrace.options import shown
 from headrace.server.errors import ApiError
 from headrace.server.prompts import need_tokenizer
@@ -174,24 +174,39 @@ class Kind:
         self._kind = kind
         msgspec.json.Decoder(kind)
 
-    def checked(self, value: Any, where: str) -> Any:
-        """``value`` as this kind.
+    def checked(self, value: Any, where: str = "", *, strict: bool = True) -> Any:
+        """``value`` as this kind. ``strict``: no text is read as another type.
 
         Raises:
             RequestError: names the place at fault.
         """
         try:
-            return msgspec.convert(value, self._kind)
+            return msgspec.convert(value, self._kind, strict=strict)
         except msgspec.ValidationError as error:
             what, _, at = str(error).partition(" - at `$")
+        path = (where + at.rstrip("`")).removeprefix(".")
         if what.startswith("Object contains unknown field"):
             key = next(unknown_keys(value, self._kind, where), None)
             if key is not None:
-                raise unknown(key.path, did_you_mean(key.name, key.known))
-        path = where + at.rstrip("`")
+                raise unknown(key.path.removeprefix("."), did_you_mean(key.name, key.known))
+        if what.startswith("Object missing required field"):
+            raise missing(f"{path}.{what.split('`')[1]}".removeprefix("."))
+        if what.startswith("Invalid enum value") and not where:
+            words = _words(get_type_hints(self._kind)[path.partition("[")[0]])
+            raise RequestError(f"{path} must be one of {', '.join(words)}", path)
         if what.startswith("Invalid value") and path.endswith(".type"):
             raise unsupported(path, f"{path}: {what.removeprefix('Invalid value ')} is not supported here")
-        raise RequestError(f"{path}: {what}", path)
+        code = "invalid_type" if what.startswith("Expected") else None
+        raise RequestError(f"{path}: {what}" if path else what, path or None, code=code)
+
+
+def _words(hint: Any) -> Iterator[str]:
+    """Words of the literal types in a field's type."""
+    for part in get_args(hint):
+        if get_origin(hint) is Literal:
+            yield part
+        else:
+            yield from _words(part)
 
 
 OBJECTS = Kind(list[dict[str, Any]])

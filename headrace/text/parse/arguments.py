@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any, Protocol
 
 MAX_DEPTH = 128
-"""Brackets within each other; deeper arguments are no call."""
+"""Brackets within each other; deeper arguments are not a call."""
 MAX_NAME = 256
 """Characters of a name or a key."""
 
@@ -34,7 +34,7 @@ Scanner = Generator[re.Pattern[str], str, None]
 
 
 class Broken(Exception):
-    """The text that was read is no call."""
+    """The text that was read is not a call."""
 
 
 class Host(Protocol):
@@ -74,7 +74,7 @@ def _no_constant(name: str) -> None:
 
 
 def _next() -> Generator[re.Pattern[str], str, str]:
-    """The next character that is no whitespace."""
+    """The next character that is not whitespace."""
     while True:
         piece = yield _SPACE
         if not piece.isspace():

@@ -300,7 +300,7 @@ class Parser:
                 self._value, self._flag = None, ""
 
     def _break(self, rest: str) -> None:
-        """Turns the text that was read into content, because it is no call; ``rest``, which comes next, is content too."""
+        """Turns the text that was read into content, because it is not a call; ``rest``, which comes next, is content too."""
         self._buffer = rest + self._buffer
         raw = self._shown("".join(self._raw))
         if self._num_calls and not raw.strip():  # lines of calls have no other end

@@ -82,7 +82,7 @@ def unique_id(pickled: bytes) -> bytes:
         raise ValueError(f"the trainer's NCCL id is not read: {error}") from None
     known = len(strings) == 4 and tuple(strings[:2]) == _PICKLE_NAMES and strings[3] == "ncclUniqueId" and calls == 2
     if protocol not in (4, 5) or not known or [len(one) for one in ids] != [_ID_BYTES]:
-        raise ValueError("the trainer's NCCL id is not read: it is no pickled ncclUniqueId of protocol 4 or 5")
+        raise ValueError("the trainer's NCCL id is not read: it is not a pickled ncclUniqueId of protocol 4 or 5")
     return ids[0]
 
 

@@ -26,7 +26,7 @@ class OpenSegment(OpenCheckpoint):
     """A segment of shared memory that has the bytes of a safetensors file.
 
     Raises:
-        ConfigError: there is none of this name, or it cannot be read.
+        ConfigError: no segment has this name, or it cannot be read.
     """
 
     def __init__(self, name: str) -> None:
@@ -98,7 +98,7 @@ def _check(name: str, handle: IpcHandle, shape: tuple[int, ...], itemsize: int) 
     fits = handle.offset >= 0 and handle.storage_offset >= 0 and (0 in shape or (last + 1) * itemsize <= handle.storage_size)
     counted = _COUNTERS.fullmatch(handle.ref_counter_handle) and 0 <= handle.ref_counter_offset < _MOST_COUNTERS
     if not (strides and fits and counted):
-        raise ConfigError(f"the handle of {name} is none of a tensor of the shape {list(shape)}", "ipc_handles_json")
+        raise ConfigError(f"the handle of {name} is not that of a tensor of the shape {list(shape)}", "ipc_handles_json")
 
 
 def device_uuid(device: torch.device) -> str:

@@ -1,4 +1,4 @@
-"""A replica's weights as they lie in memory, in whatever form, for one that has the same model and lost its own."""
+"""A replica's weights as they lie in memory, for a replica of the same model that has lost its own."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def send_weights(path: str, tensors: Sequence[torch.Tensor], seconds: float) -> 
 
 
 class OpenSibling(OpenSource):
-    """All weights of the replica that sends them at a path. They are no tensors of a checkpoint: ``copy`` writes them."""
+    """All weights of the replica that sends them at a path. They are not tensors of a checkpoint: ``copy`` writes them."""
 
     facts: list[TensorFacts] = []
 

@@ -92,7 +92,7 @@ def _files(folder: Path) -> list[Path]:
             named = msgspec.json.decode(index.read_bytes())["weight_map"].values()
             files = sorted({folder / Path(str(name)).name for name in named})
         except (msgspec.DecodeError, KeyError, TypeError, AttributeError, OSError) as error:
-            raise ConfigError(f"{index} is no index of safetensors files: {error}", "path") from error
+            raise ConfigError(f"{index} is not an index of safetensors files: {error}", "path") from error
     if absent := [file.name for file in files if not file.is_file()]:
         raise ConfigError(f"{folder} lacks {', '.join(absent)}", "path")
     if not files:
@@ -107,14 +107,14 @@ def _dtype(name: str, kind: str) -> torch.dtype:
 
 
 def announced(tensors: list[TensorSpec]) -> list[TensorFacts]:
-    """Raises: ConfigError: a dtype is none."""
+    """Raises: ConfigError: a dtype is unknown."""
     return [TensorFacts(one.name, _torch_dtype(one), one.shape) for one in tensors]
 
 
 def _torch_dtype(one: TensorSpec) -> torch.dtype:
     dtype = getattr(torch, one.dtype.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"{one.name} is announced as {one.dtype}, which is no dtype of PyTorch", "dtype_names")
+        raise ConfigError(f"{one.name} is announced as {one.dtype}, which is not a dtype of PyTorch", "dtype_names")
     if min(one.shape, default=0) < 0:
         raise ConfigError(f"{one.name} is announced with the shape {list(one.shape)}", "shapes")
     return dtype

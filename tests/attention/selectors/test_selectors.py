@@ -50,7 +50,7 @@ def test_a_selector_registers_with_its_config(monkeypatch: pytest.MonkeyPatch) -
     base = SparseWorld(selector="xattn").sparse
     assert base is not None
     config = dataclasses.replace(base, selector=selectors.configure("first blocks", EngineArgs(), None))
-    mask, _ = SparsePrefillAttention(config)._selector(torch.zeros(1, 6, 8), None, None, None, 1.0)  # type: ignore[arg-type]
+    mask, _ = SparsePrefillAttention(config)._selector(torch.zeros(1, 6, 8), None, None, None, 1.0)
     assert mask[0, 0].tolist() == [True, True, True, False]
     other = dataclasses.replace(config, selector=FirstBlocks(count=4))
     assert len({base.name, config.name, other.name}) == 3, "KV depends on every parameter of the selector"

@@ -45,7 +45,7 @@ class World(NamedTuple):
     def to(self, device: torch.device) -> World:
         moved = [part.to(device) if isinstance(part, torch.Tensor) else part for part in self[:-1]]
         rows, positions, longest = self.places
-        return World(*moved, TokenPlaces(rows.to(device), positions.to(device), longest))  # type: ignore[arg-type]
+        return World(*moved, TokenPlaces(rows.to(device), positions.to(device), longest))
 
 
 def world(

@@ -38,7 +38,7 @@ def run(
     counts = torch.tensor([count for _, count in rows], dtype=torch.int64)
     starts = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))).int()
     longest = max([int(made.num_computed[slot]) + count for slot, count in rows if slot >= 0], default=1)
-    return module.step_inputs(  # type: ignore[attr-defined]
+    return module.step_inputs(
         made.token_ids.to(device),
         made.num_computed.to(device),
         [group.to(device) for group in made.groups],
@@ -166,3 +166,13 @@ def test_logits_inputs(rows: list[tuple[int, int, int]], rest: int, width: int, 
             used = torch.tensor([count > 0 for _, count, _ in rows] + [True] * (300 - len(rows)))
             found, expected = found[used], expected[used]
         assert torch.equal(found.nan_to_num(), expected.nan_to_num()), name
+
+
+@pytest.mark.parametrize("rows", [1, 130])
+def test_the_outcome_is_fetched(rows: int, device: torch.device) -> None:
+    outcome = torch.randint(1, 1000, (rows + 1, 2), dtype=torch.int32, device=device)
+    host = torch.zeros(rows + 2, 2, dtype=torch.int32, pin_memory=device.type == "cuda")
+    inputs.fetch(outcome[:rows], host[1 : rows + 1])
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(host[1 : rows + 1], outcome[:rows].cpu()) and not host[0].any() and not host[-1].any()

@@ -203,7 +203,7 @@ def test_pages_come_out_as_numbers(
     heads: int, head_dim: int, v_head_dim: int, dtype: torch.dtype, layout: str, device: torch.device
 ) -> None:
     shape = {"heads": heads, "head_dim": head_dim, "v_head_dim": v_head_dim, "layout": layout, "dtype": torch.float32}
-    made = problem(kind="fp8_e4m3", tokens=BLOCKS * 8, **shape)  # type: ignore[arg-type]
+    made = problem(kind="fp8_e4m3", tokens=BLOCKS * 8, **shape)
     made.slots = torch.arange(BLOCKS * 8)
     made.write(ref.reshape_and_cache)
     there = made.to(device)
@@ -212,7 +212,7 @@ def test_pages_come_out_as_numbers(
     sides = there.key_cache, there.value_cache, there.k_scale, there.v_scale
     given = (torch.tensor(PAGES, dtype=torch.int32), first, torch.tensor(COUNTS, dtype=torch.int32))
     run = kv_cache.gather_numbers
-    run(*sides, *(each.to(device) for each in given), out)  # type: ignore[arg-type]
+    run(*sides, *(each.to(device) for each in given), out)
     expected = torch.full_like(out, -7.0, device="cpu")
     tokens = torch.cat([8 * page + torch.arange(count) for page, count in zip(PAGES, COUNTS, strict=True)])
     places = torch.cat([start + torch.arange(count) for start, count in zip(first.tolist(), COUNTS, strict=True)])
@@ -229,7 +229,7 @@ def test_pages_come_out_as_numbers(
     near = torch.cat((made.key, made.value), dim=-1)[tokens]
     torch.testing.assert_close(expected[places].float(), near.float(), rtol=0.07, atol=0.02)
     from_ref = torch.full_like(expected, -7.0)
-    ref.gather_numbers(made.key_cache, made.value_cache, made.k_scale, made.v_scale, *given, from_ref)  # type: ignore[arg-type]
+    ref.gather_numbers(made.key_cache, made.value_cache, made.k_scale, made.v_scale, *given, from_ref)
     assert torch.equal(from_ref, expected)
 
 

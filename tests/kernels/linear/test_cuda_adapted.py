@@ -52,7 +52,7 @@ def test_what_the_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaKernel, "launch", lambda self, *arguments: launches.append((self, *arguments)))
     monkeypatch.setattr(cuda_wide, "tensor_map", lambda x, height, width: (tuple(x.shape), x.stride(0), height, width))
     monkeypatch.setattr(cuda_wide, "refusals", lambda device: ())
-    monkeypatch.setattr(cuda_wide, "choose_tiling", lambda rows, out, multiprocessors: CudaTiling(32, 2, 72))
+    monkeypatch.setattr(cuda_wide, "choose_tiling", lambda rows, out, multiprocessors, **_: CudaTiling(32, 2, 72))
     x, weight = torch.empty(13, 4096).bfloat16(), torch.empty(6144, 4096).bfloat16()
     factors = tables(3, (4096, 1024, 1024), 4096, 24, 13)
     assert factors.places is not None

@@ -8,12 +8,12 @@ import torch
 from headrace.kernels.linear.fp8_reference import GROUP, Fp8Weight
 from headrace.kernels.linear.fp8_tilings import FEW_ROWS, FewTiling, Library, SingleTiling, WideTiling, choose
 
-SHAPES = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (6144, 1024), (1024, 3072), (128, 128)]
+SHAPES = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (6144, 1024), (1024, 3072), (128, 128), (2112, 7168)]
 """(outputs, inputs)"""
 
 
 def weight_of(outputs: int, inputs: int, *, in_blocks: bool) -> Fp8Weight:
-    scales = torch.empty((outputs // GROUP, inputs // GROUP) if in_blocks else (outputs, 1), device="meta")
+    scales = torch.empty((-(-outputs // GROUP), inputs // GROUP) if in_blocks else (outputs, 1), device="meta")
     turns = torch.empty(-(-outputs // 64), dtype=torch.int32, device="meta")
     return Fp8Weight(torch.empty(outputs, inputs, dtype=torch.float8_e4m3fn, device="meta"), scales, scales, turns)
 
@@ -39,7 +39,9 @@ def test_each_choice_takes_its_rows(shape: tuple[int, int], in_blocks: bool, hop
                 assert in_blocks == (library == Library.BY_BLOCK)
 
 
-@pytest.mark.parametrize(("inputs", "library"), [(4096, True), (1408, False), (128, False)])
-def test_cublaslt_has_blocks_of_channels_in_fours(inputs: int, library: bool) -> None:
-    weight = weight_of(4096, inputs, in_blocks=True)
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "library"), [(4096, 4096, True), (4096, 1408, False), (4096, 128, False), (2112, 7168, False)]
+)
+def test_cublaslt_has_whole_blocks_and_those_of_channels_in_fours(outputs: int, inputs: int, library: bool) -> None:
+    weight = weight_of(outputs, inputs, in_blocks=True)
     assert (choose(4096, weight, hopper=True) == Library.BY_BLOCK) == library

@@ -18,9 +18,9 @@ SHAPES = [(256, 128), (640, 256), (1280, 128)]
 """(in, out)"""
 
 
-def weight_of(inputs: int, outputs: int, *, in_blocks: bool, device: torch.device) -> Fp8Weight:
+def weight_of(inputs: int, outputs: int, *, in_blocks: bool, device: torch.device, tall: int = GROUP) -> Fp8Weight:
     codes = (torch.randn(outputs, inputs) * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
-    shape = (outputs // GROUP, inputs // GROUP) if in_blocks else (outputs, 1)
+    shape = (-(-outputs // tall), inputs // GROUP) if in_blocks else (outputs, 1)
     return Fp8Weight(
         codes.to(device),
         (torch.rand(shape) * 1e-3 + 1e-4).to(device),
@@ -74,8 +74,8 @@ QUICK = [(FEW[0], 1), (FEW[0], 7), (FEW[1], FEW_ROWS), (FEW[2], FEW_ROWS), (FEW[
 @pytest.mark.parametrize("in_blocks", [False, True], ids=["outputs", "blocks"])
 def test_few_rows(in_blocks: bool, tiling: FewTiling | SingleTiling, rows: int, device: torch.device) -> None:
     torch.manual_seed(rows)
-    for number, (inputs, outputs) in enumerate(SHAPES if in_blocks else [*SHAPES, (336, 208)]):
-        weight = weight_of(inputs, outputs, in_blocks=in_blocks, device=device)
+    for number, (inputs, outputs) in enumerate([*SHAPES, (384 if in_blocks else 336, 208)]):
+        weight = weight_of(inputs, outputs, in_blocks=in_blocks, device=device, tall=GROUP if number < 3 else 64)
         x = rows_of(rows, inputs).to(device)
         more = torch.randn(outputs, device=device) if number % 2 else None
         check(few(quantize_rows(x, weight.group), weight, more, torch.float32, tiling), x, weight, more)
@@ -97,8 +97,9 @@ QUICK_WIDE = [(WIDE[0], 17), (WIDE[1], 3), (WIDE[1], 40), (WIDE[2], 17)]
 @pytest.mark.parametrize("in_blocks", [False, True], ids=["outputs", "blocks"])
 def test_many_rows(in_blocks: bool, tiling: WideTiling, rows: int, device: torch.device) -> None:
     torch.manual_seed(rows)
-    for inputs, outputs in SHAPES[:2] if in_blocks else [*SHAPES[:2], (336, 208)]:
-        weight = weight_of(inputs, outputs, in_blocks=in_blocks, device=device)
+    for inputs, outputs in [*SHAPES[:2], (384 if in_blocks else 336, 208)]:
+        tall = 64 if outputs % GROUP and tiling.outputs == 64 else GROUP
+        weight = weight_of(inputs, outputs, in_blocks=in_blocks, device=device, tall=tall)
         x, bias = rows_of(rows, inputs).to(device), torch.randn(outputs, device=device)
         rounded = quantize_rows(x, weight.group)
         for more in (bias, None):
@@ -147,11 +148,12 @@ def test_a_row_is_bitwise_the_same_in_any_batch(in_blocks: bool, device: torch.d
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [0, 1, 2, 8, 16, 17, 33, 64, 128, 200, 257, 600])
 @pytest.mark.parametrize("in_blocks", [False, True], ids=["outputs", "blocks"])
-@pytest.mark.parametrize("shape", [(512, 384), (128, 256), (4096, 6144)], ids=str)
+@pytest.mark.parametrize("shape", [(512, 384), (128, 256), (4096, 6144), (1536, 2112)], ids=str)
 def test_products_of_any_number_of_rows(shape: tuple[int, int], in_blocks: bool, rows: int, out_dtype: torch.dtype) -> None:
     torch.manual_seed(rows)
     device = torch.device("cuda")
-    weight = weight_of(*shape, in_blocks=in_blocks, device=device)
+    # As latent projections have them.
+    weight = weight_of(*shape, in_blocks=in_blocks, device=device, tall=64 if shape[1] % GROUP else GROUP)
     x, bias = rows_of(rows, shape[0], torch.bfloat16).to(device), torch.randn(shape[1], device=device, dtype=torch.bfloat16)
     got = fp8_linear(quantize_rows(x, weight.group), weight, bias, out_dtype)
     assert got.shape == (rows, shape[1]) and got.dtype == out_dtype

@@ -28,7 +28,7 @@ def operands(sizes: tuple[int, int, int, int], tokens: int, dtype: torch.dtype) 
 def run(function: object, given: list[torch.Tensor], slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     q, compressed, weight, cos_sin, rows = given
     q, rows = q.clone(), rows.clone()
-    function(q, compressed, weight, 1e-6, cos_sin, rows, slots)  # type: ignore[operator]
+    function(q, compressed, weight, 1e-6, cos_sin, rows, slots)
     return q, rows
 
 

@@ -73,7 +73,7 @@ def random_codes(case: Case, count: int, outputs: int, inputs: int) -> ExpertCod
     x_group = {"none": None, "token": inputs, "group": X_GROUP, "static": inputs}[case.rounded]
     x_scale = torch.tensor([0.02]) if case.rounded == "static" else None
     shape = count, outputs, inputs
-    return ExpertCodes(case.codec, shape, codes, scales, group, offsets, x_group, x_scale, order)  # type: ignore[arg-type]
+    return ExpertCodes(case.codec, shape, codes, scales, group, offsets, x_group, x_scale, order)
 
 
 def moved(codes: ExpertCodes, device: torch.device) -> ExpertCodes:

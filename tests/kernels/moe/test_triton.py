@@ -102,7 +102,7 @@ def operands(spec: MoeSpec, tokens: int, hidden: int, dtype: torch.dtype) -> lis
     biases: list[torch.Tensor | None] = [None, None]
     if spec.bias:
         biases = [torch.randn(count, spec.first_outputs).to(dtype), torch.randn(count, hidden).to(dtype)]
-    return [x.to(dtype), experts, weights, gate_up.to(dtype), down.to(dtype), spec, *biases]  # type: ignore[list-item]
+    return [x.to(dtype), experts, weights, gate_up.to(dtype), down.to(dtype), spec, *biases]
 
 
 def check(given: list, device: torch.device, steps: float = 4, **options: MoeTiling | bool) -> None:
@@ -154,7 +154,7 @@ def test_few_choices_have_a_tile_each(tokens: int, plus: bool, device: torch.dev
     """Two tokens of one expert, too; and what is added comes after the sum is rounded."""
     spec = MoeSpec(num_experts=64, top_k=4, intermediate_size=20, bias=True)
     given = operands(spec, tokens, 40, torch.float16)
-    given[1][-1] = given[1][0]  # type: ignore[index]
+    given[1][-1] = given[1][0]
     added = {"plus": torch.randn(tokens, 40).half()} if plus else {}
     expected = ref.moe_mlp(*given, **added)
     moved = [value.to(device) if isinstance(value, torch.Tensor) else value for value in given]
@@ -274,12 +274,12 @@ def test_rows_of_a_wider_tensor(device: torch.device) -> None:
     wide = torch.full((6, 60), torch.nan)
     wide[:, 8:48] = given[0]
     got = moe.moe_mlp(wide.to(device)[:, 8:48], *(v.to(device) if isinstance(v, torch.Tensor) else v for v in given[1:]))
-    torch.testing.assert_close(got.cpu(), ref.moe_mlp(*given), atol=1e-5, rtol=1e-5)  # type: ignore[arg-type]
+    torch.testing.assert_close(got.cpu(), ref.moe_mlp(*given), atol=1e-5, rtol=1e-5)
 
 
 def test_no_tokens(device: torch.device) -> None:
     given = operands(SPEC, 0, 40, torch.float32)
-    assert moe.moe_mlp(*(v.to(device) if isinstance(v, torch.Tensor) else v for v in given)).shape == (0, 40)  # type: ignore[arg-type]
+    assert moe.moe_mlp(*(v.to(device) if isinstance(v, torch.Tensor) else v for v in given)).shape == (0, 40)
 
 
 @pytest.mark.parametrize("tokens", [16, 64])
@@ -305,19 +305,19 @@ def test_adapters_of_experts(spec: MoeSpec, tokens: int, device: torch.device) -
     x, experts, weights, gate_up, down, _, *biases = operands(spec, tokens, 40, torch.float32)
     assert isinstance(x, torch.Tensor) and isinstance(experts, torch.Tensor)
     if spec.held is not None:
-        experts, gate_up, down = ref.held_experts(experts, *spec.held), gate_up[4:], down[4:]  # type: ignore[index]
+        experts, gate_up, down = ref.held_experts(experts, *spec.held), gate_up[4:], down[4:]
     parts, count, rank = spec.first_outputs // spec.intermediate_size, spec.num_held, 5
     first = 0.3 * torch.randn(3, count * parts * rank, 40), 0.3 * torch.randn(3, count * spec.first_outputs, rank)
     second = 0.3 * torch.randn(3, count * rank, spec.intermediate_size), 0.3 * torch.randn(3, count * 40, rank)
     places = torch.tensor([(2, -1, 0)[token % 3] for token in range(tokens)], dtype=torch.int32)
     segments = [Segment(token, token + 1, place) for token, place in enumerate(places.tolist()) if place >= 0]
     given = [x, experts, weights, gate_up, down, spec, *biases]
-    expected = ref.moe_mlp(*given, adapters=ExpertFactors(first, second, segments, None))  # type: ignore[arg-type]
+    expected = ref.moe_mlp(*given, adapters=ExpertFactors(first, second, segments, None))
     moved = [value.to(device) if isinstance(value, torch.Tensor) else value for value in given]
     there = [(a.to(device), b.to(device)) for a, b in (first, second)]
-    got = moe.moe_mlp(*moved, adapters=ExpertFactors(*there, segments, places.to(device))).cpu()  # type: ignore[arg-type]
+    got = moe.moe_mlp(*moved, adapters=ExpertFactors(*there, segments, places.to(device))).cpu()
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
-    base = moe.moe_mlp(*moved).cpu()  # type: ignore[arg-type]
+    base = moe.moe_mlp(*moved).cpu()
     # Triton sums a product of one step onto the bias, if nothing else is added between the two.
     close = 1e-6 if spec.bias else 0.0
     torch.testing.assert_close(got[places < 0], base[places < 0], atol=close, rtol=close)

@@ -16,7 +16,7 @@ def float_of(bits: int) -> np.float32:
 
 
 def bits_of(value: object) -> int:
-    return int(np.float32(value).view(np.uint32))  # type: ignore[arg-type]
+    return int(np.float32(value).view(np.uint32))
 
 
 def run(code: str, operands: list[int], dtype: torch.dtype) -> list[float]:

@@ -105,7 +105,7 @@ def test_codes_that_are_fetched(name: str, swap: bool, device: torch.device) -> 
 
 @pytest.mark.parametrize("name", ["fp8-half-blocks", "mxfp4", "int4-32"])
 def test_sizes_that_tiles_do_not_divide(name: str, device: torch.device) -> None:
-    """gpt-oss has such sizes: 2880 is no multiple of 128, and half of it is no multiple of 64."""
+    """gpt-oss has such sizes: 2880 is not a multiple of 128, and half of it is not a multiple of 64."""
     spec = MoeSpec(num_experts=3, top_k=2, intermediate_size=192 if "fp8" in name else 96, act=CLAMPED_SWIGLU, bias=True)
     check(CASES[name], spec, 5, 320 if "fp8" in name else 160, torch.float32, device)
 

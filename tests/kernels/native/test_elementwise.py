@@ -20,7 +20,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 @pytest.fixture(autouse=True)
 def chosen(kernels: NativeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """The functions under test use the kernels of the test's instruction set."""
-    for module in (norm, activation, rotary):
+    for module in (norm, activation.native, rotary):
         monkeypatch.setattr(module, "kernels_for", lambda x: kernels if x.dtype in DTYPES else None)
 
 

@@ -118,7 +118,7 @@ def test_select(quirk: bool, ties: bool) -> None:
 
 
 def test_threshold_one_keeps_all_blocks() -> None:
-    """Estimates that are too small to count are no exception; rows without an estimate are."""
+    """Estimates that are too small to count are not an exception; rows without an estimate are."""
     made = problem([(16 * 9, 16 * 9)], heads=1)
     sums = random_sums(made, 16, ties=False) * 1e-12
     sums[:, :, 0] = 1.0

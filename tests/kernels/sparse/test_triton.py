@@ -67,10 +67,10 @@ def run(
     q, kv, rows = made.q, made.kv, made.rows(block)
     launch = {"tiling": SMALL} if kernels and tiling is None else {}
     sums = estimate(q, kv, rows, scale=made.scale, stride=stride, **launch)
-    of_given = given or Outcome(sums, *[None] * 5)  # type: ignore[arg-type]
+    of_given = given or Outcome(sums, *[None] * 5)
     mask = select(of_given.sums, rows, threshold=0.5)
     means = block_means(q, kv, rows)
-    of_given = given or Outcome(sums, mask, means, *[None] * 3)  # type: ignore[arg-type]
+    of_given = given or Outcome(sums, mask, means, *[None] * 3)
     blocks = {"scale": made.scale, "sink_blocks": 1, "local_blocks": 1}
     by_mean = select_mean(q, of_given.means.keys, rows, alpha=0.5, **blocks)
     launch = {"tiling": tiling} if kernels else {}

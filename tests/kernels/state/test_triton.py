@@ -278,7 +278,7 @@ def test_decode_rows_of_one_program(rows: int, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_padding_rows_read_nothing(device: torch.device) -> None:
-    """Rows that fill a captured size have inputs that are no numbers, and no block."""
+    """Rows that fill a captured size have inputs that are not numbers, and no block."""
     for name in NAMES:
         case = Case(name, torch.float32, torch.float32, device)
         states, at = case.states(), torch.arange(5)
@@ -298,7 +298,7 @@ def test_gated_norm(dtype: torch.dtype, gate: kernels.Gate, gate_first: bool, de
     x, (z,) = 4 * torch.randn(9, 60, device=device), slices(9, 60, dtype=dtype, device=device)
     for channels in (20, 60):
         weight = torch.randn(channels, device=device).to(dtype)
-        got = kernels.gated_norm(x, z, weight, 1e-6, 20, gate, gate_first)
+        got = kernels.gated_norm(x, z, weight, 1e-6, 20, gate, gate_first=gate_first)
         expected = gated_norm_ref(x, z, weight, 1e-6, 20, gate, gate_first=gate_first)
         torch.testing.assert_close(got, expected, atol=1e-6, rtol=2 * torch.finfo(dtype).eps + 2e-6)
 

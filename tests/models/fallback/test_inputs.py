@@ -45,7 +45,7 @@ class Given:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("llama")
     torch.manual_seed(0)
-    LlamaForCausalLM(CONFIG).save_pretrained(path)  # type: ignore[no-untyped-call]
+    LlamaForCausalLM(CONFIG).save_pretrained(path)
     return path
 
 

@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=97,
         max_position_embeddings=64,
     )
-    LlamaForCausalLM(config).save_pretrained(path)  # type: ignore[no-untyped-call]
+    LlamaForCausalLM(config).save_pretrained(path)
     return path
 
 

@@ -139,7 +139,7 @@ def test_errors_name_the_tensor(tensor: str, change: torch.Tensor | None, words:
 )
 def test_configs_that_are_refused(config: object, parameter: str) -> None:
     with pytest.raises(ConfigError) as error:
-        registry.model_spec(config)  # type: ignore[arg-type]
+        registry.model_spec(config)
     assert error.value.param == parameter
 
 

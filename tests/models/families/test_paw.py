@@ -109,7 +109,7 @@ PAIRS = [
 def test_other_pairs_of_modes_are_refused(modes: tuple[str, str], impl: str, tmp_path: Path) -> None:
     """Nor does transformers' module of the plain model, which has no routers, take over."""
     write(tmp_path, {}, retrieval_mode=modes[0], toggle_type=modes[1])
-    args = EngineArgs(model=str(tmp_path), model_impl=impl)  # type: ignore[arg-type]
+    args = EngineArgs(model=str(tmp_path), model_impl=impl)
     expected = "leave out the routers" if impl == "transformers" else r"supported are \(full, xattn\), \(full, streaming\)"
     with pytest.raises(ConfigError, match=expected):
         implementation.choose(args, find_model(args))
@@ -171,7 +171,7 @@ def test_the_factor_of_yarn_is_read_both_ways() -> None:
     factors = {}
     for choice in ("checkpoint", "positions"):
         log = DecisionLog()
-        chosen = with_yarn_factor(EngineArgs(yarn_factor=choice), spec, log)  # type: ignore[arg-type]
+        chosen = with_yarn_factor(EngineArgs(yarn_factor=choice), spec, log)
         rope = chosen.layers[0].rope
         assert rope is not None
         factors[choice] = (rope.parameters["factor"], chosen.max_position)
@@ -238,7 +238,7 @@ def test_layers_that_stay_dense_are_named() -> None:
     notes: dict[str, list[tuple[str, str]]] = {}
     for choice in ("off", "xattn"):
         log = DecisionLog()
-        chosen = sparse(EngineArgs(sparse_prefill=choice), mixed, "cpu", "float32", "float32", 2048, MAX_LEN, log)  # type: ignore[arg-type]
+        chosen = sparse(EngineArgs(sparse_prefill=choice), mixed, "cpu", "float32", "float32", 2048, MAX_LEN, log)
         notes[choice] = [(note.value, note.reason) for note in log.entries]
     assert chosen is not None and chosen.heads == (0, 0, 0, 6, 6, 0)
     assert notes["xattn"][:2] == [

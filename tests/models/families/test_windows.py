@@ -126,7 +126,7 @@ def test_layer_types_that_are_not_given_are_transformers_default(
     kind: type[transformers.PretrainedConfig], windows: list[int | None]
 ) -> None:
     fields = {"num_hidden_layers": 6, "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 2}
-    config = kind(**fields)  # type: ignore[arg-type]
+    config = kind(**fields)
     expected = registry.model_spec(config)
     config.layer_types = None
     spec = registry.model_spec(config)

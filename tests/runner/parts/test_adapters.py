@@ -45,7 +45,7 @@ class Adapted(World):
 
 def adapted(world: World, places: int = 2) -> Decoder:
     spec = world.config().model
-    made = registry.build(spec, "float32", "cpu")  # type: ignore[arg-type]
+    made = registry.build(spec, "float32", "cpu")
     made.load_state_dict(model(world.family).state_dict())
     made.adapter_targets = add_tables(made, registry.name_table(made.spec), (), places, RANK, torch.float32, "cpu")
     return made
@@ -61,10 +61,10 @@ def load(runner: ModelRunner, decoder: Decoder, names: Sequence[str]) -> Adapter
                     0,
                     0,
                     torch.randn(RANK, layer.in_features, generator=generator),
-                    torch.randn(layer.tables.ends[0], RANK, generator=generator),  # type: ignore[union-attr]
+                    torch.randn(layer.tables.ends[0], RANK, generator=generator),
                 )
             ]
-            for path, layer in decoder.adapter_targets.layers.items()  # type: ignore[union-attr]
+            for path, layer in decoder.adapter_targets.layers.items()
         }
         tables._loaded[name] = functools.partial(tables._targets.put, adapter=found)
     return tables
@@ -193,13 +193,13 @@ def test_adapters_go_to_a_gpu_in_pieces_beside_the_steps(monkeypatch: pytest.Mon
     world = Adapted()
     decoder = adapted(world)
     tables = load(ModelRunner(decoder, world.config(), token_bytes()), decoder, "abc")
-    found = {name: tables._loaded.pop(name).keywords["adapter"] for name in "abc"}  # type: ignore[attr-defined]
+    found = {name: tables._loaded.pop(name).keywords["adapter"] for name in "abc"}
     monkeypatch.setattr(AdapterTargets, "read", lambda self, files, dtype: found[files.digest])
     monkeypatch.setattr(adapter_copies, "PIECE", tables._targets.memory[0].nbytes // (2 * adapter_copies.AT_ONCE + 3))
     monkeypatch.setattr(tables, "_reader", AtOnce())
     copies = tables._copies = Counted(tables._targets.memory)
     image = {name: tables._targets.image(adapter) for name, adapter in found.items()}
-    a, b, c = (AdapterFiles(name, name, ()) for name in "abc")  # type: ignore[arg-type]
+    a, b, c = (AdapterFiles(name, name, ()) for name in "abc")
 
     def sent(files: AdapterFiles) -> tuple[bool, int]:
         before = copies.sent

@@ -39,7 +39,7 @@ class Watched(Engine):
     """Keeps the plans."""
 
     def __init__(self, world: SparseWorld, runner: ModelRunner | None = None) -> None:
-        super().__init__(world, runner)  # type: ignore[arg-type]
+        super().__init__(world, runner)
         self.plans: list[StepPlan] = []
         schedule = self.scheduler.schedule
 
@@ -48,7 +48,7 @@ class Watched(Engine):
                 self.plans.append(plan)
             return plan
 
-        self.scheduler.schedule = watched  # type: ignore[method-assign]
+        self.scheduler.schedule = watched
 
     def begin(self, *requests: Request) -> None:
         """Adds requests beside a sequence that decodes already."""
@@ -80,12 +80,12 @@ class Watched(Engine):
 
 @functools.cache
 def expected(number: int = 0, length: int = 512) -> Outcomes:
-    return alone(WORLD, [long(number, length)])  # type: ignore[arg-type]
+    return alone(WORLD, [long(number, length)])
 
 
 @functools.cache
 def decoded() -> Outcomes:
-    return alone(WORLD, [DECODING])  # type: ignore[arg-type]
+    return alone(WORLD, [DECODING])
 
 
 def kv(engine: Engine, seq_id: int, length: int) -> list[torch.Tensor]:
@@ -163,7 +163,7 @@ def traffic() -> list[Request]:
 
 @functools.cache
 def all_expected() -> Outcomes:
-    return alone(WORLD, traffic())  # type: ignore[arg-type]
+    return alone(WORLD, traffic())
 
 
 SMALL = dataclasses.replace(WORLD, max_num_batched_tokens=140, beside_decode=110)
@@ -207,7 +207,7 @@ def test_preemption_for_want_of_blocks_changes_nothing() -> None:
     engine.add(*others)
     engine.step()
     engine.add(long())
-    same(engine.run(), alone(WORLD, others) | expected())  # type: ignore[arg-type]
+    same(engine.run(), alone(WORLD, others) | expected())
     assert engine.scheduler.stats().num_preemptions == 1
     assert 0 < max(own.end for _, _, own in engine.parts()) < LAYERS, "it begins again when the others have ended"
 
@@ -249,7 +249,7 @@ def test_a_piece_has_the_rest_at_once_when_nothing_decodes() -> None:
 
 def test_segments_of_a_long_prompt_advance_by_layers() -> None:
     world = dataclasses.replace(WORLD, max_exact_tokens=256)
-    wanted = alone(world, [long(3, 700)])  # type: ignore[arg-type]
+    wanted = alone(world, [long(3, 700)])
     engine = Watched(dataclasses.replace(world, beside_decode=100, depth=2))
     engine.begin(long(3, 700))
     same(engine.run(), decoded() | wanted)
@@ -280,16 +280,16 @@ def test_decoding_rows_are_replayed_beside_layers(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_prompt_that_breaks_down_between_layers_takes_nobody_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its KV is no number in the layers computed so far, and its blocks go to others."""
+    """Its KV is not a number in the layers computed so far, and its blocks go to others."""
     poison = 7
     healthy = [
         msgspec.structs.replace(each, prompt_token_ids=[8 if token == poison else token for token in each.prompt_token_ids])
         for each in (DECODING, long(1, 500), long(2, 320))
     ]
-    wanted = alone(WORLD, healthy)  # type: ignore[arg-type]
+    wanted = alone(WORLD, healthy)
     assert all(poison not in sample.token_ids for samples in wanted.values() for sample in samples)
     engine = Watched(dataclasses.replace(WORLD, beside_decode=100, depth=2, num_blocks=50))
-    weight = engine.runner._model.embed_tokens.weight  # type: ignore[attr-defined]
+    weight = engine.runner._model.embed_tokens.weight
     weight.data[poison] = torch.nan
     engine.add(healthy[0])
     for _ in range(2):
@@ -339,7 +339,7 @@ def run_few(world: SparseWorld) -> tuple[Watched, Outcomes]:
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="the kernels need Triton")
 def test_the_kernels_of_gpus_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = alone(FEW_LAYERS, FEW)  # type: ignore[arg-type]
+    wanted = alone(FEW_LAYERS, FEW)
     monkeypatch.setattr(gpu, "takes", lambda x: True)
     engine, found = run_few(dataclasses.replace(FEW_LAYERS, backend="triton"))
     same(found, wanted)
@@ -349,7 +349,7 @@ def test_the_kernels_of_gpus_say_the_same(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_says_the_same_and_pieces_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    world, wanted = dataclasses.replace(FEW_LAYERS, backend="triton", device="cuda"), alone(FEW_LAYERS, FEW)  # type: ignore[arg-type]
+    world, wanted = dataclasses.replace(FEW_LAYERS, backend="triton", device="cuda"), alone(FEW_LAYERS, FEW)
     same(run_few(world)[1], wanted)
     # Its kernels are compiled now: compiling waits.
     run = Pieces.run

@@ -290,7 +290,7 @@ def broken(items: Listing[ItemInputs]) -> None:
 def test_a_cache_in_fp8_changes_as_little(family: str) -> None:
     """Numbers are rounded by token, whatever is beside it: chunks, preemption and other requests still change nothing."""
     for limits in ({"max_num_batched_tokens": 25, "num_blocks": 22, "depth": 2}, {"caching": True, "max_num_seqs": 3}):
-        same(serve(World(family, **limits), shuffled(family, 3)), expected(family))  # type: ignore[arg-type]
+        same(serve(World(family, **limits), shuffled(family, 3)), expected(family))
     plain = expected(next(name for name in WITH_MEDIA if family.startswith(name)))
     found, exact = (outcomes["two"][0].logprobs[0].logprobs for outcomes in (expected(family), plain))
     assert found != exact
@@ -307,7 +307,7 @@ def test_a_picture_that_breaks_the_encoder_fails_alone(family: str) -> None:
             broken(items)
         return usual(items)
 
-    encoder.encode = encode  # type: ignore
+    encoder.encode = encode
     engine.add(*requests(family))
     outcomes = engine.run()
     (failed,) = outcomes.pop("two")

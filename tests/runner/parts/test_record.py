@@ -147,7 +147,7 @@ def test_when_graphs_were_captured_is_recorded_and_replayed(tmp_path: Path) -> N
     """A clock decides how many there are before a step, and a captured step computes with padding rows."""
     path = tmp_path / "plans"
     runner = World(record=str(path)).runner()
-    runner._graphs = Graphs()  # type: ignore[assignment]
+    runner._graphs = Graphs()
     runner.capture_next()
     for number, each in enumerate(PLANS):
         step = runner.execute(each)
@@ -160,7 +160,7 @@ def test_when_graphs_were_captured_is_recorded_and_replayed(tmp_path: Path) -> N
     capture = RunnerEvent("capture")
     assert list(read_plans(path)[1]) == [capture, PLANS[0], capture, *PLANS[1:]]
     again = World().runner()
-    again._graphs = graphs = Graphs()  # type: ignore[assignment]
+    again._graphs = graphs = Graphs()
     seen = []
     for result in replay(path, again):
         seen.append((result.step, graphs.captured))

@@ -30,7 +30,7 @@ def outcome(
     world: SparseWorld, tokens: list[int], count: int = 4, watch: Watch | None = None
 ) -> tuple[Engine, list[int], torch.Tensor]:
     """Greedy tokens, and the log-probabilities of the first one's position by token."""
-    engine = Engine(world)  # type: ignore[arg-type]
+    engine = Engine(world)
     for backend in engine.runner.backends:
         assert isinstance(backend, WithSparsePrompts)
         backend.sparse.watch = watch
@@ -117,11 +117,11 @@ def traffic() -> list[Request]:
 
 @functools.cache
 def expected(mode: str) -> Outcomes:
-    return alone(MODES[mode], traffic())  # type: ignore[arg-type]
+    return alone(MODES[mode], traffic())
 
 
 def run(world: SparseWorld, requests: Sequence[Request], **options: Any) -> tuple[Engine, Outcomes]:
-    engine = Engine(world)  # type: ignore[arg-type]
+    engine = Engine(world)
     engine.add(*requests)
     return engine, engine.run(**options)
 
@@ -141,21 +141,21 @@ def test_a_step_takes_elastic_prompts_dense_ones_and_decoding_rows() -> None:
     dense = request("dense", prompt(34, 150), max_tokens=3, logprobs=2, sparse_prefill=False)
     sparse = [request(f"r{i}", prompt(35 + i, 70 + 40 * i), max_tokens=3, logprobs=2) for i in range(8)]
     world = dataclasses.replace(MODES["elastic"], max_num_seqs=10)
-    engine, plans = Engine(world), []  # type: ignore[arg-type]
+    engine, plans = Engine(world), []
     execute = engine.runner.execute
 
     def watched(plan: StepPlan) -> Any:
         plans.append(plan)
         return execute(plan)
 
-    engine.runner.execute = watched  # type: ignore[method-assign]
+    engine.runner.execute = watched
     engine.add(decoding)
     found = engine.run(before_step=lambda step: engine.add(dense, *sparse) if step == 1 else None)
     mixed = plans[1]
     assert (mixed.num_decode_rows, mixed.layers) == (1, None)
     assert len({outcome.decision for outcome in engine.results[1].sparse.values()}) > 1, "each prompt has its own decision"
     assert [row.num_tokens for row in mixed.rows] == [1, 150, *range(70, 351, 40)]
-    same(found, alone(world, [decoding, dense, *sparse]))  # type: ignore[arg-type]
+    same(found, alone(world, [decoding, dense, *sparse]))
 
 
 @pytest.mark.parametrize("mode", EXACT)
@@ -170,7 +170,7 @@ def test_an_fp8_cache_keeps_the_invariants(mode: str) -> None:
     """Batching, chunking and prefix hits change nothing; the outputs are close to those of a cache of full precision."""
     world = dataclasses.replace(MODES[mode], kv_dtype=FP8_KV)
     requests = traffic()[:4]
-    wanted = alone(world, requests)  # type: ignore[arg-type]
+    wanted = alone(world, requests)
     same(run(world, requests)[1], wanted)
     same(run(dataclasses.replace(world, max_num_batched_tokens=150), requests)[1], wanted)
     hits, found = in_turn(
@@ -186,7 +186,7 @@ def test_an_fp8_cache_keeps_the_invariants(mode: str) -> None:
 @pytest.mark.parametrize("mode", EXACT)
 def test_preemption_changes_nothing(mode: str) -> None:
     chance = random.Random(3)
-    engine = Engine(dataclasses.replace(MODES[mode], caching=mode == "mean"))  # type: ignore[arg-type]
+    engine = Engine(dataclasses.replace(MODES[mode], caching=mode == "mean"))
     engine.add(*traffic())
 
     def preempt(step: int) -> None:
@@ -200,7 +200,7 @@ def test_preemption_changes_nothing(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", EXACT)
 def test_cache_hits_change_nothing(mode: str) -> None:
-    engine = Engine(dataclasses.replace(MODES[mode], caching=True))  # type: ignore[arg-type]
+    engine = Engine(dataclasses.replace(MODES[mode], caching=True))
     engine.add(*traffic())
     first = engine.run()
     again = [msgspec.structs.replace(each, request_id=f"{each.request_id}+") for each in traffic()]
@@ -214,7 +214,7 @@ def test_cache_hits_change_nothing(mode: str) -> None:
 
 def in_turn(world: SparseWorld, requests: Sequence[Request]) -> tuple[list[int], Outcomes]:
     """Serves requests one after the other; returns the prompt tokens that each found in the cache."""
-    engine, hits = Engine(dataclasses.replace(world, caching=True)), []  # type: ignore[arg-type]
+    engine, hits = Engine(dataclasses.replace(world, caching=True)), []
     for each in requests:
         before = engine.scheduler.stats().prefix_hit_tokens
         engine.add(each)
@@ -232,7 +232,7 @@ def test_kv_is_shared_by_whole_blocks_of_the_sparse_grid(mode: str) -> None:
     requests = [request(name, tokens, max_tokens=4, logprobs=2) for name, tokens in (("a", one), ("b", other), ("c", other))]
     hits, found = in_turn(MODES[mode], requests)
     assert hits == [0, 192, 320]
-    same(found, alone(MODES[mode], requests))  # type: ignore[arg-type]
+    same(found, alone(MODES[mode], requests))
 
 
 @pytest.mark.parametrize(("length", "page"), [(200, 16), (192, 64)])
@@ -240,11 +240,11 @@ def test_generated_tokens_are_not_taken_for_a_prompt(length: int, page: int) -> 
     """They attended densely, and the prompt's last block ended before them."""
     world = dataclasses.replace(MODES["xattn"], page=page, num_blocks=200)
     first = request("first", prompt(43, length), max_tokens=70, eos=(), logprobs=0)
-    (answer,) = alone(world, [first])["first"]  # type: ignore[arg-type]
+    (answer,) = alone(world, [first])["first"]
     follow = request("follow", first.prompt_token_ids + answer.token_ids + prompt(44, 10), max_tokens=4, logprobs=2)
     hits, found = in_turn(world, [first, follow])
     assert hits == [0, 192]
-    same(found, alone(world, [first, follow]))  # type: ignore[arg-type]
+    same(found, alone(world, [first, follow]))
 
 
 @pytest.mark.parametrize("mode", EXACT)
@@ -256,7 +256,7 @@ def test_dense_and_sparse_kv_never_mix(mode: str) -> None:
     ]
     hits, found = in_turn(MODES[mode], requests)
     assert hits == [0, 0, 288, 256]
-    same(found, alone(MODES[mode], requests))  # type: ignore[arg-type]
+    same(found, alone(MODES[mode], requests))
     assert found["dense"][0].logprobs != found["sparse"][0].logprobs
 
 
@@ -269,7 +269,7 @@ def test_routed_kv_is_found_by_equal_prompts_alone(monkeypatch: pytest.MonkeyPat
     ]
     hits, found = in_turn(MODES["elastic"], requests)
     assert hits == [0, 0, 256]
-    same(found, alone(MODES["elastic"], requests))  # type: ignore[arg-type]
+    same(found, alone(MODES["elastic"], requests))
     # A decision that is forgotten takes the KV with it.
     monkeypatch.setattr("headrace.core.sparse._DECISIONS_KEPT", 1)
     hits, found = in_turn(MODES["elastic"], requests)
@@ -324,7 +324,7 @@ def test_long_prompts_are_routed_in_segments(length: int) -> None:
 
 def test_segments_keep_the_invariants() -> None:
     world = SparseWorld(elastic=elastic("xattn", "streaming"), max_exact_tokens=256)
-    baseline = alone(world, traffic())  # type: ignore[arg-type]
+    baseline = alone(world, traffic())
     small = dataclasses.replace(world, caching=True, depth=2, max_num_batched_tokens=100, num_blocks=110)
     engine, found = run(small, traffic())
     same(found, baseline)
@@ -336,14 +336,14 @@ def test_segments_keep_the_invariants() -> None:
 def test_steps_stay_within_their_bound() -> None:
     """Prompts that are routed as a whole take no more tokens a step than the bound that memory is measured with."""
     world = dataclasses.replace(MODES["elastic"], max_exact_tokens=600, max_num_batched_tokens=100, depth=2)
-    engine = Engine(world)  # type: ignore[arg-type]
+    engine = Engine(world)
     most, plans, schedule = world.config().scheduler.most_tokens, [], engine.scheduler.schedule
 
     def watched() -> Any:
         plans.append(schedule())
         return plans[-1]
 
-    engine.scheduler.schedule = watched  # type: ignore[method-assign]
+    engine.scheduler.schedule = watched
     longest, *others = sorted(traffic(), key=lambda each: len(each.prompt_token_ids), reverse=True)
     engine.run(arrivals=[longest, *others, *dense([request(f"d{i}", prompt(i, 300), max_tokens=4) for i in range(3)])])
     sizes = [plan.num_tokens for plan in plans if plan is not None]
@@ -353,7 +353,7 @@ def test_steps_stay_within_their_bound() -> None:
 @pytest.mark.parametrize("mode", EXACT)
 def test_abort_at_any_step_frees_every_block(mode: str) -> None:
     for last in range(0, 12, 4):
-        engine = Engine(dataclasses.replace(MODES[mode], caching=True, max_num_batched_tokens=192, depth=2))  # type: ignore[arg-type]
+        engine = Engine(dataclasses.replace(MODES[mode], caching=True, max_num_batched_tokens=192, depth=2))
         engine.add(*traffic())
 
         def abort(step: int, at: int = last, engine: Engine = engine) -> None:
@@ -391,7 +391,7 @@ def test_a_known_decision_is_resumed_in_chunks() -> None:
     world = dataclasses.replace(MODES["elastic"], max_num_batched_tokens=100)
     asked = request("r", prompt(51, 500), max_tokens=8, eos=(), logprobs=2)
     plans: list[StepPlan] = []
-    engine = Engine(world)  # type: ignore[arg-type]
+    engine = Engine(world)
     engine.add(asked)
     execute = engine.runner.execute
 
@@ -399,13 +399,13 @@ def test_a_known_decision_is_resumed_in_chunks() -> None:
         plans.append(plan)
         return execute(plan)
 
-    engine.runner.execute = watched  # type: ignore[method-assign]
+    engine.runner.execute = watched
 
     def preempt(step: int) -> None:
         if step == 4:
             engine.scheduler._preempt(next(iter(engine.scheduler._running)))
 
-    same(engine.run(before_step=preempt), alone(world, [asked]))  # type: ignore[arg-type]
+    same(engine.run(before_step=preempt), alone(world, [asked]))
     (first, resumed) = [plan.new[0] for plan in plans if plan.new]
     assert (first.sparse, len(resumed.sparse or b"")) == (b"", 2 * 3)
     rows = [(row.num_computed, row.num_tokens) for plan in plans for row in plan.rows]
@@ -416,7 +416,7 @@ def test_a_known_decision_is_resumed_in_chunks() -> None:
 
 def test_models_without_sparse_prompts_are_as_ever() -> None:
     """Nothing wraps their attention, no table is made, and plans and results are what they were."""
-    engine = Engine(SparseWorld())  # type: ignore[arg-type]
+    engine = Engine(SparseWorld())
     engine.add(request("r", prompt(52, 300), max_tokens=2))
     engine.run()
     assert [type(part) for part in engine.runner.parts] == [AttentionWatch]
@@ -425,7 +425,7 @@ def test_models_without_sparse_prompts_are_as_ever() -> None:
 
 
 def test_a_plan_that_cuts_a_block_is_refused() -> None:
-    engine = Engine(MODES["xattn"])  # type: ignore[arg-type]
+    engine = Engine(MODES["xattn"])
     engine.add(request("r", prompt(53, 300), max_tokens=2))
     plan = engine.scheduler.schedule()
     assert plan is not None

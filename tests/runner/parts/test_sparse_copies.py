@@ -24,7 +24,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def counted(self: sparse.PagedRows, *args: object) -> torch.Tensor:
         made.append(self.num_keys)
-        return real(self, *args)  # type: ignore[arg-type]
+        return real(self, *args)
 
     monkeypatch.setattr(sparse, "loads_tiles", lambda q: True)
     monkeypatch.setattr("headrace.attention.paged_rows._COPY_QUERIES", 1)
@@ -48,7 +48,7 @@ def test_heads_by_flashinfer(
     """Each head of a row is one kernel's alone: heads that fa3 skips would be left as they were."""
     world = SparseWorld(elastic=elastic(retrieval, toggle))
     requests = traffic()[:3]
-    wanted = alone(world, requests)  # type: ignore[arg-type]
+    wanted = alone(world, requests)
     assert not flashinfer.wrappers
     monkeypatch.setattr(support, "compute_capability", lambda device: 90)
     monkeypatch.setattr(kernels, "refusals", lambda *args: [])
@@ -60,9 +60,9 @@ def test_heads_by_flashinfer(
     monkeypatch.setattr(
         sparse, "sparse_prefill_attention", lambda *args, **kw: selecting.append(args[0]) or attend(*args, **kw)
     )
-    same(alone(world, requests), wanted)  # type: ignore[arg-type]
+    same(alone(world, requests), wanted)
     assert flashinfer.wrappers and copies
-    long = [q for q in selecting if len(q) >= 100]  # type: ignore[arg-type]
+    long = [q for q in selecting if len(q) >= 100]
     assert bool(long) == ("xattn" in (retrieval, toggle)), "no launch is for no head"
 
 

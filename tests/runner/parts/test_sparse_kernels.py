@@ -41,7 +41,7 @@ def test_the_kernels_of_gpus_say_the_same(mode: str, copies: bool, monkeypatch: 
     """Over the cache itself, and over copies of keys and values."""
     monkeypatch.setattr(sparse, "loads_tiles", lambda q: copies)
     monkeypatch.setattr("headrace.attention.paged_rows._COPY_QUERIES", 1)
-    wanted = alone(MODES[mode], few())  # type: ignore[arg-type]
+    wanted = alone(MODES[mode], few())
     monkeypatch.setattr(gpu, "takes", lambda x: True)
     same(run(dataclasses.replace(MODES[mode], backend="triton"), few())[1], wanted)
 
@@ -50,8 +50,8 @@ def test_steps_with_sparse_rows_are_no_graphs(monkeypatch: pytest.MonkeyPatch) -
     """Those without any are, in the same engine."""
     world = MODES["elastic"]
     requests = [request(f"r{i}", prompt(80 + i, 70), max_tokens=4) for i in range(2)]
-    wanted = alone(MODES["elastic"], requests)  # type: ignore[arg-type]
-    engine = Engine(world, captured_runner(world, (1, 2), monkeypatch))  # type: ignore[arg-type]
+    wanted = alone(MODES["elastic"], requests)
+    engine = Engine(world, captured_runner(world, (1, 2), monkeypatch))
     engine.add(*requests)
     with torch.inference_mode():
         same(engine.run(), wanted)
@@ -91,11 +91,11 @@ def test_a_gpu_says_the_same_and_its_layers_do_not_wait(mode: str, copies: bool,
     monkeypatch.setattr(sparse, "loads_tiles", lambda q: copies)
     monkeypatch.setattr("headrace.attention.paged_rows._COPY_QUERIES", 1)
     world = dataclasses.replace(MODES[mode], backend="triton", device="cuda", depth=2, caching=True)
-    engine = Engine(world)  # type: ignore[arg-type]
+    engine = Engine(world)
     engine.add(*traffic())
     same(engine.run(), expected(mode))
     # Its kernels are compiled now: compiling waits, as does making a longer table of angles.
-    other = Engine(world)  # type: ignore[arg-type]
+    other = Engine(world)
     decoder: Any = other.runner._forward._model
     for table in decoder.rotary._tables:
         table.reserve(world.config().scheduler.max_model_len)
@@ -103,7 +103,7 @@ def test_a_gpu_says_the_same_and_its_layers_do_not_wait(mode: str, copies: bool,
 
     def watched(*args: object) -> torch.Tensor:
         with no_host_sync():
-            return forward(*args)  # type: ignore[no-any-return]
+            return forward(*args)
 
     monkeypatch.setattr(decoder, "forward", watched)
     other.add(*traffic())

@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from headrace.outputs import RequestOutput
+
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PREFIX = "base_model.model."
 
@@ -60,6 +62,22 @@ def logprobs(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
     """``[T, vocab]``: log-probabilities of the token after each."""
     with torch.inference_mode():
         return model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+
+
+def check_greedy(model: PreTrainedModel, output: RequestOutput) -> None:
+    """The sampled tokens are the likeliest of the model, with its log-probabilities."""
+    (sample,) = output.outputs
+    expected = logprobs(model, [*output.prompt_token_ids, *sample.token_ids])[len(output.prompt_token_ids) - 1 : -1]
+    assert list(sample.token_ids) == expected.argmax(-1).tolist()
+    given = [entry[token].logprob for entry, token in zip(sample.logprobs, sample.token_ids, strict=True)]
+    assert torch.allclose(torch.tensor(given), expected.amax(-1), atol=1e-4)
+
+
+def randomise(model: PreTrainedModel) -> None:
+    """Gives peft's matrices values that change answers: B begins with zeros."""
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = 0.1 * torch.randn_like(parameter)
 
 
 def write_expert_adapter(base: PreTrainedModel, folder: Path, rank: int = 3, alpha: int = 6) -> PreTrainedModel:

@@ -37,7 +37,7 @@ from support.models import tiny_models
 TOLERANCE = 1e-4
 OUTPUT = 16
 _PADDING = 0
-"""Never drawn, for it is no token like others: some families do not count it as a place."""
+"""Never drawn, for it is not a token like others: some families do not count it as a place."""
 _BLOCK = 4
 PAGE = "architectures.md"
 

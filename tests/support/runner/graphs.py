@@ -29,7 +29,7 @@ class Immediate(StepGraphs):
 
     def _capture(self, shape: Shape | SampleShape) -> Captured:
         def replay() -> None:
-            (self.models if isinstance(shape, Shape) else self.draws).append(shape)  # type: ignore[arg-type]
+            (self.models if isinstance(shape, Shape) else self.draws).append(shape)
             self._run(shape)
 
         return Captured(replay)

@@ -200,7 +200,7 @@ class Encoder:
 
 @functools.cache
 def token_bytes() -> TokenBytes:
-    """A text of few letters, so that words come to be in many ways; and a byte that is no whole character."""
+    """A text of few letters, so that words come to be in many ways; and a byte that is not a whole character."""
     letters = [bytes([byte]) for byte in b"abcd"]
     pieces = [b"<pad>", b"<eos>", b"<sep>", *letters, b"\xc3", b"\xa9", b""]
     for length in (2, 3, 4):

@@ -33,7 +33,7 @@ PAGE = 16
 
 def elastic(retrieval: str = "full", toggle: str = "xattn", **changes: Any) -> ElasticSpec:
     fields: dict[str, Any] = {"sink_blocks": 1, "local_blocks": 2, "block": BLOCK, "threshold": 0.6}
-    return ElasticSpec(retrieval_mode=retrieval, toggle_type=toggle, **fields | changes)  # type: ignore[arg-type]
+    return ElasticSpec(retrieval_mode=retrieval, toggle_type=toggle, **fields | changes)
 
 
 def spec_of(

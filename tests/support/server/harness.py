@@ -111,6 +111,15 @@ def running(llm: Any, settings: ServerSettings | None = None) -> Iterator[Runnin
         thread.join(10)
 
 
+def answered(answer: httpx.Response, status: int = 200) -> Any:
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def post(http: httpx.Client, path: str, body: Any = None, status: int = 200) -> Any:
+    return answered(http.post(path) if body is None else http.post(path, json=body), status)
+
+
 def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Waits until a condition holds that another thread brings about."""
     pause = threading.Event()

@@ -116,7 +116,7 @@ class SeeingLLM(FakeLLM):
 
     def _make_inputs(self) -> SeededInputs:
         inputs = super()._make_inputs()
-        inputs.multimodal = self.processor  # type: ignore[assignment]
+        inputs.multimodal = self.processor
         inputs.media = self.loader
         return inputs
 

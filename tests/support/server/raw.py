@@ -51,7 +51,7 @@ class RawClient:
             pass
 
     def answer(self, method: str = "POST") -> Answer:
-        response = http.client.HTTPResponse(SimpleNamespace(makefile=lambda mode: self._reader), method=method)  # type: ignore[arg-type]
+        response = http.client.HTTPResponse(SimpleNamespace(makefile=lambda mode: self._reader), method=method)
         response.begin()
         body = response.read()
         return Answer(response.status, {name.lower(): value for name, value in response.getheaders()}, body)

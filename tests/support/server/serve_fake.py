@@ -30,7 +30,7 @@ def main() -> None:
     llm = FakeLLM(step=options.get("step", 0.0), load_seconds=options.get("load", 0.0))
     if "start_error" in options:
         llm.start_error = ValueError(options["start_error"])
-    run_app(build_app(llm, settings), sockets, server.ready)  # type: ignore[arg-type]
+    run_app(build_app(llm, settings), sockets, server.ready)
     print(f"aborted {len(llm.aborted)} closed {llm.closed} settled {gc.get_freeze_count() > 0}")
 
 

@@ -239,7 +239,7 @@ def test_calls_without_a_marker(name: str) -> None:
         ("pythonic", "[1] says so"),
         ("pythonic", "[link](http://example.org)"),
         ("pythonic", "[f(x) for x in y]"),
-        ("hermes", "a <tool_call is no marker, <tool_cal"),
+        ("hermes", "a <tool_call is not a marker, <tool_cal"),
         ("hermes", "<tool_call>\nnot json\n</tool_call>"),
         ("qwen3_coder", "<tool_call>\nprose</tool_call>"),
         ("mistral", "[TOOL_CALLS]no call at all"),
@@ -453,7 +453,7 @@ def fuzz(name: str, count: int) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_fuzz(name: str) -> None:
-    """No text makes the parser fail, depend on how it is cut, or end a call whose arguments are no object."""
+    """No text makes the parser fail, depend on how it is cut, or end a call whose arguments are not an object."""
     fuzz(name, 500)
 
 

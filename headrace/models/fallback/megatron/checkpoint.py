@@ -229,7 +229,7 @@ def _fill(model: Any, checkpoint: MegatronFiles) -> None:
     if strange:
         raise ConfigError(f"{strange[0]} is kept in a way that is not read from checkpoints", "model")
     keys = {entry.key for entry in entries.values()}
-    # Entries that are no tensors in the index would be unpickled.
+    # Entries that are not tensors in the index would be unpickled.
     missing = sorted(keys - checkpoint.tensors.keys())
     if missing:
         raise ConfigError(f"{checkpoint.directory} lacks {listed(missing)}", "model")
@@ -241,7 +241,7 @@ def _fill(model: Any, checkpoint: MegatronFiles) -> None:
         with torch.serialization.safe_globals(SAFE_GLOBALS):
             loaded = dist_checkpointing.load({"model": entries}, str(checkpoint.directory), validate_access_integrity=False)
     except (Exception, CheckpointException) as error:
-        # PyTorch's own error is no Exception, and has one cause for each rank; there is one rank.
+        # PyTorch's own error is not an Exception, and has one cause for each rank; there is one rank.
         cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         raise ConfigError(f"{checkpoint.directory} cannot be loaded: {one_line(cause)}", "model") from error
     report = model.load_state_dict(loaded["model"], strict=False)

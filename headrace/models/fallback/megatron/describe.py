@@ -165,7 +165,7 @@ def _checked_config(model: Any, config: Any) -> Any:
 
 
 def _check_integer(owner: Any, name: str, path: str, least: int = 0) -> None:
-    """Raises Unfit if the owner's attribute of that name is no whole number. ``path``: of the owner."""
+    """Raises Unfit if the owner's attribute of that name is not a whole number. ``path``: of the owner."""
     value = getattr(owner, name, None)
     if not is_integer(value, least):
         found = f"is {value!r}" if hasattr(owner, name) else "is missing"

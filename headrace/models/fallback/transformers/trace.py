@@ -188,7 +188,7 @@ class _Recorder:
         self.reading: set[str] = set()
         """Modules that read values on the host, or make shapes that depend on values."""
         self.masks: dict[int, int | str | None] = {}
-        """Storage of a mask -> its window, or why it is no window."""
+        """Storage of a mask -> its window, or why it is not a window."""
         self._model = model
         self._tokens = tokens
         self._masked = masked

@@ -118,7 +118,7 @@ def _parts(pattern: str) -> list[str]:
     parts, place = [""], 0
     while place < len(pattern):
         if (match := _PATTERN.match(pattern, place)) is None:
-            raise ValueError(f"response_template has a pattern that is no marker: {pattern}")
+            raise ValueError(f"response_template has a pattern that is not a marker: {pattern}")
         if match["group"]:
             parts += [f"({match['group']})", ""]
         elif match["space"]:

@@ -177,7 +177,7 @@ def test_checkpoints_that_are_not_whole_are_refused(copied: Path) -> None:
     with refused("stored as zarr and torch"):
         load(copied)
     (copied / "metadata.json").write_text("{}")
-    with refused("is no distributed checkpoint of Megatron"):
+    with refused("is not a distributed checkpoint of Megatron"):
         load(copied)
 
 
@@ -186,7 +186,7 @@ def test_a_run_without_an_iteration_is_refused(tmp_path: Path) -> None:
     with refused("names no iteration"):
         load(tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("12")
-    with refused("iter_0000012 is no distributed checkpoint"):
+    with refused("iter_0000012 is not a distributed checkpoint"):
         load(tmp_path)
 
 
@@ -218,7 +218,7 @@ def test_weights_that_do_not_fit_the_arguments_are_refused(tmp_path: Path) -> No
 def test_experts_are_refused_on_a_cpu_before_their_weights_are_read(tmp_path: Path) -> None:
     with megatron.no_device_asked_for():
         save(megatron.gpt(**OWN["experts"]), tmp_path, args=arguments(num_experts=4, moe_router_topk=2))
-        assert megatron.own_logprobs(load(tmp_path)._engine.executor.model.foreign, [4, 5]).isfinite().all()  # type: ignore[attr-defined]
+        assert megatron.own_logprobs(load(tmp_path)._engine.executor.model.foreign, [4, 5]).isfinite().all()
     fill = mock.patch("headrace.models.fallback.megatron.checkpoint._fill")
     with fill as filled, refused(r"decoder\.layers\.0\.mlp\.router: Megatron's router (asks for|moves to)", "model_impl"):
         load(tmp_path)

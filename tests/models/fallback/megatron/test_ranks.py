@@ -97,7 +97,7 @@ def memory_is_what_the_poorer_has(rank: int) -> None:
     from headrace.startup import environment
 
     probe = environment.probe
-    environment.probe = lambda device: _with_memory(probe(device), (1 + rank) * 2**21)  # type: ignore[assignment]
+    environment.probe = lambda device: _with_memory(probe(device), (1 + rank) * 2**21)
     try:
         model = megatron.gpt()
         llm = LLM.from_megatron(model, block_size=4, max_model_len=64)

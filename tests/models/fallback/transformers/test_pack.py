@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -46,8 +47,7 @@ def packed_of(llm: LLM) -> list[PackedMatrix]:
 
 def dequantised(llm: LLM, folder: Path, to: Path) -> Path:
     """A checkpoint of the floats that the packed matrices of a model stand for."""
-    for file in folder.iterdir():
-        (to / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(folder, to, dirs_exist_ok=True)
     weights = load_file(to / "model.safetensors")
     for one in packed_of(llm):
         rows = list(one.rows.values())
@@ -120,8 +120,7 @@ def test_codes_of_checkpoints_are_kept(tmp_path: Path) -> None:
             held |= {f"{name.removesuffix('.weight')}.{leaf}": one for leaf, one in made.gptq().items()}
             meant[name] = made.meant
     config = json.loads((folder / "config.json").read_text())
-    for file in folder.iterdir():
-        (floats / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(folder, floats, dirs_exist_ok=True)
     save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
     save_file(meant, floats / "model.safetensors", metadata={"format": "pt"})
     scheme = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}

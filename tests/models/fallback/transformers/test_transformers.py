@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -160,8 +161,7 @@ def copy_of(folder: Path, to: Path, without: str | None = None, **more: torch.Te
     """The same checkpoint with a tensor less, or some more."""
     from safetensors.torch import load_file, save_file
 
-    for file in folder.iterdir():
-        (to / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(folder, to, dirs_exist_ok=True)
     weights = load_file(to / "model.safetensors")
     weights.pop(without, None)
     save_file(weights | more, to / "model.safetensors", metadata={"format": "pt"})
@@ -171,10 +171,8 @@ def quantised(folder: Path, to: Path) -> None:
     """The same checkpoint in GPTQ's layout, with biases of zeros as its writers add them; and its floats in a folder within."""
     from safetensors.torch import load_file, save_file
 
-    (to / "floats").mkdir()
-    for file in folder.iterdir():
-        (to / file.name).write_bytes(file.read_bytes())
-        (to / "floats" / file.name).write_bytes(file.read_bytes())
+    for copy in (to, to / "floats"):
+        shutil.copytree(folder, copy, dirs_exist_ok=True)
     held, meant = {}, load_file(to / "model.safetensors")
     for name, tensor in list(meant.items()):
         held[name] = tensor

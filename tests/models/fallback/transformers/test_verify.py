@@ -34,14 +34,14 @@ CONFIG = LlamaConfig(
 )
 
 
-class Hashed(LlamaForCausalLM):  # type: ignore[no-untyped-call]
+class Hashed(LlamaForCausalLM):
     """Adds something to its embedding that is made of ids."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
         self.model.table = nn.Embedding(97, 32)
         self.model.forward = self.whole
-        self.post_init()  # type: ignore[no-untyped-call]
+        self.post_init()
 
     def whole(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None, **arguments: Any) -> Any:
         if position_ids is None:
@@ -55,26 +55,26 @@ class Hashed(LlamaForCausalLM):  # type: ignore[no-untyped-call]
         return embedded + self.model.table(ids * 31 % 97)
 
 
-class Bigrams(Hashed):  # type: ignore[no-untyped-call]
+class Bigrams(Hashed):
     def added(self, embedded: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor) -> Any:
         return embedded + 0.5 * torch.sin((ids * 31 + ids.roll(1, 1) * 17).to(embedded.dtype))[..., None]
 
 
-class Tabled(Hashed):  # type: ignore[no-untyped-call]
+class Tabled(Hashed):
     """Bigrams of one sequence alone, looked up in a table."""
 
     def added(self, embedded: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor) -> Any:
         return embedded + self.model.table((ids * 31 + torch.where(positions > 0, ids.roll(1, 1), 0) * 17) % 97)
 
 
-class Shifted(Hashed):  # type: ignore[no-untyped-call]
+class Shifted(Hashed):
     """Mixes embeddings, of one sequence alone."""
 
     def added(self, embedded: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor) -> Any:
         return embedded + torch.where(positions[..., None] > 0, embedded.roll(1, 1), 0.0)
 
 
-class Counted(Hashed):  # type: ignore[no-untyped-call]
+class Counted(Hashed):
     """Goes by places in the batch, whatever positions it is given."""
 
     def whole(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None, **arguments: Any) -> Any:
@@ -148,7 +148,7 @@ def llama(function: Callable[..., Any] | None, **given: Any) -> type[LlamaForCau
     own."""
 
     class Attention(modeling_llama.LlamaAttention):
-        def forward(self, hidden_states: Any, position_embeddings: Any, attention_mask: Any = None, **_: Any) -> Any:  # type: ignore[override]
+        def forward(self, hidden_states: Any, position_embeddings: Any, attention_mask: Any = None, **_: Any) -> Any:
             shape = (*hidden_states.shape[:-1], -1, self.head_dim)
             q, k, v = (x(hidden_states).view(shape).transpose(1, 2) for x in (self.q_proj, self.k_proj, self.v_proj))
             q, k = modeling_llama.apply_rotary_pos_emb(q, k, *position_embeddings)
@@ -159,12 +159,12 @@ def llama(function: Callable[..., Any] | None, **given: Any) -> type[LlamaForCau
             out, _ = attend(self, q, k, v, attention_mask, scaling=self.scaling, dropout=0.0, **given)
             return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
 
-    class Own(LlamaForCausalLM):  # type: ignore[no-untyped-call]
+    class Own(LlamaForCausalLM):
         def __init__(self, config: LlamaConfig) -> None:
             super().__init__(config)
             for index, layer in enumerate(self.model.layers):
                 layer.self_attn = Attention(config, index)
-            self.post_init()  # type: ignore[no-untyped-call]
+            self.post_init()
 
     return Own
 

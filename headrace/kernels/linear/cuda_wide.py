@@ -224,7 +224,8 @@ def _product(
 def _adapters(x: torch.Tensor, factors: Factors, tiling: CudaTiling, blocks: int, height: int) -> list[bytes | int]:
     """The kernel's arguments for what adapters add."""
     (rows, inputs), rank, parts = x.shape, factors.b.shape[2], len(factors.ends)
-    assert factors.places is not None
+    if factors.places is None:
+        raise ValueError("adapters have no place for each row")
     numbers = cdiv(inputs, _SHARE) * rows * parts * cdiv(rank, _SIXTEEN) * _SIXTEEN
     shares = torch.empty(numbers, dtype=torch.float32, device=x.device)
     ends = (*factors.ends, *[factors.ends[-1]] * PARTS)[: PARTS - 1]

@@ -16,6 +16,7 @@ import json
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ import torch
 from safetensors.torch import save_file
 
 GROUP = 128
-PER_FILE = 4
-"""Layers of a file."""
+PER_FILE, SAVING = 4, 4
+"""Layers of a file, and files that are written at the same time."""
 PROMPTS, TOKENS, TOP = 16, 48, 20
 """Prompts, the tokens of each, and how many logprobs are compared."""
 Matrix = dict[str, torch.Tensor]
@@ -271,28 +272,34 @@ def write(options: argparse.Namespace) -> None:
     config = json.loads((options.model / "config.json").read_text())
     layers = config["num_hidden_layers"] = min(options.layers or config["num_hidden_layers"], config["num_hidden_layers"])
     config["quantization_config"] = FORMATS[options.format][1]
-    generator = torch.Generator().manual_seed(options.seed)
+    device = torch.device(options.device)
+    generator = torch.Generator(device).manual_seed(options.seed)
 
     def random_matrix(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=generator) * 0.02
+        return torch.randn(rows, columns, generator=generator, device=device) * 0.02
 
     options.folder.mkdir(parents=True, exist_ok=True)
     index = {}
 
     def save(name: str, held: Matrix) -> None:
-        save_file(held, options.folder / name, metadata={"format": "pt"})
         index.update(dict.fromkeys(held, name))
+        on_host = {name: tensor.cpu() for name, tensor in held.items()}
+        saving.append(pool.submit(save_file, on_host, options.folder / name, metadata={"format": "pt"}))
 
     size = config["vocab_size"], config["hidden_size"]
     ends = {"model.embed_tokens.weight": random_matrix(*size).bfloat16(), "model.norm.weight": torch.ones(size[1]).bfloat16()}
     if not config["tie_word_embeddings"]:
         ends["lm_head.weight"] = random_matrix(*size).bfloat16()
-    save("ends.safetensors", ends)
-    for first in range(0, layers, PER_FILE):
-        held: Matrix = {}
-        for layer in range(first, min(first + PER_FILE, layers)):
-            held |= tensors_of(config, layer, options.format, random_matrix)
-        save(f"layers-{first}.safetensors", held)
+    saving: list[Future[None]] = []
+    with ThreadPoolExecutor(SAVING) as pool:
+        save("ends.safetensors", ends)
+        for first in range(0, layers, PER_FILE):
+            held: Matrix = {}
+            for layer in range(first, min(first + PER_FILE, layers)):
+                held |= tensors_of(config, layer, options.format, random_matrix)
+            save(f"layers-{first}.safetensors", held)
+    for one in saving:
+        one.result()
     (options.folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     (options.folder / "config.json").write_text(json.dumps(config, indent=1))
 
@@ -331,6 +338,7 @@ def main() -> None:
     one.add_argument("--format", choices=FORMATS, required=True)
     one.add_argument("--layers", type=int, help="the first so many; all by default")
     one.add_argument("--seed", type=int, default=0)
+    one.add_argument("--device", default="cpu", help="where numbers are drawn and rounded; other devices draw others")
     one.set_defaults(run=write)
     two = commands.add_parser("answer")
     two.add_argument("folder", type=Path)

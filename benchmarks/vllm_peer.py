@@ -2,9 +2,9 @@
 
     PYTHONPATH=SITE python benchmarks/vllm_peer.py --model FOLDER --workloads single,batch64 --model-impl transformers
 
-Weights are random, prefix caching is off, every output has exactly the workload's length, a workload runs three times (two
-if it is large), and the best counts. Prints a line of JSON for the KV cache, one when the engine is ready, and one per
-workload:
+Weights are random, or with ``--option 'load_format="auto"'`` the folder's. Prefix caching is off, every output has exactly the
+workload's length, a workload runs three times (two if it is large), and the best counts. Prints a line of JSON for the KV
+cache, one when the engine is ready, and one per workload:
 
     {"engine": "vllm", "model": NAME, "kv": {"available_bytes": ..., "num_blocks": ..., "tokens": ..., "groups": [...]}}
     {"engine": "vllm", "model": NAME, "startup_s": SECONDS, "model_impl": ..., "architecture": ..., "backends": [...]}
@@ -160,7 +160,9 @@ def run(options: argparse.Namespace) -> None:
     loads = {} if plays else {name: WORKLOADS[name]() for name in options.workloads}
     config = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
     reads_pictures = "vision_config" in config
-    more: dict[str, Any] = {"limit_mm_per_prompt": {"image": 1, "video": 0}} if reads_pictures else {}
+    more: dict[str, Any] = {"load_format": "dummy"}
+    if reads_pictures:
+        more["limit_mm_per_prompt"] = {"image": 1, "video": 0}
     if options.constrain:
         # Of vLLM's backends, the one that reads the same grammar, with the library that headrace uses.
         more["structured_outputs_config"] = {"backend": "guidance"}
@@ -173,7 +175,6 @@ def run(options: argparse.Namespace) -> None:
     start = time.perf_counter()
     llm = LLM(
         model=str(options.model),
-        load_format="dummy",
         # Its processor of pictures needs one, and so do its grammars.
         skip_tokenizer_init=not (reads_pictures or options.constrain),
         trust_remote_code=False,

@@ -54,7 +54,7 @@ Quantization = Annotated[
         ),
     ),
 ]
-HeadQuantization = Literal["auto", "none", "int8", "fp8", "fp8_per_block"]
+HeadQuantization = Literal["auto", "none", "int8", "int4", "fp8", "fp8_per_block"]
 HeadDType = Annotated[
     Literal["auto", "float32"],
     OptionSpec(hints=MappingProxyType(dict.fromkeys(("fp32", "float"), _FP32) | {"model": "write auto"})),

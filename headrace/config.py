@@ -109,7 +109,8 @@ class EngineArgs(Checked):
     quantization_ignore: choices.MatrixNames = ()
     """A matrix that stays in floats: its name in the checkpoint, components of it, or a regular expression after re:."""
     quantize_head: choices.HeadQuantization = "auto"
-    """Quantisation of the output head. auto: 8 bits with int8 and int4, as it is stored in a quantised checkpoint, or none."""
+    """Quantisation of the output head. auto: on CPUs 8 bits with int8 and int4, as it is stored in a quantised checkpoint, or
+    none. int4 is 8 bits on CPUs."""
     head_dtype: choices.HeadDType = "auto"
     """Number format of logits as the head's product gives them. float32: sums that are not rounded to --dtype, with no float32
     copy of the matrix, as trainers compute them. auto: the same on GPUs; on a CPU, an unquantised head of 16 bits rounds to

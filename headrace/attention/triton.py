@@ -1,4 +1,4 @@
-"""Attention on GPUs with headrace's Triton kernel, for any geometry."""
+"""Attention on GPUs with headrace's kernels: Triton's for any geometry, one in CUDA C++ for decode rows of the usual ones."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from headrace.attention.backend import VISIBLE_ENDS, AttentionBackend, AttentionInputs, LayerCache, Scratch, StepMetadata
 from headrace.attention.compose import output_of
 from headrace.kernels import support
+from headrace.kernels.attention import cuda_decode
 from headrace.kernels.attention.tiling import (
     Geometry,
     Tiling,
@@ -17,6 +18,7 @@ from headrace.kernels.attention.tiling import (
     partial_size,
     workspace_bound,
 )
+from headrace.kernels.attention.unfinished import Unfinished
 from headrace.model_spec import AttentionSpec
 
 _WIDEST = 1024
@@ -48,6 +50,8 @@ class TritonAttention(AttentionBackend):
         """The rows launched together: decode rows, then prefill rows."""
         self._tilings: dict[object, Tiling] = {}
         self._workspace = torch.empty(0)
+        self._waited = False
+        """The kernel in CUDA C++ has run in this step."""
 
     @classmethod
     def refusals(cls, spec: AttentionSpec, device: str, dtype: str, kv_dtype: str | None) -> list[str]:
@@ -61,6 +65,7 @@ class TritonAttention(AttentionBackend):
     def plan(self, step: StepMetadata) -> None:
         super().plan(step)
         self._tilings.clear()
+        self._waited = False
         # Invariance needs one tile shape for all rows; otherwise rows with one query take small tiles.
         border = 0 if self._invariant else step.num_decode_rows
         parts = (step.rows(0, border), step.rows(border, step.num_rows))
@@ -73,6 +78,9 @@ class TritonAttention(AttentionBackend):
     def run(self, inputs: AttentionInputs) -> torch.Tensor:
         q, cache, sinks, visible_ends, _, unfinished = inputs
         spec, out = cache.spec, output_of(self.step, inputs)
+        if unfinished is not None and not self._invariant and cuda_decode.takes(spec, cache.rows, unfinished, sinks):
+            self._decode(unfinished, cache, out)
+            return out.flatten(1)
         for number, part in enumerate(self._parts):
             tiling = self._tiling_of(number, part, q, cache)
             self._attend(
@@ -99,6 +107,23 @@ class TritonAttention(AttentionBackend):
                 workspace=self._workspace,
             )
         return out.flatten(1)
+
+    def _decode(self, unfinished: Unfinished, cache: LayerCache, out: torch.Tensor) -> None:
+        """Runs decode rows by the kernel in CUDA C++."""
+        (part,), spec = self._parts, cache.spec
+        multiprocessors = support.resources(out.device).multiprocessors
+        cuda_decode.decode_attention(
+            unfinished.of_tokens(part.tokens),
+            cache.rows,
+            part.block_tables[cache.group],
+            part.seq_lens,
+            out[part.tokens],
+            scale=spec.scale,
+            tiling=cuda_decode.choose_tiling(part.num_rows * spec.num_kv_heads, multiprocessors),
+            early=self._waited,
+        )
+        # All that wrote lengths and block tables is complete when the next layer's starts.
+        self._waited = True
 
     def _tiling_of(self, number: int, part: StepMetadata, q: torch.Tensor, cache: LayerCache) -> Tiling:
         """Chooses a tiling once a step for all layers of one geometry, and grows the workspace for it."""

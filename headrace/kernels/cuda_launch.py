@@ -35,7 +35,8 @@ compiling: ContextVar[Executor | None] = ContextVar("compiling", default=None)
 _CLUSTER, _PROGRAMMATIC = 4, 6
 _MAX_SHARED, _CARVEOUT, _LARGE_CLUSTERS = 8, 9, 14
 _UNSIGNED = {1: 0, 2: 1, 4: 2}
-_SWIZZLE_128, _PROMOTE_256 = 3, 3
+_SWIZZLES = {16: 0, 32: 1, 64: 2, 128: 3}
+_PROMOTE_256 = 3
 
 _LAUNCH = "<7I4xQQI4x"
 """``CUlaunchConfig``: grid, block, bytes of shared memory, stream, attributes and their number."""
@@ -83,6 +84,8 @@ class CudaKernel:
         self._arguments = (ctypes.c_void_p * len(places))(*(self._launch_at + place for place in places))
         self._arguments_at = ctypes.addressof(self._arguments)
         self._launching, self._compiling = threading.Lock(), threading.Lock()
+        self._asked = False
+        """A pool has been asked for the binary. Each of a model's layers asks."""
         self._binary: bytes | None = None
         self._functions: dict[int, int] = {}
 
@@ -98,7 +101,8 @@ class CudaKernel:
         """
         pool = compiling.get()
         if pool is not None:
-            if self._binary is None:
+            if not self._asked:
+                self._asked = True
                 pool.submit(self.binary)
             return
         device = torch.cuda.current_device()
@@ -144,36 +148,43 @@ class CudaKernel:
         return self._functions.setdefault(device, function.value or 0)
 
 
-def tensor_map(x: torch.Tensor, rows: int, columns: int) -> bytes:
-    """Describes a matrix to the tensor memory accelerator, which loads tiles of it in the 128-byte swizzle, with zeros past its
-    ends.
+def tensor_map(x: torch.Tensor, *tile: int) -> bytes:
+    """Describes a tensor to the tensor memory accelerator, which loads tiles of it, with zeros past its ends, in the swizzle of
+    a tile's rows.
 
     Args:
-        x: ``[R, C]`` of 1, 2 or 4 bytes an element, last axis contiguous; its address and rows at multiples of 16 bytes.
-        rows, columns: of a tile; at most 256 rows, of at most 128 bytes.
+        x: of 1, 2 or 4 bytes an element and at most 5 axes, the last one contiguous; its address and other strides are at
+            multiples of 16 bytes.
+        tile: its sizes along the last axes, at most 256 each and 16, 32, 64 or 128 bytes along the last one; along axes before
+            these, 1.
 
     Raises:
         RuntimeError: the driver refuses it.
     """
-    size = x.element_size()
-    return _tensor_map(x.data_ptr(), *x.shape, x.stride(0) * size, size, rows, columns)
+    return _tensor_map(x.data_ptr(), x.shape, x.stride(), x.element_size(), tile)
 
 
 @functools.lru_cache(1 << 14)
-def _tensor_map(pointer: int, height: int, width: int, pitch: int, size: int, rows: int, columns: int) -> bytes:
+def _tensor_map(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int, tile: tuple[int, ...]) -> bytes:
     """A map says where a tensor is and no more, so that it serves whatever tensor is there later."""
     space = ctypes.create_string_buffer(_MAP + 64)
     place = -ctypes.addressof(space) % 64
+    axes, pitches, extent = len(shape), list[int](), shape[-1] * size
+    for count, stride in zip(shape[-2::-1], strides[-2::-1], strict=True):
+        # PyTorch gives the only place of an axis any stride.
+        pitches.append(stride * size if count > 1 else extent + -extent % 16)
+        extent = count * pitches[-1]
     sizes = (
-        struct.pack("<2Q", width, height),
-        struct.pack("<Q", pitch),
-        struct.pack("<2I", columns, rows),
-        struct.pack("<2I", 1, 1),
+        struct.pack(f"<{axes}Q", *shape[::-1]),
+        struct.pack(f"<{axes - 1}Q", *pitches),
+        struct.pack(f"<{axes}I", *tile[::-1], *[1] * (axes - len(tile))),
+        struct.pack(f"<{axes}I", *[1] * axes),
     )
+    swizzle = _SWIZZLES[tile[-1] * size]
     status = _driver().cuTensorMapEncodeTiled(
-        ctypes.addressof(space) + place, _UNSIGNED[size], 2, pointer, *sizes, 0, _SWIZZLE_128, _PROMOTE_256, 0
+        ctypes.addressof(space) + place, _UNSIGNED[size], axes, pointer, *sizes, 0, swizzle, _PROMOTE_256, 0
     )
-    _check(status, f"no tiles of {rows} x {columns} from {height} x {width} elements of {size} bytes, rows {pitch} bytes apart")
+    _check(status, f"no tiles of {tile} from {tuple(shape)} elements of {size} bytes, {pitches} bytes apart")
     return space.raw[place : place + _MAP]
 
 
@@ -197,11 +208,18 @@ def refusals(device: torch.device) -> tuple[str, ...]:
     """Reasons why these kernels cannot run on a device; empty: they can."""
     if not support.is_hopper(device):
         return (f"the kernels in CUDA C++ need SM{support.HOPPER_SM}",)
+    return (reason,) if (reason := missing()) else ()
+
+
+def missing() -> str:
+    """Says what these kernels lack on this machine, whatever its devices; empty: nothing."""
     try:
-        nvrtc_version()
-    except OSError as error:
-        return (str(error),)
-    return ()
+        _driver()
+        # Compiles nothing, for which it needs its own libraries all the same.
+        _compile(b"", "nothing.cu", _OPTIONS)
+    except (AttributeError, OSError, RuntimeError) as error:
+        return str(error)
+    return ""
 
 
 def nvrtc_version() -> str:

@@ -9,7 +9,8 @@ and options, the type of each argument, whether a pointer or a number is a multi
 it is. What has no key (tuples, tensor descriptors) and what is new goes through Triton. Hooks of Triton's launches are called
 for those alone.
 
-``compile_launches`` compiles kernels on several cores before they are launched. Triton compiles one when it is launched.
+``compile_launches`` compiles kernels on several cores before they are launched, and loads them. Triton compiles one when it is
+launched.
 """
 
 # A kernel's arguments have no types of Python's.
@@ -20,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -150,14 +151,31 @@ class _Zeros(TorchFunctionMode):
         return made.zero_() if func.__name__.removeprefix("new_").startswith("empty") else made
 
 
+class _Loading(Executor):
+    """Has the threads of a pool load the kernels that they compile, for which Triton may run a C compiler."""
+
+    def __init__(self, pool: Executor) -> None:
+        self._pool = pool
+
+    def submit(self, compile_kernel: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
+        def loaded() -> Any:
+            kernel = compile_kernel(*args, **named)
+            kernel.run  # noqa: B018 (whoever asks for it first loads the kernel)
+            return kernel
+
+        return self._pool.submit(loaded)
+
+
 @contextlib.contextmanager
 def compile_launches(threads: int) -> Iterator[None]:
-    """Compiles the kernels that this thread launches within, several at a time, and launches none of them. When it ends they
-    are compiled.
+    """Compiles and loads the kernels that this thread launches within, several at a time, and launches none of them. When it
+    ends they are ready.
 
     What a kernel would have written is zeros, or what was there before: results are of no use, and must decide nothing.
     """
-    with ThreadPoolExecutor(threads, "triton") as pool, AsyncCompileMode(pool), compiling_on(pool), _Zeros():
+    active = driver.active
+    pool = ThreadPoolExecutor(threads, "triton", active.set_current_device, (active.get_current_device(),))
+    with pool, AsyncCompileMode(_Loading(pool)), compiling_on(pool), _Zeros():
         yield
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from headrace.config import MemoryLine
 from headrace.kernels.lora import ExpertFactors
-from headrace.kernels.moe import held_experts, moe_mlp, route, router_logits
+from headrace.kernels.moe import choose_experts, held_experts, moe_mlp, router_logits
 from headrace.kernels.moe.codes import ExpertCodes
 from headrace.layers.linear import Linear, packed_memory
 from headrace.layers.lora import ExpertTables
@@ -43,13 +45,18 @@ class ExpertRouter(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``[T, hidden]`` -> experts ``[T, top_k]`` int32, weights ``[T, top_k]`` float32."""
-        logits = router_logits(x, self.weight, self.bias, batch_invariant=self.batch_invariant)
-        experts, weights = route(logits, self.spec, self.e_score_correction_bias)
+        return self.choose(x)[:2]
+
+    def choose(self, x: torch.Tensor, readers: Experts | None = None) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """``forward``, and what it prepares of the same call of ``readers``, if they get x."""
+        gate_up = None if readers is None or readers.spec.held is not None else readers.gate_up
+        parameters = self.weight, self.bias, self.e_score_correction_bias
+        experts, weights, prepared = choose_experts(x, *parameters, self.spec, gate_up, batch_invariant=self.batch_invariant)
         if self.record is not None:
             self.record[: len(experts)].copy_(experts)
         if self.record_weights is not None:
             self.record_weights[: len(weights)].copy_(weights)
-        return experts, weights
+        return experts, weights, prepared
 
 
 class SharedExpertGate(nn.Module):
@@ -95,14 +102,23 @@ class Experts(nn.Module):
         """Additions of adapters. They are no part of the weights."""
 
     def forward(
-        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, plus: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+        plus: torch.Tensor | None = None,
+        prepared: Any = None,
     ) -> torch.Tensor:
-        """``[T, hidden] -> [T, hidden]``; experts and weights as a Router gives them. ``plus`` of the same shape is added, each
-        rank its own."""
+        """``[T, hidden] -> [T, hidden]``; experts and weights as a Router gives them, and what it has prepared for this call.
+        ``plus`` of the same shape is added, each rank its own."""
         if self.spec.held is not None:
             experts = held_experts(experts, *self.spec.held)
         adapters = None if self.lora is None else self.lora.factors
-        return self.method.apply(self, x, experts, weights, plus, adapters)
+        return self.method.apply(self, x, experts, weights, plus, adapters, prepared)
+
+    def gate_up(self) -> torch.Tensor | ExpertCodes:
+        """Returns the first matrices as ``moe_mlp`` takes them."""
+        return self.method.factors(self)[0]
 
     def memory(self) -> list[MemoryLine]:
         return self.method.memory(self)
@@ -148,14 +164,13 @@ class ExpertsMethod:
         weights: torch.Tensor,
         plus: torch.Tensor | None,
         adapters: ExpertFactors | None = None,
+        prepared: Any = None,
     ) -> torch.Tensor:
         """``[T, hidden] -> [T, hidden]``; ``experts`` and ``weights`` ``[T, top_k]``. ``plus`` of x's shape is added, and what
         the step's adapters add."""
         matrices, biases = self.factors(layer), (layer.gate_up_proj_bias, layer.down_proj_bias)
-        invariant = layer.batch_invariant
-        return moe_mlp(
-            x, experts, weights, *matrices, layer.spec, *biases, plus=plus, adapters=adapters, batch_invariant=invariant
-        )
+        more: dict[str, Any] = {"adapters": adapters, "prepared": prepared, "batch_invariant": layer.batch_invariant}
+        return moe_mlp(x, experts, weights, *matrices, layer.spec, *biases, plus=plus, **more)
 
     def factors(self, layer: Experts) -> tuple[torch.Tensor | ExpertCodes, torch.Tensor | ExpertCodes]:
         """Returns the matrices gate and up, and down, as ``moe_mlp`` takes them."""
@@ -199,7 +214,8 @@ class MoeMLP(nn.Module):
             shared = shared * self.shared_expert_gate(x)
         out: torch.Tensor
         if self.fc1_latent_proj is None or self.fc2_latent_proj is None:
-            out = self.experts(x, *self.gate(x), shared)
+            experts, weights, prepared = self.gate.choose(x, self.experts)
+            out = self.experts(x, experts, weights, shared, prepared)
             return out
         out = self.fc2_latent_proj(self.experts(self.fc1_latent_proj(x), *self.gate(x)))
         return out if shared is None else out + shared

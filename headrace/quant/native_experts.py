@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -128,6 +128,7 @@ class NativeExperts(ExpertsMethod):
         weights: torch.Tensor,
         plus: torch.Tensor | None,
         adapters: ExpertFactors | None = None,
+        prepared: Any = None,
     ) -> torch.Tensor:
         gate_up = self._packed(layer, "gate_up_proj", layer.gate_up_proj_bias)
         down = self._packed(layer, "down_proj", layer.down_proj_bias)

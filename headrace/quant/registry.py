@@ -95,7 +95,7 @@ def _gpu_integers(method: type[Int4GpuMethod]) -> Quantization:
         copies=False,
         replaces=True,
         nbytes=method.bits / 8 + _ZEROS,
-        head_nbytes=1 + _ZEROS,
+        head_nbytes=method.bits / 8 + _ZEROS,
         stored=f"packed as int{method.bits}",
     )
 

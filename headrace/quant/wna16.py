@@ -99,7 +99,7 @@ class Int4GpuMethod(PackedMethod):
             middles.append(shift.repeat_interleave(each, 1)[:, :count].t())
         shifts = torch.cat(middles, 1).contiguous()
         return PackedWeight(
-            words=_pack(codes, self.bits),
+            words=_pack(codes, self.bits, group),
             scales=narrow(torch.cat(scales, 1)).contiguous(),
             middles=shifts if bool(shifts.any()) else None,
             group=group,
@@ -164,12 +164,12 @@ def round_symmetric(weight: torch.Tensor, bits: int, group: int, dtype: torch.dt
     return GroupCodes(bits, codes, scales, zeros, group)
 
 
-def _pack(codes: Sequence[torch.Tensor], bits: int) -> torch.Tensor:
+def _pack(codes: Sequence[torch.Tensor], bits: int, group: int) -> torch.Tensor:
     """``pack`` of matrices one below the other, a few rows at a time: each of its steps is a copy."""
     if any(len(part) % LINES for part in codes[:-1]):
         codes = [torch.cat(list(codes))]
     size = rows_at_once(codes[0].shape[1], LINES)
-    return torch.cat([pack(part[at : at + size], bits) for part in codes for at in range(0, len(part), size)])
+    return torch.cat([pack(part[at : at + size], bits, group) for part in codes for at in range(0, len(part), size)])
 
 
 def _group(piece: GroupCodes) -> int:

@@ -13,7 +13,7 @@ from headrace.attention.backend import AttentionBackend, LayerCache, StepMetadat
 from headrace.attention.context import ForwardContext, WantedTokens
 from headrace.config import EngineConfig
 from headrace.errors import EngineError
-from headrace.kernels.inputs import LogitsInputs, RowTensors, StepInputs, logits_inputs, step_inputs
+from headrace.kernels.inputs import LogitsInputs, RowTensors, StepInputs, fetch, logits_inputs, step_inputs
 from headrace.kernels.transfer import upload
 from headrace.models.interface import Model, ModelInputs, SelectiveModel
 from headrace.runner.part import NO_EXTRAS, RunnerPart, StepExtras
@@ -121,7 +121,9 @@ class StepBuffers:
 
     def fetch(self, count: int) -> torch.Tensor:
         """The first ``count`` of ``LogitsInputs.outcome``, on the host once the device has passed this place."""
-        return self._inbox[self._turn, :count].copy_(self.logits().outcome[:count], non_blocking=True)
+        host = self._inbox[self._turn, :count]
+        fetch(self.logits().outcome[:count], host)
+        return host
 
 
 class ForwardPass:

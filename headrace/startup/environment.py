@@ -15,7 +15,8 @@ import headrace
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError
 from headrace.host import wait
-from headrace.kernels import native
+from headrace.kernels import native, support
+from headrace.kernels.cuda_launch import missing
 from headrace.resolve import DeviceFacts
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -110,7 +111,7 @@ def describe(device: DeviceFacts, num_threads: int) -> dict[str, str]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "device": f"{device.device}: {device.name}",
         "instructions": " ".join(telling) or "none that matter here",
-        "kernels": "Triton's"
+        "kernels": _gpu_kernels(device)
         if device.cuda
         else f"compiled for {device.native_kernels}"
         if device.native_kernels
@@ -120,6 +121,14 @@ def describe(device: DeviceFacts, num_threads: int) -> dict[str, str]:
         "waiting threads": wait.policy(),
         "free memory": f"{device.available_memory:,} bytes",
     }
+
+
+def _gpu_kernels(device: DeviceFacts) -> str:
+    """The languages of a GPU's kernels, and what a Hopper GPU lacks for those in CUDA C++."""
+    if f"sm{support.HOPPER_SM}" not in device.instructions:
+        return "Triton's"
+    reason = "" if support.planned() else missing()
+    return f"Triton's alone: {reason}" if reason else "Triton's, and those in CUDA C++"
 
 
 def _cpu() -> tuple[str, frozenset[str]]:

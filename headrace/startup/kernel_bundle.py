@@ -23,6 +23,7 @@ import sysconfig
 import tempfile
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, BinaryIO, Literal
@@ -95,6 +96,7 @@ class Content:
     """Number of kernels in a bundle, and bytes that they take unpacked."""
 
     triton: int
+    cuda: int
     flashinfer: int
     nbytes: int
 
@@ -230,8 +232,9 @@ def _check(manifest: Manifest) -> Content:
     for name in manifest.files:
         if not any(pattern.fullmatch(name) for pattern in (_TRITON, _FLASHINFER, _KEPT)):
             raise ConfigError(f"{name!r} is no name of a compiled kernel")
-    binaries = sum(name.endswith(".cubin") for name in manifest.files)
-    return Content(binaries, sum(name.startswith("flashinfer/") for name in manifest.files), nbytes)
+    # Triton's launchers are modules beside its kernels.
+    kinds = Counter(name.split("/")[0] for name in manifest.files if name.endswith(".cubin") or name.startswith("flashinfer/"))
+    return Content(kinds["triton"], kinds["cuda"], kinds["flashinfer"], nbytes)
 
 
 def _read(archive: zipfile.ZipFile, name: str, size: int, digest: str) -> bytes:

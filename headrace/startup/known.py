@@ -23,8 +23,7 @@ from torch import nn
 
 import headrace
 from headrace.config import EngineConfig
-from headrace.kernels import support
-from headrace.model_spec import DenseSpec, ModelSpec
+from headrace.kernels import cuda_launch, support
 from headrace.models.decoder import Decoder
 from headrace.models.interface import Model
 from headrace.parallel.agreement import Agreement
@@ -34,6 +33,7 @@ from headrace.startup.kernel_bundle import profiles
 from headrace.startup.profile import Profile, measure, profile_of
 
 _THREADS = 16
+_GRAIN = 1 << 24
 _LIBRARIES = ("torch", "triton", "flashinfer-python", "nvidia-cublas")
 _VARIABLES = ("CUBLAS", "CUDA", "CUDNN", "NVIDIA", "PYTORCH", "TORCH", "TRITON")
 """Beginnings of the names of environment variables that may change what a step takes, unless they say where files are kept."""
@@ -71,7 +71,7 @@ def profiled(
     known = None if file is None else _read(file)
     if not ranks.any(known is None) and known is not None:
         return profile_of(config, **msgspec.structs.asdict(known)), True
-    profile = measure(model, config, encode, dry_run(model, config, device, ranks.size))
+    profile = measure(model, config, encode, dry_run(model, device, ranks.size))
     if file is not None:
         found = KnownProfile(**{name: getattr(profile, name) for name in KnownProfile.__struct_fields__})
         keep(file, msgspec.json.encode(found).decode())
@@ -79,7 +79,7 @@ def profiled(
 
 
 def ask_compiler(device: DeviceFacts) -> None:
-    """Lets a thread ask for what Triton needs once, beside the weights. Returns before it ends."""
+    """Lets a thread ask for what compilers need once, beside the weights. Returns before it ends."""
     if device.cuda and not support.refusals(device.device):
         threading.Thread(target=_ask_compiler, args=(torch.cuda.current_device(),), name="triton", daemon=True).start()
 
@@ -87,19 +87,17 @@ def ask_compiler(device: DeviceFacts) -> None:
 def _ask_compiler(device: int) -> None:
     from headrace.kernels import triton_launch
 
+    cuda_launch.refusals(torch.device("cuda", device))
     triton_launch.ask_compiler(device)
 
 
-def dry_run(model: Model, config: EngineConfig, device: DeviceFacts, ranks: int) -> AbstractContextManager[object] | None:
+def dry_run(model: Model, device: DeviceFacts, ranks: int) -> AbstractContextManager[object] | None:
     """Steps within it compile their kernels on this process's cores, and launch none.
 
-    None: there is no Triton, or zeros in place of what kernels write might lead other code astray: libraries' models, the
-    routing of experts, packed weights, states, and ranks that wait for each other.
+    None: there is no Triton, or what kernels have not written might lead other code astray: libraries' models, and ranks that
+    wait for each other.
     """
-    facts = config.model
-    if support.refusals(device.device) or not isinstance(model, Decoder) or not isinstance(facts, ModelSpec) or ranks > 1:
-        return None
-    if facts.states or config.quantization != "none" or not all(isinstance(mlp, DenseSpec) for mlp in facts.mlps):
+    if support.refusals(device.device) or not isinstance(model, Decoder) or ranks > 1:
         return None
     from headrace.kernels.triton_launch import compile_launches
 
@@ -131,8 +129,8 @@ def _facts(model: nn.Module, config: EngineConfig, device: DeviceFacts, ranks: A
     # What is free differs from start to start, and so do sizes of the cache and decisions that tell of it; a step does not.
     cache = dataclasses.replace(config.cache, nbytes=0, state_snapshot_bytes=0)
     yield dataclasses.replace(config, cache=cache, decisions=())
-    # Weights, in whatever format.
-    yield torch.cuda.memory_allocated()
+    # Weights, in whatever format. Loading leaves some KiB more or less of garbage.
+    yield round(torch.cuda.memory_allocated() / _GRAIN)
     yield ranks.size, device.name, device.total_memory, sorted(device.instructions)
     tensors = *model.named_parameters(), *model.named_buffers()
     yield [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors]

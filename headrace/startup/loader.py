@@ -70,7 +70,7 @@ def load_executor(source: ModelSource, text: ModelText, timeline: Timeline) -> L
         with timeline.phase("FlashInfer") as phase:
             # Ranks capture the same graphs at the same time, so none may find a kernel ready before the others do.
             phase.detail = _await_kernels(kernels, args.wait_for_kernels or source.group.size > 1)
-    if config.graph_rows and not known and (dry := dry_run(model, config, device, source.ranks.size)) is not None:
+    if config.graph_rows and not known and (dry := dry_run(model, device, source.ranks.size)) is not None:
         with timeline.phase("kernels") as phase, dry:
             phase.detail = f"compiled ahead for {runner.run_first()} steps"
     weights = [*report.memory, *adapter_lines(model, args)]

@@ -65,18 +65,21 @@ def measure(
     if config.graph_rows:
         for backend in distinct(backends):
             backend.reserve(torch.device(config.device))
+    adapters, most = adapter_targets(model), config.scheduler.max_num_batched_tokens
     # Sparse prompts read on the host what kernels have chosen.
     if dry is not None and config.sparse is None:
         with dry:
             _largest_step(model, config, caches, backends)
+            if adapters is not None:
+                adapters.warm_up(most)
     torch.cuda.reset_peak_memory_stats()
     _largest_step(model, config, caches, backends)
-    if (adapters := adapter_targets(model)) is not None:
-        adapters.warm_up(config.scheduler.max_num_batched_tokens)
+    if adapters is not None:
+        adapters.warm_up(most)
     if config.sparse is not None and config.sparse.routed:
         # Other rows run while the hidden states of a piece are paused.
         paused = paused_states(config, config.sparse.max_exact_tokens)
-        _largest_step(model, config, caches, backends, config.scheduler.max_num_batched_tokens)
+        _largest_step(model, config, caches, backends, most)
         del paused
     torch.cuda.synchronize()
     workspaces, peak = workspace_bytes(backends), torch.cuda.max_memory_allocated()

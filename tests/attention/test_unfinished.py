@@ -10,12 +10,15 @@ import pytest
 import torch
 from support.attention_cases import layer_spec, make_case
 
+from headrace.attention.backend import AttentionInputs
 from headrace.attention.compose import ByRowClass
 from headrace.attention.context import ForwardContext
 from headrace.attention.layer import Attention
 from headrace.attention.triton import InvariantAttention, TritonAttention
 from headrace.cache.layer import LayerCache
 from headrace.kernels import gpu, support
+from headrace.kernels.attention import cuda_decode
+from headrace.kernels.attention.unfinished import Unfinished
 from headrace.layers.norm import RMSNorm
 from headrace.runner.inputs import last_tokens
 
@@ -130,3 +133,26 @@ def test_what_is_finished_before(device: torch.device) -> None:
     for rows, expected in (([(1, 9), (5, 7)], False), ([(1, 9)], True)):
         both.plan(make_case(layer_spec(), rows).step)
         assert both.finishes(case.cache) == expected
+
+
+def test_what_the_kernel_in_cuda_may_read_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages are read before the previous kernel is complete in all layers but a step's first."""
+    given: list[tuple[bool, tuple[int, ...], tuple[int, ...]]] = []
+
+    def decode(unfinished: Unfinished, rows: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor,
+               *, scale: float, tiling: object, early: bool) -> None:  # fmt: skip
+        given.append((early, tuple(unfinished.qkv.shape), tuple(out.shape)))
+
+    monkeypatch.setattr(cuda_decode, "takes", lambda *arguments: True)
+    monkeypatch.setattr(cuda_decode, "decode_attention", decode)
+    case = make_case(layer_spec(rotary_dim=16), [(1, 9), (1, 40)], dtype=torch.float32, block_size=8, extra_tokens=1)
+    spec = case.cache.spec
+    qkv = torch.zeros(3, spec.q_size + spec.k_size + spec.num_kv_heads * spec.v_head_dim)
+    unfinished = Unfinished(qkv, torch.zeros(3, dtype=torch.int64), torch.zeros(3, 16), 16, None, None, 0.0, False)
+    backend = TritonAttention()
+    for _ in range(2):
+        backend.plan(case.step)
+        for _ in range(2):
+            backend.run(AttentionInputs(case.q, case.cache, unfinished=unfinished))
+    assert [early for early, *_ in given] == [False, True] * 2
+    assert given[0][1:] == ((2, qkv.shape[1]), (2, spec.num_heads, spec.v_head_dim))

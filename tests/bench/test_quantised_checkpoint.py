@@ -35,7 +35,7 @@ CODES = {
 def test_every_tensor_has_a_place(name: str, config: dict[str, object], count: int, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     folder = tmp_path / "written"
-    SCRIPT["write"](argparse.Namespace(model=tmp_path, folder=folder, format=name, layers=1, seed=0))
+    SCRIPT["write"](argparse.Namespace(model=tmp_path, folder=folder, format=name, layers=1, seed=0, device="cpu"))
     args = EngineArgs(model=str(folder))
     found = find_model(args)
     model = registry.build(choose(args, found).spec, "float32", "cpu")

@@ -21,6 +21,8 @@ from headrace.core.weights import DiskSource
 from headrace.engine.sleep import owned_tensors
 from headrace.errors import ConfigError, UnavailableError, WeightsError
 from headrace.host import pages
+from headrace.kernels import support
+from headrace.kernels.linear import cuda_wide
 
 ARGS: dict[str, Any] = {"num_kv_blocks": 40, "max_num_seqs": 4, "num_threads": 1, "max_step_seconds": 0, "device": "cpu"}
 PROMPT = list(range(40, 90))
@@ -290,6 +292,53 @@ def test_states_and_graphs_on_a_gpu(family: str, tmp_path: Path) -> None:
         # Segments of the allocator have up to 20 MiB.
         assert torch.cuda.max_memory_reserved() <= 1.05 * steady + 2**25
         assert outputs_of(llm) == before
+    llm.close()
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_maps_of_weights_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel that finds weights by tensor maps finds those that have moved, and those that an update has written."""
+    if not support.is_hopper(torch.device("cuda")):
+        pytest.skip("the kernels in CUDA C++ need a Hopper GPU")
+    product, launches = cuda_wide._product, []
+
+    def counted(*given: Any, **named: Any) -> torch.Tensor:
+        launches.append(given)
+        return product(*given, **named)
+
+    # Weights of this size are others' otherwise.
+    monkeypatch.setattr(cuda_wide, "MIN_NUMBERS", 0)
+    monkeypatch.setattr(cuda_wide, "_product", counted)
+    folder = write_model(tmp_path, head_dim=64, hidden_size=256, intermediate_size=512)
+    llm = build(folder, device="cuda", dtype="bfloat16")
+    executor: Any = llm._engine.executor
+
+    def tokens() -> list[list[int]]:
+        llm.reset_prefix_cache()
+        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+        results = llm.generate([{"prompt_token_ids": PROMPT[first:]} for first in range(4)], params)
+        return [list(result.outputs[0].token_ids) for result in results]
+
+    def places() -> list[int]:
+        return [parameter.data_ptr() for parameter in executor.model.parameters()]
+
+    before = tokens()
+    assert launches
+    for level in (1, 2):
+        held = places()
+        llm.sleep(level)  # type: ignore[arg-type]
+        others = [torch.empty(2**20, dtype=torch.uint8, device="cuda") for _ in range(64)]
+        llm.wake_up()
+        if level == 2:
+            llm.reload_weights()
+        assert places() != held and tokens() == before
+        del others
+    weights = weights_of(folder)
+    llm.update_weights({name: value.flip(0) for name, value in weights.items() if "up_proj" in name})
+    assert tokens() != before
+    llm.update_weights(weights)
+    assert tokens() == before
     llm.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 import subprocess
 import sys
 from types import ModuleType
@@ -22,7 +23,7 @@ LATE = [(package, name) for package in PACKAGES for name, value in vars(package)
 
 @pytest.mark.parametrize(("package", "name"), LATE, ids=[f"{package.__name__}.{name}" for package, name in LATE])
 def test_modules_of_kernels_are_those_of_their_operation(package: ModuleType, name: str) -> None:
-    assert getattr(package, name).__name__.startswith(f"{package.__name__}.triton")
+    assert re.match(rf"{package.__name__}\.(triton|cuda)", getattr(package, name).__name__)
 
 
 def test_a_tensor_on_a_gpu_takes_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,18 @@
-"""CUDA devices that the replicas and their ranks take."""
+"""CUDA devices that the replicas and their ranks take, and what the report says of one."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import pytest
 import torch
+from support.resolving import HOPPER
 
 from headrace.config import EngineArgs
 from headrace.errors import ConfigError
 from headrace.processes.multiprocess import _environment
+from headrace.startup import environment
 from headrace.startup.environment import take_device
 
 
@@ -41,3 +44,20 @@ def test_too_few_devices_are_refused(replicas: int, ranks: int) -> None:
     with pytest.raises(ConfigError, match="there are 4 CUDA devices") as caught:
         take_device(EngineArgs(data_parallel_size=replicas, tensor_parallel_size=ranks), 0)
     assert caught.value.param == "data_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("capability", "missing", "said"),
+    [
+        (80, "libnvrtc.so.13 is not installed", "Triton's"),
+        (90, "", "Triton's, and those in CUDA C++"),
+        (90, "libnvrtc.so.13 is not installed", "Triton's alone: libnvrtc.so.13 is not installed"),
+    ],
+)
+def test_kernels_of_a_device(capability: int, missing: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "missing", lambda: missing)
+    facts = dataclasses.replace(HOPPER, instructions=frozenset({f"sm{capability}"}))
+    assert environment.describe(facts, 1)["kernels"] == said
+    # What a machine that is not here has installed is not known.
+    monkeypatch.setattr(environment.support, "planned", lambda: True)
+    assert "not installed" not in environment.describe(facts, 1)["kernels"]

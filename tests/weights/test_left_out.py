@@ -69,7 +69,7 @@ def test_patterns_that_name_nothing_are_refused(pattern: str, message: str) -> N
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
-    ("quantization", "head"), [("none", "fp8"), ("fp8", "fp8_per_block"), ("int4", "fp8"), ("fp8", "int8")]
+    ("quantization", "head"), [("none", "fp8"), ("fp8", "fp8_per_block"), ("int4", "fp8"), ("fp8", "int8"), ("fp8", "int4")]
 )
 def test_the_head_has_a_format_of_its_own(quantization: str, head: str, tied: bool) -> None:
     """A tied one is a second copy: embeddings are looked up in floats."""

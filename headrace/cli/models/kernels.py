@@ -69,5 +69,6 @@ def import_kernels(options: BundleOptions) -> None:
 
 
 def _describe(content: Content) -> str:
-    modules = "" if not content.flashinfer else f" and {content.flashinfer} modules of FlashInfer"
-    return f"{content.triton} Triton kernels{modules} ({human_size(content.nbytes)})"
+    kinds = {"Triton": content.triton, "CUDA C++": content.cuda, "FlashInfer": content.flashinfer}
+    counts = ", ".join(f"{name} {count}" for name, count in kinds.items() if count)
+    return f"compiled kernels ({counts}; {human_size(content.nbytes)})"

@@ -18,7 +18,7 @@ _MERGED_CHANNELS, _MERGED_SPLITS = 128, 128
 """Channels of one program of the merge, and splits that it reads at a time."""
 _MERGED_AT_ONCE = 4096
 """Numbers that a program has in registers."""
-_FEW_SPLITS = 8
+_FEW_SPLITS = 16
 """Splits that a warp reads at once, whatever their masses."""
 
 

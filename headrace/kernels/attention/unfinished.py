@@ -18,3 +18,8 @@ class Unfinished(NamedTuple):
     k_weight: torch.Tensor | None
     eps: float
     offset: bool
+
+    def of_tokens(self, tokens: slice) -> Unfinished:
+        """Returns the part of some tokens."""
+        angles = None if self.cos_sin is None else self.cos_sin[tokens]
+        return self._replace(qkv=self.qkv[tokens], slot_mapping=self.slot_mapping[tokens], cos_sin=angles)

@@ -1,4 +1,4 @@
-"""The ends of a step: from rows to the model's inputs, and from hidden states to the sampler's inputs."""
+"""The ends of a step: from rows to the model's inputs, from hidden states to the sampler's, and its outcome to the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 else:
     kernels = gpu.Late(f"{__name__}.triton")
 
-__all__ = ["LogitsInputs", "RowTensors", "StepInputs", "logits_inputs", "step_inputs"]
+__all__ = ["LogitsInputs", "RowTensors", "StepInputs", "fetch", "logits_inputs", "step_inputs"]
 
 step_inputs = gpu.dispatch(reference.step_inputs, lambda: kernels.step_inputs)
 logits_inputs = gpu.dispatch(reference.logits_inputs, lambda: kernels.logits_inputs)
+fetch = gpu.dispatch(reference.fetch, lambda: kernels.fetch)

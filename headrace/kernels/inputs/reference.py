@@ -147,3 +147,8 @@ def logits_inputs(
     out.outcome[: len(slots), 1] = broken
     occupied = (slots >= 0).nonzero().squeeze(1)
     num_computed[slots[occupied]] = seq_lens[occupied].long()
+
+
+def fetch(outcome: torch.Tensor, host: torch.Tensor) -> None:
+    """Copies ``[R, 2]`` int32, contiguous, to the host, which does not wait for it: ``host`` is pinned if there is a GPU."""
+    host.copy_(outcome, non_blocking=True)

@@ -14,7 +14,7 @@ from torch.nn.functional import ScalingType, scaled_mm
 from headrace.kernels import gpu, support
 from headrace.kernels.linear import cuda_wide
 from headrace.kernels.linear.fp8_reference import Fp8Rows, Fp8Weight, fp8_linear_ref, round_rows_ref
-from headrace.kernels.linear.fp8_tilings import FEW_ROWS, INVARIANT, FewTiling, Library, SingleTiling, WideTiling, choose
+from headrace.kernels.linear.fp8_tilings import INVARIANT, FewTiling, Library, SingleTiling, WideTiling, choose
 
 if TYPE_CHECKING:
     from headrace.kernels.linear import triton_fp8 as kernels
@@ -56,7 +56,7 @@ def fp8_linear(
         return x.scales.new_empty(0, len(weight.codes), dtype=dtype)
     if not gpu.takes(x.codes):
         return fp8_linear_ref(x, weight, bias, dtype)
-    if rows > FEW_ROWS and not (batch_invariant or weight.in_blocks):
+    if not (batch_invariant or weight.in_blocks):
         tiling = cuda_wide.choose(x.codes[:rows], weight.codes)
         if tiling is not None:
             return cuda_wide.fp8_linear(x, weight, bias, dtype, tiling)

@@ -228,7 +228,10 @@ def _left(
 ):  # fmt: skip
     """Decodes the words of a step to the left factor ``[SPLIT * WARPS, OUTPUTS, RUN / SPLIT]``. Of 8 neighbours [half, pair,
     one], its inputs are [quarter of a run, pair, thread, half, one]: an instruction takes two registers of x in a row."""
-    if BITS == 4:
+    if BITS == 4 and SPLIT == 1:
+        codes = tl.reshape(words, (OUTPUTS // 8, WARPS, 8, 4, 2, 2))
+        codes = tl.permute(_decode(codes, BITS, DTYPE, ASM), (1, 0, 2, 8, 7, 5, 3, 4, 6))
+    elif BITS == 4:
         codes = tl.reshape(words, (OUTPUTS // 8, WARPS, 8, 4, SPLIT, 4 // SPLIT))
         codes = tl.permute(_decode(codes, BITS, DTYPE, ASM), (4, 1, 0, 2, 5, 7, 3, 8, 6))
     elif SPLIT == 1:
@@ -248,7 +251,10 @@ def _codes(
     """Decodes ``[TILE * loads, words]`` to codes less the middle one, ``[TILE, RUN / SPLIT]``, with the inputs as they lie in a
     matrix instruction's registers: [w, half, half of a half, q, neighbour]."""
     LOADS: tl.constexpr = 2 if BITS == 8 and SPLIT == 1 else 1
-    if BITS == 4:
+    if BITS == 4 and SPLIT == 1:
+        codes = tl.reshape(words, (TILE // (16 * WARPS), 2, WARPS, 8, 4, 2, 2))
+        codes = tl.permute(_decode(codes, BITS, DTYPE, ASM), (0, 2, 1, 3, 9, 8, 5, 6, 4, 7))
+    elif BITS == 4:
         codes = tl.reshape(words, (TILE // (16 * WARPS), 2, WARPS, 8, 4, 4 // SPLIT))
         codes = tl.permute(_decode(codes, BITS, DTYPE, ASM), (0, 2, 1, 3, 5, 8, 7, 4, 6))
     else:
@@ -409,7 +415,10 @@ def _packed_floats(
     block = tl.minimum(first // 8 + place // (8 * LOADS), (out + 7) // 8 - 1)
     lines = words + ((block.to(tl.int64) * RUNS + run) * SIZE + place % (8 * LOADS) * 16)[:, None] + tl.arange(0, 16)[None, :]
     left = tl.load(lines)
-    if BITS == 4:
+    if BITS == 4 and SPLIT == 1:
+        codes = tl.reshape(left, (OUTPUTS, 4, 2, 2))
+        codes = tl.permute(_decode(codes, BITS, y.dtype.element_ty, ASM), (0, 6, 5, 1, 2, 3, 4))
+    elif BITS == 4:
         codes = tl.reshape(left, (OUTPUTS, 4, 4))
         codes = tl.permute(_decode(codes, BITS, y.dtype.element_ty, ASM), (0, 2, 1, 5, 4, 3))
     else:

@@ -62,4 +62,6 @@ def wna16_gated(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor | None:
         return cuda_wna16.linear(x, weight, None, tiling, gated=True)
     if len(x) > FEW_ROWS or weight.outputs % 16:
         return None
+    if cuda_wna16.gates_few(x, weight):
+        return cuda_wna16.few_gated(x, weight)
     return kernels.few(x, weight, None, x.dtype, gated=True)

@@ -3,6 +3,10 @@
 Codes lie in 32-bit words in the order in which the threads of a warp feed them to a matrix instruction. A block of 8 outputs by
 ``RUN`` inputs is one (8 bits: two) of the 512 bytes that a warp loads at once. Of a block, thread ``4 n + q`` holds, of output
 n, the inputs ``32 w + 8 q + c`` for w below 4 and c below 8.
+
+Of 4 bits in groups of a block and more, a word holds the same two neighbours of each w; otherwise, all c of one w. A thread's
+16 bytes are the same codes. ``ldmatrix`` gives thread q the words number q of all threads of an output, which are then its
+neighbours of every 8 inputs: what instructions of a warpgroup take, with x in its own order.
 """
 
 from __future__ import annotations
@@ -65,13 +69,15 @@ class PackedWeight(NamedTuple):
         return self.scales.shape[1]
 
 
-def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Packs ``[..., N, K]`` uint8 to ``[..., ceil(N / 8), ceil(K / 128), bits / 4, 8, 16]`` int32.
+def pack(codes: torch.Tensor, bits: int, group: int) -> torch.Tensor:
+    """Packs ``[..., N, K]`` uint8 to ``[..., ceil(N / 8), ceil(K / 128), bits / 4, 8, 16]`` int32, for groups of this size.
 
     Codes past the end are 0: kernels multiply them by zeros, and write none of their outputs.
     """
     *stack, outputs, inputs = codes.shape
     padded = torch.nn.functional.pad(codes, (0, -inputs % RUN, 0, -outputs % LINES))
+    if bits == 4 and group >= RUN:
+        padded = _exchanged(padded)
     loads, per, places = bits // 4, 32 // bits, _PLACES[bits]
     # [..., block of outputs, output, block of inputs, load, w of the load, q, word of w, place]
     split = padded.view(*stack, -1, LINES, padded.shape[-1] // RUN, loads, 4 // loads, 4, 8 // per, per)
@@ -83,7 +89,12 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return words.permute(*range(n), *(n + axis for axis in (0, 2, 3, 1, 5, 4, 6))).flatten(n + 4).contiguous()
 
 
-def unpack(words: torch.Tensor, outputs: int, inputs: int) -> torch.Tensor:
+def _exchanged(codes: torch.Tensor) -> torch.Tensor:
+    """Lays each run ``[w, q, pair, 2]`` as ``[pair, q, w, 2]``, and back."""
+    return codes.reshape(*codes.shape[:-1], -1, 4, 4, 4, 2).transpose(-4, -2).reshape(codes.shape)
+
+
+def unpack(words: torch.Tensor, outputs: int, inputs: int, group: int) -> torch.Tensor:
     """Returns the codes ``[..., N, K]`` uint8 that ``pack`` packed."""
     *stack, high, wide, loads, lines, _ = words.shape
     bits, n = 4 * loads, len(stack)
@@ -93,12 +104,15 @@ def unpack(words: torch.Tensor, outputs: int, inputs: int) -> torch.Tensor:
     codes = torch.empty(*split.shape, per, dtype=torch.uint8, device=words.device)
     for place, code in enumerate(places):
         codes[..., code] = (split >> (bits * place)) & (2**bits - 1)
-    return codes.reshape(*stack, high * lines, wide * RUN)[..., :outputs, :inputs]
+    codes = codes.reshape(*stack, high * lines, wide * RUN)
+    if bits == 4 and group >= RUN:
+        codes = _exchanged(codes)
+    return codes[..., :outputs, :inputs]
 
 
 def dequantize(weight: PackedWeight) -> torch.Tensor:
     """``[N, K]`` float32"""
-    codes = unpack(weight.words, weight.outputs, weight.inputs).float()
+    codes = unpack(weight.words, weight.outputs, weight.inputs, weight.group).float()
     group = torch.arange(weight.inputs, device=codes.device) // weight.group
     result = codes.sub_(2 ** (weight.bits - 1)).mul_(weight.scales.float()[group].t())
     return result if weight.middles is None else result.add_(weight.middles[group].t())

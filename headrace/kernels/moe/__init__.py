@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from headrace.kernels import gpu
 from headrace.kernels.linear import linear
 from headrace.kernels.moe import reference
+from headrace.kernels.moe.codes import ExpertCodes
+from headrace.model_spec import MoeSpec
 
 if TYPE_CHECKING:
+    from headrace.kernels.moe import cuda_router as router_kernel
     from headrace.kernels.moe import triton as routing
     from headrace.kernels.moe import triton_experts as kernels
     from headrace.kernels.moe import triton_router as router_kernels
 else:
+    router_kernel = gpu.Late(f"{__name__}.cuda_router")
     routing = gpu.Late(f"{__name__}.triton")
     kernels = gpu.Late(f"{__name__}.triton_experts")
     router_kernels = gpu.Late(f"{__name__}.triton_router")
@@ -44,6 +49,30 @@ def router_logits(
         if len(x) >= MANY_ROUTED and x.dtype == torch.bfloat16:
             return router_kernels.router_tiles(x, weight, bias)
     return linear(x.float(), weight, bias, batch_invariant=batch_invariant)
+
+
+def choose_experts(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    correction: torch.Tensor | None,
+    spec: MoeSpec,
+    gate_up: Callable[[], torch.Tensor | ExpertCodes] | None = None,
+    *,
+    batch_invariant: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """``route`` of ``router_logits``, whose arguments these are.
+
+    Args:
+        gate_up: returns what ``moe_mlp`` will multiply x by first; None: its rows are not x, or its experts others.
+
+    Returns:
+        Experts and weights, and for ``moe_mlp`` what a kernel has prepared of it.
+    """
+    if not batch_invariant and gpu.takes(x) and x.stride(1) == 1 and router_kernel.takes(x, weight, spec):
+        return router_kernel.choose_experts(x, weight, bias, correction, spec, None if gate_up is None else gate_up())
+    logits = router_logits(x, weight, bias, batch_invariant=batch_invariant)
+    return *route(logits, spec, correction), None
 
 
 route = gpu.dispatch(reference.route, lambda: routing.route)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,6 +64,7 @@ def moe_mlp(
     *,
     plus: torch.Tensor | None = None,
     adapters: ExpertFactors | None = None,
+    prepared: Any = None,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
     """The weighted sum of each token's experts.
@@ -81,6 +83,7 @@ def moe_mlp(
         plus: ``[T, hidden]`` of x's dtype, contiguous: what is added to the rounded sum.
         adapters: what they add joins the products before these are rounded, on a GPU, or after. Tokens without one stay bitwise
             the same.
+        prepared: what ``choose_experts`` has done of the call with these arguments.
         batch_invariant: a token comes out bitwise the same in any batch; on a GPU.
 
     Returns:

@@ -21,8 +21,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from headrace.kernels import support
 from headrace.kernels.kv_cache.triton_fp8 import NATIVE, gain, mode, quantized, scale_of
 from headrace.kernels.lora.reference import ExpertFactors
+from headrace.kernels.moe import cuda_experts
 from headrace.kernels.moe.codes import BLOCK, MIDDLE, X_GROUP, ExpertCodes
-from headrace.kernels.moe.tiling import MoeTiling, batch_invariant_tiling, choose_tiling
+from headrace.kernels.moe.tiling import Kind, MoeTiling, batch_invariant_tiling, choose_tiling
 from headrace.kernels.moe.triton_adapters import ExpertsLow, constants, shrink, tensors, with_added
 from headrace.kernels.moe.triton_codecs import (
     AS_E4M3,
@@ -41,7 +42,7 @@ from headrace.kernels.moe.triton_codecs import (
     for_outputs,
     step_of_rows,
 )
-from headrace.kernels.moe.triton_rounding import round_rows, rounding_of
+from headrace.kernels.moe.triton_rounding import Rounding, round_rows, rounding_of
 from headrace.kernels.moe.triton_sort import Routing, sort_choices, tile_rows
 from headrace.kernels.support import cdiv, power_of_two
 from headrace.kernels.triton_launch import launched
@@ -289,6 +290,15 @@ def _sum_choices(
     tl.store(out + token * WIDTH + channel, total.to(out.dtype.element_ty), mask=present)
 
 
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """Work of ``moe_mlp`` that an earlier kernel has done."""
+
+    routing: Routing | None = None
+    rounding: Rounding | None = None
+    """It is done."""
+
+
 Held = torch.Tensor | ExpertCodes
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -306,6 +316,7 @@ def moe_mlp(
     *,
     plus: torch.Tensor | None = None,
     adapters: ExpertFactors | None = None,
+    prepared: Prepared | None = None,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
     """Kernel version of ``headrace.kernels.moe.moe_mlp``.
@@ -315,28 +326,62 @@ def moe_mlp(
     if not experts.numel():
         return torch.empty_like(x)
     hidden, inner = x.shape[1], spec.intermediate_size
-    rounding = rounding_of(x, gate_up) if isinstance(gate_up, ExpertCodes) and gate_up.x_group is not None else None
-
-    def chosen(held: Held, size_in: int, size_out: int, paired: bool) -> MoeTiling:
-        kind = held.kind if isinstance(held, ExpertCodes) else "floats"
-        fetches = _fetches(held, x, size_in)
-        if batch_invariant:
-            found = batch_invariant_tiling(size_in, size_out, x.itemsize, kind, paired=paired)
-        else:
-            sizes = experts.numel(), spec.num_held, size_in, size_out
-            found = tiling or choose_tiling(*sizes, x.itemsize, kind, paired=paired, fetches=fetches)
-        return found if fetches else dataclasses.replace(found, fetch=False)
-
-    first, second = chosen(gate_up, hidden, inner, spec.gated), chosen(down, inner, hidden, False)
-    routing = sort_choices(experts, spec.num_held, batch_invariant, rounding, first.tokens)
-    low = None if adapters is None else shrink(x, adapters.gate_up, adapters.places, routing, spec.top_k)
+    sizes = experts.numel(), spec.num_held
+    first = product_tiling(gate_up, x, *sizes, inner, tiling, paired=spec.gated, batch_invariant=batch_invariant)
+    second = product_tiling(down, x, *sizes, hidden, tiling, batch_invariant=batch_invariant)
+    routing, rounding = (None, None) if prepared is None else (prepared.routing, prepared.rounding)
+    due = rounding_for(x, gate_up) if rounding is None else None
+    rounding = rounding or due
+    if routing is None:
+        routing = sort_choices(experts, spec.num_held, batch_invariant, due, first.tokens)
+    elif due is not None:
+        due.launch()
     taken = (x, x) if rounding is None else (_typed(rounding.codes, gate_up), rounding.scales)
+    plain = tiling is None and adapters is None and gate_up_bias is None and down_bias is None and not batch_invariant
+    few = cuda_experts.taken(gate_up, down, spec, routing, x.dtype) if plain else None
+    if few is not None:
+        rows, scales = _rounded(cuda_experts.first(*taken, routing, few[0], spec.top_k, x.dtype), down)
+        return _sum(cuda_experts.second(rows, scales, routing, few[1], weights, x.dtype), experts, plus, spec)
+    low = None if adapters is None else shrink(x, adapters.gate_up, adapters.places, routing, spec.top_k)
     active = _gate_up(x, *taken, routing, gate_up, gate_up_bias, low, down, spec, first)
     if adapters is not None and isinstance(active, torch.Tensor):
         low = shrink(active, adapters.down, adapters.places, routing, spec.top_k, by_order=True)
     rows, scales = _rounded(active, down) if isinstance(active, torch.Tensor) else active
     weighted = _weighted(rows, scales, x.dtype, routing, down, down_bias, low, weights, hidden, spec.top_k, second)
     return _sum(weighted, experts, plus, spec)
+
+
+def rounding_for(x: torch.Tensor, gate_up: Held) -> Rounding | None:
+    """The rounding of x that the first product takes, which is not done yet."""
+    return rounding_of(x, gate_up) if isinstance(gate_up, ExpertCodes) and gate_up.x_group is not None else None
+
+
+def product_tiling(
+    held: Held,
+    x: torch.Tensor,
+    choices: int,
+    count: int,
+    outputs: int,
+    given: MoeTiling | None = None,
+    *,
+    paired: bool = False,
+    batch_invariant: bool = False,
+) -> MoeTiling:
+    """Chooses the tiling of a product of rows of x's dtype with ``held``, unless it is ``given``.
+
+    Args:
+        choices: tokens times experts of a token.
+        count: experts.
+        paired: a program has the outputs of gate and up.
+    """
+    kind: Kind = held.kind if isinstance(held, ExpertCodes) else "floats"
+    inputs = held.shape[-1]
+    fetches = _fetches(held, x, inputs)
+    if batch_invariant:
+        found = batch_invariant_tiling(inputs, outputs, x.itemsize, kind, paired=paired)
+    else:
+        found = given or choose_tiling(choices, count, inputs, outputs, x.itemsize, kind, paired=paired, fetches=fetches)
+    return found if fetches else dataclasses.replace(found, fetch=False)
 
 
 def _gate_up(

@@ -27,6 +27,8 @@ _SEGMENTS = ((32768, 256), (1 << 62, 512))
 """With more choices than that: up to how many, a program sorts a segment of so many."""
 _PART = 64
 """Choices of a segment that are compared at a time."""
+_TILES = tl.constexpr(16)
+"""Tiles of an expert that are written at a time."""
 _FEW = 32
 """Choices up to which none are sorted: each gets its own tile, if there are enough experts that few tokens share one."""
 _BAND = 1024
@@ -36,16 +38,38 @@ TABLED = tl.constexpr(2)
 
 
 @triton.jit
-def _sort_expert(experts, order, start, choices, own, EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
-    """Writes where one expert's choices begin in the order, and which they are."""
-    before = 0
-    mine = 0
+def _write_tiles(table, tile, end, owner, first, stop, TOKENS: tl.constexpr):
+    """Writes the tiles ``[tile, end)`` of an expert, of which the first has the choices from the place ``first`` on."""
+    for at in range(tile, end, _TILES):
+        each = at + tl.arange(0, _TILES)
+        tl.store(table + each * 4, owner + each * 0, mask=each < end)
+        tl.store(table + each * 4 + 1, first + (each - tile) * TOKENS, mask=each < end)
+        tl.store(table + each * 4 + 2, stop + each * 0, mask=each < end)
+
+
+@triton.jit
+def _sort_expert(
+    experts, order, start, table, choices, tiles, own, EXPERTS: tl.constexpr, EXPERTS_P: tl.constexpr, CHUNK: tl.constexpr,
+    TOKENS: tl.constexpr
+):  # fmt: skip
+    """Writes where one expert's choices begin in the order, which they are, and its tiles; the last expert also those of
+    ``tiles`` that are nobody's."""
+    other = tl.arange(0, EXPERTS_P)
+    counts = tl.zeros([EXPERTS_P], tl.int32)
     for first in range(0, choices, CHUNK):
         index = first + tl.arange(0, CHUNK)
         expert = tl.load(experts + index, mask=index < choices, other=EXPERTS)
-        before += tl.sum((expert < own).to(tl.int32), 0)
-        mine += tl.sum((expert == own).to(tl.int32), 0)
+        counts += tl.histogram(tl.minimum(expert, EXPERTS), EXPERTS_P)
+    before = tl.sum(tl.where(other < own, counts, 0), 0)
+    mine = tl.sum(tl.where(other == own, counts, 0), 0)
     tl.store(start + own, before)
+    if TOKENS:
+        tall = (counts + TOKENS - 1) // TOKENS
+        tile = tl.sum(tl.where(other < own, tall, 0), 0)
+        end = tile + (mine + TOKENS - 1) // TOKENS
+        _write_tiles(table, tile, end, own, before, before + mine, TOKENS)
+        if own == EXPERTS - 1:
+            _write_tiles(table, end, tiles, EXPERTS, 0, 0, TOKENS)
     if own == EXPERTS - 1:
         tl.store(start + EXPERTS, before + mine)
     if mine > 0:
@@ -57,23 +81,27 @@ def _sort_expert(experts, order, start, choices, own, EXPERTS: tl.constexpr, CHU
             done += tl.sum(hit, 0)
 
 
-@launched(do_not_specialize=["choices"])
-def _sort(experts, order, start, choices, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+@launched(do_not_specialize=["choices", "tiles"])
+def _sort(
+    experts, order, start, table, choices, tiles, EXPERTS: tl.constexpr, EXPERTS_P: tl.constexpr, CHUNK: tl.constexpr,
+    TOKENS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     begin(PDL)
-    _sort_expert(experts, order, start, choices, tl.program_id(0), EXPERTS, CHUNK)
+    _sort_expert(experts, order, start, table, choices, tiles, tl.program_id(0), EXPERTS, EXPERTS_P, CHUNK, TOKENS)
 
 
-@launched(do_not_specialize=["choices", "count", "column"])
+@launched(do_not_specialize=["choices", "tiles", "count", "column"])
 def _sort_and_round(
-    experts, order, start, x, given, codes, scales, choices, count, x_row: tl.int64, column: tl.int64, EXPERTS: tl.constexpr,
-    CHUNK: tl.constexpr, IN: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr, GROUPS: tl.constexpr,
-    SEVERAL: tl.constexpr, STATIC: tl.constexpr, MODE: tl.constexpr, PDL: tl.constexpr
+    experts, order, start, table, x, given, codes, scales, choices, tiles, count, x_row: tl.int64, column: tl.int64,
+    EXPERTS: tl.constexpr, EXPERTS_P: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr, IN: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_P: tl.constexpr, GROUPS: tl.constexpr, SEVERAL: tl.constexpr, STATIC: tl.constexpr,
+    MODE: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """One expert's choices; behind the programs of all experts, some groups of rows, which are rounded."""
     begin(PDL)
     own = tl.program_id(0)
     if own < EXPERTS:
-        _sort_expert(experts, order, start, choices, own, EXPERTS, CHUNK)
+        _sort_expert(experts, order, start, table, choices, tiles, own, EXPERTS, EXPERTS_P, CHUNK, TOKENS)
     else:
         item = (own - EXPERTS).to(tl.int64) * SEVERAL + tl.arange(0, SEVERAL)
         round_groups(item, count, x, given, codes, scales, x_row, column, IN, GROUP, GROUP_P, GROUPS, SEVERAL, STATIC, MODE)
@@ -225,15 +253,20 @@ class Routing:
         }
 
 
+def is_sorted(tokens: int, choices: int, count: int) -> bool:
+    """Whether the choices of so many tokens among ``count`` experts are sorted: few share one."""
+    return tokens > 1 and choices > min(_FEW, count // 4)
+
+
 def sort_choices(
     experts: torch.Tensor, count: int, batch_invariant: bool, rounding: Rounding | None = None, tokens: int = 0
 ) -> Routing:
     """Sorts the choices ``experts`` of ``count``, and does the ``rounding``, in the same launch if it is short.
 
-    ``tokens``: rows of the tiles of which many choices get a table; 0: none.
+    ``tokens``: rows of the tiles of which sorted choices get a table; 0: none.
     """
     choices = experts.numel()
-    some = batch_invariant or (len(experts) > 1 and choices > min(_FEW, count // 4))
+    some = batch_invariant or is_sorted(len(experts), choices, count)
     beside = some and choices <= _LONG
     if rounding is not None and not beside:
         rounding.launch()
@@ -241,20 +274,23 @@ def sort_choices(
         return Routing(choices, count, False, experts, experts)
     order = torch.empty(choices, dtype=torch.int32, device=experts.device)
     start = torch.empty(count + 1, dtype=torch.int32, device=experts.device)
-    chunk = min(_CHUNK, power_of_two(choices))
-    keywords = {"EXPERTS": count, "CHUNK": chunk, **options(experts.device)}
     if not beside:
         table = _sort_segments(experts, order, start, count, tokens)
         return Routing(choices, count, True, order, start, table, tokens)
+    tiles = most_tiles(choices, count, tokens) if tokens else 0
+    table = torch.empty(tiles, 4, dtype=torch.int32, device=experts.device) if tokens else None
+    given = experts, order, start, start if table is None else table
+    chunk = min(_CHUNK, power_of_two(choices))
+    keywords = {"EXPERTS": count, "EXPERTS_P": power_of_two(count + 1), "CHUNK": chunk, "TOKENS": tokens, "num_warps": 4}
     if rounding is None:
-        _sort[(count,)](experts, order, start, choices, num_warps=4, **keywords)
+        _sort[(count,)](*given, choices, tiles, **keywords, **options(experts.device))
     else:
         several, x = rounding.several, rounding.x
         _sort_and_round[(count + cdiv(rounding.count, several),)](
-            experts, order, start, *rounding.tensors(), choices, rounding.count, x.stride(0), len(x),
-            **rounding.sizes(several), num_warps=4, **keywords,
+            *given, *rounding.tensors(), choices, tiles, rounding.count, x.stride(0), len(x), **rounding.sizes(several),
+            **keywords, **options(experts.device),
         )  # fmt: skip
-    return Routing(choices, count, True, order, start)
+    return Routing(choices, count, True, order, start, table, tokens)
 
 
 def _sort_segments(

@@ -48,6 +48,9 @@ class ErnieVLRouter(ExpertRouter):
         logits = router_logits(x, (self.weight, self.weight_1)[kind], batch_invariant=self.batch_invariant)
         return route(logits, self.spec, self.e_score_correction_bias[kind])
 
+    def choose(self, x: torch.Tensor, readers: Experts | None = None) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return *self(x), None
+
 
 class ErnieVLMLP(MoeMLP):
     gate: ErnieVLRouter

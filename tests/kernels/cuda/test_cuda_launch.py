@@ -8,6 +8,7 @@ import struct
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -63,11 +64,20 @@ def test_what_nvrtc_says_of_a_source(nvrtc: None, tmp_path: Path) -> None:
 
 def test_launches_compile_ahead(nvrtc: None) -> None:
     """Once each, on the pool's threads, and nothing is launched: there need not be a driver."""
+
+    class Pool(ThreadPoolExecutor):
+        asked = 0
+
+        def submit(self, *call: Any, **named: Any) -> Any:
+            self.asked += 1
+            return super().submit(*call, **named)
+
     kernels = [copies(), copies(32)]
-    with ThreadPoolExecutor(2) as pool, compiling_on(pool):
-        for kernel in kernels * 2:
+    with Pool(2) as pool, compiling_on(pool):
+        for kernel in kernels * 20:
             kernel.launch((1, 1, 1), bytes(128), 0, 0, 1, 1)
-    assert len(list(cuda_launch.binaries().iterdir())) == 2
+    # A layer that asks again takes no thread to wait for the first.
+    assert pool.asked == len(list(cuda_launch.binaries().iterdir())) == 2
     assert all(kernel._binary for kernel in kernels)
 
 
@@ -155,15 +165,59 @@ def test_launches_that_the_driver_refuses(driver: Driver, monkeypatch: pytest.Mo
         kernel.launch((0, 1, 1), bytes(128), 0, 0, 0.0, 0)
 
 
+def test_maps_are_of_places(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor's values may change beneath its map, and a tensor that takes its place has the same one. One elsewhere, as a
+    weight is that has slept, and one of another shape have their own."""
+    made = []
+
+    def encode(place: int, kind: int, axes: int, pointer: int, sizes: bytes, *others: Any) -> int:
+        assert place % 64 == 0
+        made.append((pointer, *struct.unpack("<2Q", sizes)))
+        ctypes.memmove(place, struct.pack("<2Q", pointer, len(made)), 16)
+        return 0
+
+    monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode, raising=False)
+    cuda_launch._tensor_map.cache_clear()
+    memory = torch.zeros(4, 32, 64, dtype=torch.bfloat16)
+    first = tensor_map(memory[0], 8, 64)
+    memory.fill_(1.0)
+    assert tensor_map(memory[0].clone().set_(memory[0]), 8, 64) == first and len(first) == 128
+    others = [tensor_map(x, 8, 64) for x in (memory[1], memory[0, :16], memory[0, ::2], memory[0].view(torch.int16)[:, :32])]
+    assert len({first, *others}) == 5 == len(made)
+    assert made[:3] == [(memory.data_ptr(), 64, 32), (memory[1].data_ptr(), 64, 32), (memory.data_ptr(), 64, 16)]
+    cuda_launch._tensor_map.cache_clear()
+
+
 def test_devices_without_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda_launch.refusals(torch.device("cpu")) == ("the kernels in CUDA C++ need SM90",)
     monkeypatch.setattr(cuda_launch, "support", SimpleNamespace(is_hopper=lambda device: True))
-
-    def missing() -> str:
-        raise OSError("libnvrtc.so.13 is not installed")
-
-    monkeypatch.setattr(cuda_launch, "nvrtc_version", missing)
+    monkeypatch.setattr(cuda_launch, "missing", lambda: "libnvrtc.so.13 is not installed")
     assert cuda_launch.refusals.__wrapped__(torch.device("cpu")) == ("libnvrtc.so.13 is not installed",)
+    monkeypatch.setattr(cuda_launch, "missing", lambda: "")
+    assert cuda_launch.refusals.__wrapped__(torch.device("cpu")) == ()
+
+
+def test_machines_without_the_kernels(nvrtc: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No NVRTC, one that cannot compile for the device, no driver, and one that is too old."""
+
+    def fails(error: Exception) -> Any:
+        def call(*given: object) -> Any:
+            raise error
+
+        return call
+
+    missing = cuda_launch.missing
+    monkeypatch.setattr(cuda_launch, "_driver", lambda: None)
+    assert missing() == ""
+    with monkeypatch.context() as other:
+        other.setattr(cuda_launch, "_nvrtc", fails(OSError("libnvrtc.so.13 is not installed")))
+        assert missing() == "libnvrtc.so.13 is not installed"
+    with monkeypatch.context() as other:
+        other.setattr(cuda_launch, "_OPTIONS", ("--gpu-architecture=sm_10",))
+        assert missing().startswith("NVRTC refuses nothing.cu: ") and "--gpu-architecture" in missing()
+    for error in (OSError("libcuda.so.1: no such file"), AttributeError("libcuda.so.1: undefined symbol: cuFuncGetParamInfo")):
+        monkeypatch.setattr(cuda_launch, "_driver", fails(error))
+        assert missing() == str(error)
 
 
 # ------------------------------------------------------------------ on a GPU

@@ -166,3 +166,13 @@ def test_logits_inputs(rows: list[tuple[int, int, int]], rest: int, width: int, 
             used = torch.tensor([count > 0 for _, count, _ in rows] + [True] * (300 - len(rows)))
             found, expected = found[used], expected[used]
         assert torch.equal(found.nan_to_num(), expected.nan_to_num()), name
+
+
+@pytest.mark.parametrize("rows", [1, 130])
+def test_the_outcome_is_fetched(rows: int, device: torch.device) -> None:
+    outcome = torch.randint(1, 1000, (rows + 1, 2), dtype=torch.int32, device=device)
+    host = torch.zeros(rows + 2, 2, dtype=torch.int32, pin_memory=device.type == "cuda")
+    inputs.fetch(outcome[:rows], host[1 : rows + 1])
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(host[1 : rows + 1], outcome[:rows].cpu()) and not host[0].any() and not host[-1].any()

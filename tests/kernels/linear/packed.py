@@ -29,7 +29,7 @@ def packed_weight(
     exact = (codes.float() - zeros[:, of].float()) * factors[:, of].float()
     shifts = factors.float() * (2 ** (bits - 1) - zeros).float()
     weight = PackedWeight(
-        words=pack(codes, bits).to(device),
+        words=pack(codes, bits, group).to(device),
         scales=factors.t().contiguous().to(device),
         middles=shifts.t().contiguous().to(device) if middles else None,
         group=group,

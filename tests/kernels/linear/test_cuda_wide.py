@@ -60,6 +60,15 @@ def test_tilings_that_were_fastest(rows: int, out: int, wanted: tuple[int, ...])
     assert choose_tiling(rows, out, 132) == CudaTiling(*wanted)
 
 
+@pytest.mark.parametrize(("rows", "out", "wanted"), [
+    (16, 2048, (16, 1, 108)), (32, 2048, (32, 2, 108)), (32, 5120, (32, 1, 108)), (64, 2048, (64, 2, 216, 2)),
+    (64, 5120, (64, 1, 216, 2)),
+])  # fmt: skip
+def test_tilings_of_small_weights(rows: int, out: int, wanted: tuple[int, ...]) -> None:
+    """Those of a mixture of 30B on an H200."""
+    assert choose_tiling(rows, out, 132, small=True) == CudaTiling(*wanted)
+
+
 @pytest.mark.parametrize("rows", [2, 13, 32])
 def test_what_the_kernel_is_given(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The grid shares out all steps, sums of tiles that are shared have a place, and parts of wider tensors their strides."""
@@ -95,7 +104,7 @@ def test_halves_that_are_gated(monkeypatch: pytest.MonkeyPatch) -> None:
     assert maps == [((20_000, 1024), 32, 64), ((8, 1024), 8, 64)]
     assert isinstance(kernel, CudaKernel) and kernel._macros["GATED"] == 1
     assert gated(x[:1], weight) is None and gated(x, weight[:-1]) is None
-    monkeypatch.setattr(cuda_wide, "choose_tiling", lambda rows, out, multiprocessors: CudaTiling(32, 2, 72))
+    monkeypatch.setattr(cuda_wide, "choose_tiling", lambda rows, out, multiprocessors, **kind: CudaTiling(32, 2, 72))
     assert gated(x, weight) is None
 
 
@@ -105,6 +114,12 @@ def test_which_products_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.empty(65, 4096).bfloat16(), torch.empty(MIN_NUMBERS // 4096, 4096).bfloat16()
     assert [choose(x[:rows], weight) is not None for rows in (1, 2, 64, 65)] == [False, True, True, False]
     assert choose(x[:2], weight[:-1]) is None
+    small = torch.empty(2048, 4096).bfloat16()
+    assert [choose(x[:rows], small) is not None for rows in (8, 9, 64, 65)] == [False, True, True, False]
+    assert [choose(x[:rows].to(E4M3), small.to(E4M3)) is not None for rows in (16, 17)] == [False, True]
+    more = torch.empty(5120, 2048).bfloat16()
+    assert [choose(x[:rows, :2048], more) is not None for rows in (16, 17)] == [False, True]
+    assert choose(x[:64], small[:-1]) is None
     assert takes(x[:2, 8:], weight[:, 8:]) and not takes(x[:2, 4:], weight[:, 4:]) and not takes(x[:2, :60], weight[:, :60])
     assert not takes(x[:2].float(), weight.float())
     monkeypatch.setattr(cuda_wide, "refusals", lambda device: ("it is no Hopper",))
@@ -172,7 +187,7 @@ def test_chosen_tilings(shape: tuple[int, int], rows: int) -> None:
 @pytest.mark.parametrize(("inputs", "out"), [(4096, 24576), (1000, 16_802)])
 def test_gated(rows: int, inputs: int, out: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounded where the product and the activation are. 16,802 outputs are no whole tiles, and 8,401 are stored one by one."""
-    monkeypatch.setattr(cuda_wide, "choose_tiling", lambda rows, out, multiprocessors: cuda_wide._GATED)
+    monkeypatch.setattr(cuda_wide, "choose_tiling", lambda rows, out, multiprocessors, **kind: cuda_wide._GATED)
     x, weight, _ = operands(rows, inputs, out)
     got = product.linear_gated(x, weight)
     wanted = silu_mul(torch.nn.functional.linear(x.double(), weight.double()).bfloat16())

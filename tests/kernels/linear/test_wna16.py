@@ -12,21 +12,21 @@ from .packed import packed_weight
 
 
 @pytest.mark.parametrize("shape", [(8, 128), (17, 200), (3, 16, 256)], ids=str)
-@pytest.mark.parametrize("bits", [4, 8])
-def test_codes_come_back(bits: int, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 128), (8, 128)])
+def test_codes_come_back(bits: int, group: int, shape: tuple[int, ...]) -> None:
     codes = torch.randint(0, 2**bits, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    words = pack(codes, bits)
+    words = pack(codes, bits, group)
     assert words.shape == (*shape[:-2], -(-shape[-2] // 8), -(-shape[-1] // 128), bits // 4, 8, 16)
-    assert torch.equal(unpack(words, *shape[-2:]), codes)
+    assert torch.equal(unpack(words, shape[-2], shape[-1], group), codes)
 
 
 def test_a_thread_has_neighbours_that_one_mask_makes_pairs() -> None:
     codes = torch.arange(8 * 128, dtype=torch.int32).remainder(16).to(torch.uint8).view(8, 128)
-    words = pack(codes, 4)[0, 0, 0]
-    # Output 5, second thread of four, third word: inputs 64 + 8 to 64 + 15.
-    word = int(words[5, 4 * 1 + 2])
-    pairs = [(word >> (4 * place)) & 0x000F000F for place in range(4)]
-    assert [(pair & 15, pair >> 16) for pair in pairs] == [(8, 9), (10, 11), (12, 13), (14, 15)]
+    # Output 5, second thread of four, third word: inputs 64 + 8 to 64 + 15, or of each 32 inputs 8 + 4 and 8 + 5.
+    for group, expected in (64, [8, 10, 12, 14]), (128, [12, 12, 12, 12]):
+        word = int(pack(codes, 4, group)[0, 0, 0][5, 4 * 1 + 2])
+        pairs = [(word >> (4 * place)) & 0x000F000F for place in range(4)]
+        assert [(pair & 15, pair >> 16) for pair in pairs] == [(code, code + 1) for code in expected]
 
 
 @pytest.mark.parametrize("middles", [False, True])

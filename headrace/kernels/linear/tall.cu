@@ -1,0 +1,263 @@
+// silu(gate) up of many rows for Hopper GPUs (sm_90a), compiled by NVRTC without any include: the weight is a gate's lines, then
+// as many of an up projection.
+//
+// Pairs of blocks, a cluster each and as many as the GPU holds, go through the tiles of y. A block's tile has ROWS rows by LINES
+// lines of the weight, half of them the gate's, and the pair shares the lines: each block loads half of them for both. One thread
+// asks the tensor memory accelerator for rows and lines in a ring of STAGES steps of 128 bytes; two groups of four warps multiply
+// half of the rows each, a step ahead of what they wait for. They are not in step, so that one finishes a tile while the other
+// multiplies.
+//
+// Tiles are as large as registers allow: power limits such products, and what moves through the GPU takes it. Pairs take tiles of
+// `band` pairs of rows by turns before they go on to the next lines, so that those under way share rows and lines in the L2 cache.
+//
+// Constant: KIND of weight, x and y (0 bfloat16, 1 float16).
+
+#ifdef DEBUG
+#define SPIN_BEGINS long long spun = clock64();
+#define BOUNDED_SPIN if (clock64() - spun > 4000000000ll) asm volatile("trap;");
+#else
+#define SPIN_BEGINS
+#define BOUNDED_SPIN
+#endif
+
+struct alignas(64) TensorMap {
+    char bytes[128];
+};
+
+typedef unsigned long long u64;
+
+constexpr int ROWS = 256, LINES = 192, STAGES = 4;
+constexpr int X_BYTES = ROWS * 128, WEIGHT_BYTES = LINES * 128, STAGE_BYTES = X_BYTES + WEIGHT_BYTES;
+constexpr int CHANNELS = 64;  // of a step
+constexpr int OUTPUTS = LINES / 2;  // of a tile
+constexpr int SUMS = LINES / 2;  // of a thread and an instruction
+
+__device__ __forceinline__ unsigned shared_address(const void* place) {
+    return (unsigned)__cvta_generic_to_shared(place);
+}
+
+__device__ __forceinline__ void wait_for(unsigned barrier, unsigned parity) {
+    unsigned done;
+    SPIN_BEGINS
+    do {
+        asm volatile(
+            "{\n.reg .pred p;\n"
+            "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+            "selp.u32 %0, 1, 0, p;\n}\n"
+            : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+        BOUNDED_SPIN
+    } while (!done);
+}
+
+__device__ __forceinline__ void load_tile(unsigned to, const TensorMap& map, unsigned barrier, int channel, int line) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
+        :: "r"(to), "l"(&map), "r"(barrier), "r"(channel), "r"(line) : "memory");
+}
+
+// Loads to the same place in both blocks.
+__device__ __forceinline__ void load_for_both(unsigned to, const TensorMap& map, unsigned barrier, int channel, int line) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3, %4}], [%2], %5;"
+        :: "r"(to), "l"(&map), "r"(barrier), "r"(channel), "r"(line), "h"((unsigned short)3) : "memory");
+}
+
+// Lines of 128 bytes, of which eight stand together with their pieces of 16 bytes exchanged.
+__device__ __forceinline__ u64 descriptor(unsigned address) {
+    return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
+}
+
+#if KIND == 1
+#define INPUTS "k16.f32.f16.f16"
+#else
+#define INPUTS "k16.f32.bf16.bf16"
+#endif
+#define D4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define D16(d, i) D4(d, i), D4(d, i + 4), D4(d, i + 8), D4(d, i + 12)
+
+// Adds the product of 64 rows and LINES lines over 32 bytes of channels to the sums, or puts it in their place.
+__device__ __forceinline__ void multiply(float (&d)[SUMS], u64 x, u64 weight, int add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n192" INPUTS " {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95}, "
+        "%96, %97, p, 1, 1, 0, 0;\n}\n"
+        : D16(d, 0), D16(d, 16), D16(d, 32), D16(d, 48), D16(d, 64), D16(d, 80) : "l"(x), "l"(weight), "r"(add));
+}
+
+// The compiler moves no use of the sums past this: it does not know that they are written until the wait is over.
+__device__ __forceinline__ void settle(float (&d)[SUMS]) {
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
+}
+
+__device__ __forceinline__ unsigned packed(float low, float high) {
+    unsigned both;
+#if KIND == 1
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+#else
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+#endif
+    return both;
+}
+
+__device__ __forceinline__ void unpack(unsigned both, float& low, float& high) {
+#if KIND == 1
+    asm("{\n.reg .f16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}\n" : "=f"(low), "=f"(high) : "r"(both));
+#else
+    low = __uint_as_float(both << 16), high = __uint_as_float(both & 0xFFFF0000);
+#endif
+}
+
+__device__ __forceinline__ float silu(float x) {
+    float sigmoid;
+    asm("{\n.reg .f32 t;\nmul.ftz.f32 t, %1, 0fBFB8AA3B;\nex2.approx.ftz.f32 t, t;\nadd.ftz.f32 t, t, 0f3F800000;\n"
+        "rcp.approx.ftz.f32 %0, t;\n}\n" : "=f"(sigmoid) : "f"(x));
+    return x * sigmoid;
+}
+
+// silu(gate) up of two outputs: gate, up and the activation are rounded before the product is.
+__device__ __forceinline__ unsigned gated(float gate0, float gate1, float up0, float up1) {
+    float first, second;
+    unsigned product;
+    unpack(packed(gate0, gate1), first, second);
+#if KIND == 1
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(packed(silu(first), silu(second))), "r"(packed(up0, up1)));
+#else
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(packed(silu(first), silu(second))), "r"(packed(up0, up1)));
+#endif
+    return product;
+}
+
+// Each of four threads has two neighbouring outputs of four runs of eight; then each has all of one run.
+__device__ __forceinline__ uint4 exchanged(unsigned a, unsigned b, unsigned c, unsigned d, int lane) {
+    bool odd = lane & 1, upper = lane & 2;
+    // First between neighbours, then between pairs.
+    unsigned give = odd ? a : b, give2 = odd ? c : d;
+    unsigned got = __shfl_xor_sync(0xFFFFFFFF, give, 1), got2 = __shfl_xor_sync(0xFFFFFFFF, give2, 1);
+    // Runs a, c of an even thread and b, d of an odd one, from this thread and its neighbour.
+    unsigned own = odd ? b : a, own2 = odd ? d : c;
+    unsigned low = odd ? got : own, high = odd ? own : got, low2 = odd ? got2 : own2, high2 = odd ? own2 : got2;
+    unsigned far = __shfl_xor_sync(0xFFFFFFFF, upper ? low : low2, 2), far2 = __shfl_xor_sync(0xFFFFFFFF, upper ? high : high2, 2);
+    return upper ? make_uint4(far, far2, low2, high2) : make_uint4(low, high, far, far2);
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1) tall_gated(
+    const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight, void* y, int rows, int out, int steps, int band
+) {
+    extern __shared__ char memory[];
+    unsigned base = (shared_address(memory) + 1023) & ~1023u;
+    unsigned full = base + STAGES * STAGE_BYTES, empty = full + 8 * STAGES;
+    unsigned rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    int group = threadIdx.x >> 7;
+
+    int tall = (rows + 2 * ROWS - 1) / (2 * ROWS), wide = (out + OUTPUTS - 1) / OUTPUTS, tiles = tall * wide, pairs = gridDim.x / 2;
+    auto find = [&](int tile, int& row, int& output) {
+        int first = tile / (band * wide) * band, within = tile - first * wide;
+        int height = tall - first < band ? tall - first : band;
+        row = (first + within % height) * (2 * ROWS) + (int)rank * ROWS;
+        output = within / height * OUTPUTS;
+    };
+
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; ++s) {
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(full + 8 * s) : "memory");
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 4;" :: "r"(empty + 8 * s) : "memory");
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    }
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+
+    if (group == 0) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        if (threadIdx.x == 0) {
+            asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+            asm volatile("griddepcontrol.wait;" ::: "memory");
+            int stage = 0, row, output;
+            unsigned parity = 1;
+            for (int tile = blockIdx.x / 2; tile < tiles; tile += pairs) {
+                find(tile, row, output);
+                int line = output + (int)rank * out;
+                for (int step = 0; step < steps; ++step) {
+                    unsigned to = base + stage * STAGE_BYTES, barrier = full + 8 * stage;
+                    wait_for(empty + 8 * stage, parity);
+                    asm volatile(
+                        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(STAGE_BYTES) : "memory");
+                    load_for_both(to + X_BYTES + rank * (WEIGHT_BYTES / 2), weight, barrier, step * CHANNELS, line);
+                    load_tile(to, x, barrier, step * CHANNELS, row);
+                    if (++stage == STAGES) stage = 0, parity ^= 1;
+                }
+            }
+        }
+        __syncwarp();
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        int own = group - 1, thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
+        // The first threads of two warps tell a block each that a step's memory is free. What was read there needs no fence,
+        // which would hold the group up: the products are complete.
+        bool tells = lane == 0 && warp < 2;
+        unsigned told;
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(told) : "r"(empty), "r"(warp & 1));
+        auto release = [&](int stage) {
+            if (tells) asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" :: "r"(told + 8 * stage) : "memory");
+        };
+        float sums[2][SUMS];
+        int stage = 0, row, output;
+        unsigned parity = 0;
+        for (int tile = blockIdx.x / 2; tile < tiles; tile += pairs) {
+            find(tile, row, output);
+            int before = 0;
+            for (int step = 0; step < steps; ++step) {
+                unsigned from = base + stage * STAGE_BYTES;
+                wait_for(full + 8 * stage, parity);
+                asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+                u64 mine = descriptor(from + own * (X_BYTES / 2)), lines = descriptor(from + X_BYTES);
+#pragma unroll
+                for (int k = 0; k < 4; ++k)
+#pragma unroll
+                    for (int t = 0; t < 2; ++t) multiply(sums[t], mine + t * 512 + 2 * k, lines + 2 * k, step | k);
+                asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+                asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+                if (step) release(before);
+                before = stage;
+                if (++stage == STAGES) stage = 0, parity ^= 1;
+            }
+            asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+            release(before);
+#pragma unroll
+            for (int t = 0; t < 2; ++t) {
+                settle(sums[t]);
+                int upper = row + (own * 2 + t) * 64 + warp * 16 + lane / 4;
+#pragma unroll
+                for (int j = 0; j < OUTPUTS / 8; j += 4)
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        unsigned two[4];
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) {
+                            int at = 4 * (j + i) + 2 * half, up = at + SUMS / 2;
+                            two[i] = gated(sums[t][at], sums[t][at + 1], sums[t][up], sums[t][up + 1]);
+                        }
+                        uint4 eight = exchanged(two[0], two[1], two[2], two[3], lane);
+                        int place = output + (j + lane % 4) * 8;
+                        if (upper + 8 * half < rows && place < out)
+                            *(uint4*)((unsigned short*)y + (long long)(upper + 8 * half) * out + place) = eight;
+                    }
+            }
+        }
+        __syncwarp();
+    }
+    // No block ends while the other one loads to its memory, or arrives there.
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}

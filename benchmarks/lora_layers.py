@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from headrace.kernels.activation import silu_mul  # noqa: E402
-from headrace.kernels.linear import triton_added  # noqa: E402
+from headrace.kernels.linear import cuda_wide  # noqa: E402
 from headrace.kernels.lora import Segment  # noqa: E402
 from headrace.kernels.norm import rms_norm  # noqa: E402
 from headrace.layers.linear import FusedLinear, Linear, RowParallelLinear  # noqa: E402
@@ -117,7 +117,7 @@ def main() -> None:
             held.places = places
             line[name] = microseconds(run, options.repeats) / len(layers)
             if options.apart and places is not None:
-                with mock.patch.object(triton_added, "takes", return_value=False):
+                with mock.patch.object(cuda_wide, "_adds", return_value=False):
                     line[f"{name} apart"] = microseconds(run, options.repeats) / len(layers)
         table.append(line)
         speeds = {f"base / {name}": line["base"] / value for name, value in line.items() if name not in ("rows", "base")}

@@ -271,7 +271,10 @@ def tensors_of(config: dict[str, Any], layer: int, name: str, random_matrix: Any
 def write(options: argparse.Namespace) -> None:
     config = json.loads((options.model / "config.json").read_text())
     layers = config["num_hidden_layers"] = min(options.layers or config["num_hidden_layers"], config["num_hidden_layers"])
-    config["quantization_config"] = FORMATS[options.format][1]
+    scheme = config["quantization_config"] = FORMATS[options.format][1]
+    if not config.get("num_experts") and scheme["quant_method"] == "awq":
+        # vLLM would find the router's name in that of gate and up.
+        config["quantization_config"] = {**scheme, "modules_to_not_convert": ["lm_head"]}
     device = torch.device(options.device)
     generator = torch.Generator(device).manual_seed(options.seed)
 

@@ -308,7 +308,8 @@ def test_maps_of_weights_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return product(*given, **named)
 
     # Weights of this size are others' otherwise.
-    monkeypatch.setattr(cuda_wide, "MIN_NUMBERS", 0)
+    for least in ("MIN_NUMBERS", "SMALL_NUMBERS"):
+        monkeypatch.setattr(cuda_wide, least, 0)
     monkeypatch.setattr(cuda_wide, "_product", counted)
     folder = write_model(tmp_path, head_dim=64, hidden_size=256, intermediate_size=512)
     llm = build(folder, device="cuda", dtype="bfloat16")

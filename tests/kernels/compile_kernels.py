@@ -43,7 +43,6 @@ from headrace.kernels.linear import triton_fp8 as linear_fp8
 from headrace.kernels.linear import triton_fp8_few as fp8_few
 from headrace.kernels.linear import triton_fp8_wide as fp8_wide
 from headrace.kernels.linear import triton_matmul as matmul
-from headrace.kernels.linear import triton_wide as wide
 from headrace.kernels.linear import triton_wna16 as wna16
 from headrace.kernels.linear.fp8_reference import GROUP, Fp8Weight
 from headrace.kernels.linear.fp8_tilings import FewTiling, SingleTiling, WideTiling
@@ -124,8 +123,6 @@ def compile_only(capability: int) -> None:
             line |= {"widths": [options["D"], options["DV"]], "asynchronous": "wgmma" in ptx}
         if "PARTS" in options:
             line["asynchronous"] = "wgmma" in ptx
-        if options.get("ADAPTED") and "wgmma" in ptx:  # Disassembling all would take a minute.
-            line["unset"] = unset(kernel.asm["sass"])
         print(json.dumps(line | before_waiting(ptx, bool(options.get("launch_pdl")))), flush=True)
 
     JITFunction.run = compiled
@@ -134,33 +131,6 @@ def compile_only(capability: int) -> None:
     products = state, conv, activation, norm, linear_fp8, fp8_few, fp8_wide, experts_kernels, rounding, sorting
     for module in (paged_attention, kv_cache, qkv, lora, sparse_attention, sparse_estimate, sparse_means, *products):
         module.mode = lambda device: native
-
-
-def unset(sass: str) -> list[str]:
-    """Lists the instructions that read a uniform register which no instruction writes. ptxas makes such code of products of
-    64 channels with tiles of 16 rows that add what adapters add at their end:
-    all but the first of the right factors were read from wrong places."""
-    written: set[int] = set()
-    read: dict[int, str] = {}
-    for line in sass.splitlines():
-        match = re.search(r"\s(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]*) ([^;]*);", line)
-        if match is None:
-            continue
-        name, arguments = match[1], [argument.strip() for argument in match[2].split(",")]
-        target = re.fullmatch(r"UR(\d+)", arguments[0])
-        if target is not None and re.match(r"U|S2UR|R2UR|CS2UR|REDUX|LDC", name):
-            wide = 2 if ".64" in name or "WIDE" in name else 1
-            written |= {int(target[1]) + place for place in range(wide)}
-            arguments = arguments[1:]
-        for argument in arguments:
-            factors = re.search(r"gdesc\[UR(\d+)\]", argument)
-            if factors is not None:  # Two descriptors, of which one is not read where the left factor is in registers.
-                first = int(factors[1])
-                skipped = 2 if re.fullmatch(r"R\d+", arguments[1]) else 0
-                read |= dict.fromkeys(range(first + skipped, first + 4), line)
-            else:
-                read |= dict.fromkeys(map(int, re.findall(r"UR(\d+)", argument)), line)
-    return [line.strip() for register, line in read.items() if register not in written]
 
 
 def before_waiting(ptx: str, early: bool) -> dict[str, Any]:
@@ -302,8 +272,6 @@ def others() -> None:
             y, low = linear.linear_and_low(rows[:1], torch.zeros(6144, 4096, dtype=BF16), None, one_row)
             lora.expand(one_row.added(low), held[:1], y)
             lora.expand_gated(one_row.added(low), y)
-        if tokens <= 40 and rank == 16:
-            wide.linear(rows, torch.zeros(6144, 4096, dtype=BF16), added=added)
 
 
 def states() -> None:
@@ -435,9 +403,6 @@ def products() -> None:
         matmul.matmul(x[:2].reshape(2, -1), torch.zeros(64, x[0].numel(), dtype=dtype))
         for turned in (weight.transpose(1, 2), torch.zeros(16, 512, 128, dtype=dtype)):
             matmul.matmul_by_head(x, turned, torch.zeros(4, 16, 512, dtype=dtype))
-    x, weight = torch.zeros(8, 4096, dtype=BF16), torch.zeros(12352, 4096, dtype=BF16)
-    for outputs in (len(weight), 4096):
-        wide.linear(x, weight[:outputs], x[0].new_zeros(outputs), torch.float32)
 
 
 def fp8_products() -> None:

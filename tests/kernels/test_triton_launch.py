@@ -207,7 +207,7 @@ import torch
 from triton import knobs
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
-from compile_kernels import activation, compile_only, norm, wide
+from compile_kernels import activation, compile_only, linear, norm
 from headrace.kernels.triton_launch import compile_launches
 run = JITFunction.run
 compile_only(90)
@@ -222,8 +222,7 @@ with compile_launches(2):
     for _ in range(2):
         norm.rms_norm(x, x[0], 1e-6)
         activation.silu_mul(x)
-        # Its arguments are descriptors of tensors.
-        wide.linear(x, torch.zeros(4096, 4096, dtype=torch.bfloat16))
+        linear.linear(x, torch.zeros(4096, 4096, dtype=torch.bfloat16))
 print("torch._dynamo" in sys.modules)
 """
 
@@ -242,7 +241,7 @@ def test_another_process_finds_what_was_compiled_ahead(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr[-3000:]
         return sorted(done.stdout.splitlines())
 
-    names = ("_gated", "_rms_norm", "_wide")
+    names = ("_gated", "_rms_norm", "_several")
     assert compiled() == ["False", *(f"{name} {done}" for name in names for done in ("compiled", "loaded"))]
     assert compiled() == ["False", *(f"{name} {done}" for name in names for done in ("found", "loaded"))]
 

@@ -19,12 +19,10 @@ if TYPE_CHECKING:
     from headrace.kernels.linear import triton as kernels
     from headrace.kernels.linear import triton_invariant as invariant_kernels
     from headrace.kernels.linear import triton_matmul as matmul_kernels
-    from headrace.kernels.linear import triton_wide as wide_kernels
 else:
     invariant_kernels = gpu.Late(f"{__name__}.triton_invariant")
     kernels = gpu.Late(f"{__name__}.triton")
     matmul_kernels = gpu.Late(f"{__name__}.triton_matmul")
-    wide_kernels = gpu.Late(f"{__name__}.triton_wide")
 
 FEW_ROWS: tuple[tuple[float, int], ...] = ((32 << 20, 16), (math.inf, 8))
 """Numbers of a weight, and up to how many rows the Triton kernel beats cuBLAS on weights of no more than that, on the GPUs
@@ -32,8 +30,6 @@ measured (see benchmarks/). The first line that a weight fits in counts."""
 _MOST_FEW = max(rows for _, rows in FEW_ROWS)
 _ALIGNED = 16
 """Numbers from row to row of a factor: of multiples of these the Triton kernel for several rows reads 16 bytes at once."""
-_ADAPTED_ROWS = range(2, 65)
-"""Rows with which, on an H200, a product that adds what adapters add is faster than another and a kernel behind it."""
 _LT_OUTPUTS = 4224
 """Most outputs of a weight for which cuBLASLt chooses better kernels than cuBLAS, ..."""
 _LT_ROWS: tuple[tuple[float, tuple[range, ...]], ...] = (
@@ -127,16 +123,15 @@ def linear_adapted(
     batch_invariant: bool = False,
     exact: bool = False,
 ) -> torch.Tensor:
-    """``linear`` and the addition of adapters. The kernel of a single row multiplies by A too, and that of 2 to 64 rows adds B
-    before it rounds: neither makes a ``batch_invariant`` product."""
+    """``linear`` and the addition of adapters. The kernel of a single row multiplies by A too, and that of 2 to 64 rows adds
+    all that adapters add before it rounds: neither makes a ``batch_invariant`` product."""
     if _is_single(x, weight) and not batch_invariant:
         y, low = kernels.linear_and_low(x, weight, bias, factors, out_dtype)
         expand(factors.added(low), y)
         return y
+    if not batch_invariant and (whole := cuda_wide.adapted(x, weight, bias, out_dtype, factors)) is not None:
+        return whole
     added = shrink(x, factors, batch_invariant=batch_invariant)
-    fits = not batch_invariant and x.ndim == 2 and len(x) in _ADAPTED_ROWS and weight.dtype == x.dtype
-    if fits and gpu.takes(x) and support.is_hopper(x.device) and wide_kernels.adds(x, weight, added):
-        return wide_kernels.linear(x, weight, bias, out_dtype, added=added)
     y = linear(x, weight, bias, out_dtype, batch_invariant=batch_invariant, exact=exact)
     expand(added, y, batch_invariant=batch_invariant)
     return y
@@ -146,8 +141,10 @@ def linear_adapted_gated(
     x: torch.Tensor, weight: torch.Tensor, factors: Factors, *, batch_invariant: bool = False
 ) -> torch.Tensor | None:
     """``silu_mul`` of ``linear_adapted``, whose parts are gate and up; None: no kernel makes both."""
-    if batch_invariant or not _is_single(x, weight):
+    if batch_invariant:
         return None
+    if not _is_single(x, weight):
+        return cuda_wide.adapted_gated(x, weight, factors)
     y, low = kernels.linear_and_low(x, weight, None, factors)
     return expand_gated(factors.added(low), y)
 

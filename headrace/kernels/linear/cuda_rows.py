@@ -63,9 +63,9 @@ def choose_tiling(rows: int, outputs: int, inputs: int, multiprocessors: int, *,
         )
     split = 1 if inputs <= 8192 else 2
     filled = cdiv(outputs, _GROUP) * split / multiprocessors
-    if not 0.7 <= filled <= 1 or rows > 224:
+    if not 0.7 <= filled <= 1 or rows > 192:
         return None
-    return RowsTiling(rows, 1, split, 5 if rows <= 128 else 4 if rows <= 192 else 3, lag=True)
+    return RowsTiling(rows, 1, split, 5 if rows <= 128 else 4, lag=True)
 
 
 def choose(x: torch.Tensor, weight: torch.Tensor, *, gated: bool = False) -> RowsTiling | None:

@@ -1,7 +1,8 @@
 """Products of 2 to 64 rows with a weight in 16 bits or in FP8, on Hopper GPUs: the kernel of ``wide.cu``. References:
 ``torch.nn.functional.linear`` and ``headrace.kernels.linear.fp8_reference``.
 
-Blocks that share the channels of a tile are a cluster, and add up their sums in the order of these channels.
+Blocks that share the channels of a tile are a cluster, and add up their sums in the order of these channels. What adapters add
+(``headrace.kernels.lora.reference``) is made in the same launch.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from headrace.kernels import support
 from headrace.kernels.cuda_launch import CudaKernel, refusals, tensor_map
 from headrace.kernels.linear.fp8_reference import Fp8Rows, Fp8Weight
+from headrace.kernels.lora.reference import PARTS, Factors
 from headrace.kernels.support import cdiv
 
 MAX_ROWS = 64
@@ -27,6 +29,10 @@ _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2}
 _RESULTS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _LINE, _OUTPUTS, _THREADS, _FIXED = 128, 64, 160, 1024 + 256
 """Bytes of a line of shared memory, outputs of an instruction, threads of a block, and bytes that it needs beside stages."""
+_SHARED_KB = 216
+"""Shared memory of a multiprocessor for whole blocks of 72, 108 or 216 KB."""
+_MAX_PLACES, _SIXTEEN, _SHARE, _ADDING = 64, 16, 512, 128
+"""Places of adapters, ranks that an instruction takes, channels over which a block multiplies by A, and its threads that do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +57,11 @@ class CudaTiling:
         """Steps in flight."""
         return ((self.kilobytes << 10) - _FIXED) // self._stage(rows)
 
+    @property
+    def resident(self) -> int:
+        """Blocks that a multiprocessor has at a time; with adapters, registers are enough for three."""
+        return min(_SHARED_KB // self.kilobytes, 3)
+
     def shared(self, rows: int) -> int:
         """Bytes of shared memory that a block takes."""
         return _FIXED + self.stages(rows) * self._stage(rows)
@@ -74,8 +85,6 @@ _SMALL_TILINGS = (
 """The same for weights of fewer than ``MIN_NUMBERS``, measured with qkv and o of Qwen3 30B-A3B."""
 _FP8_TILINGS = ((16, (CudaTiling(32, 1, 216, 2), CudaTiling(32, 2, 72), CudaTiling(64, 1, 72))), *_TILINGS[1:])
 """The same for large weights in FP8."""
-_SHARED_KB = 216
-"""Shared memory of a multiprocessor for whole blocks of 72, 108 or 216 KB."""
 
 
 @functools.cache
@@ -83,7 +92,7 @@ def choose_tiling(rows: int, out_features: int, multiprocessors: int, *, small: 
     """Chooses the tiling whose blocks leave the least of the multiprocessors empty, with few blocks one after the other."""
 
     def filled(tiling: CudaTiling) -> float:
-        waves = cdiv(out_features, tiling.tile) * tiling.split / (multiprocessors * (_SHARED_KB // tiling.kilobytes))
+        waves = cdiv(out_features, tiling.tile) * tiling.split / (multiprocessors * tiling.resident)
         return waves / math.ceil(waves) - math.ceil(waves) / 100
 
     table = _SMALL_TILINGS if small else _FP8_TILINGS if fp8 else _TILINGS
@@ -120,6 +129,7 @@ def linear(
     out_dtype: torch.dtype | None = None,
     *,
     tiling: CudaTiling,
+    added: Factors | None = None,
 ) -> torch.Tensor:
     """``x W^T + bias`` for rows and a weight that the kernel ``takes``.
 
@@ -129,11 +139,12 @@ def linear(
         bias: ``[out]``
         out_dtype: what the product is rounded to; None: x's dtype.
         tiling: of at most 64 rows, each a multiple of 8, times its ``fold``.
+        added: adapters that add to it before it is rounded, with parts of whole tiles.
 
     Returns:
         ``[rows, out]``
     """
-    return _product(x, weight, bias, out_dtype or x.dtype, tiling, 0, 0)
+    return _product(x, weight, bias, out_dtype or x.dtype, tiling, 0, 0, added=added)
 
 
 def gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
@@ -141,6 +152,36 @@ def gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
     if len(weight) % 2 or choose(x, weight) != _GATED:
         return None
     return _product(x, weight, None, x.dtype, _GATED, 0, 0, gated=True)
+
+
+def adapted(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None, factors: Factors
+) -> torch.Tensor | None:
+    """``linear`` and what adapters add. None where the kernel does not take it."""
+    if not _adds(x, weight, factors):
+        return None
+    multiprocessors, small = support.resources(x.device).multiprocessors, weight.numel() < MIN_NUMBERS
+    tiling = choose_tiling(len(x), len(weight), multiprocessors, small=small)
+    if any(end % tiling.tile for end in factors.ends[:-1]):
+        return None
+    return linear(x, weight, bias, out_dtype, tiling=tiling, added=factors)
+
+
+def adapted_gated(x: torch.Tensor, weight: torch.Tensor, factors: Factors) -> torch.Tensor | None:
+    """``silu_mul`` of ``adapted``, of parts that are gate and up. None where the product's own tiling is another."""
+    half = len(weight) // 2
+    if not _adds(x, weight, factors) or tuple(factors.ends) != (half, 2 * half) or choose(x, weight) != _GATED:
+        return None
+    return _product(x, weight, None, x.dtype, _GATED, 0, 0, gated=True, added=factors)
+
+
+def _adds(x: torch.Tensor, weight: torch.Tensor, factors: Factors) -> bool:
+    """Whether the kernel can add them. B's rows are loaded by the tensor memory accelerator."""
+    a, b, places = factors.a, factors.b, factors.places
+    if x.ndim != 2 or not 1 < len(x) <= MAX_ROWS or places is None or not x.dtype == weight.dtype == a.dtype == b.dtype:
+        return False
+    fit = len(places) == len(x) and len(a) <= _MAX_PLACES and len(factors.ends) <= PARTS and not b.shape[2] & 7
+    return fit and x.itemsize == 2 and support.in_pieces(a, b) and takes(x, weight)
 
 
 def fp8_linear(
@@ -161,6 +202,7 @@ def _product(
     weight_scales: int,
     *,
     gated: bool = False,
+    added: Factors | None = None,
 ) -> torch.Tensor:
     (rows, inputs), out, height = x.shape, len(weight), tiling.tile
     if gated:
@@ -168,20 +210,63 @@ def _product(
     wide = max(8, support.power_of_two(rows))
     columns = _LINE // x.itemsize
     y = torch.empty(rows, out, dtype=dtype, device=x.device)
-    kernel = _kernel(tiling, wide, x.dtype, dtype, None if bias is None else bias.dtype, gated)
+    kernel = _kernel(tiling, wide, x.dtype, dtype, None if bias is None else bias.dtype, gated, added is not None)
+    blocks = cdiv(out, height) * tiling.split
+    adapters = [] if added is None else _adapters(x, added, tiling, blocks, height)
     kernel.launch(
-        (cdiv(out, height) * tiling.split, 1, 1), tensor_map(weight, height, columns), tensor_map(x, wide, columns),
+        (blocks, 1, 1), tensor_map(weight, height, columns), tensor_map(x, wide, columns),
         y.data_ptr(), 0 if bias is None else bias.data_ptr(), x_scales, weight_scales, rows, out,
-        cdiv(inputs, tiling.lines * tiling.fold * columns),
+        cdiv(inputs, tiling.lines * tiling.fold * columns), *adapters,
     )  # fmt: skip
     return y
 
 
+def _adapters(x: torch.Tensor, factors: Factors, tiling: CudaTiling, blocks: int, height: int) -> list[bytes | int]:
+    """The kernel's arguments for what adapters add."""
+    (rows, inputs), rank, parts = x.shape, factors.b.shape[2], len(factors.ends)
+    if factors.places is None:
+        raise ValueError("adapters have no place for each row")
+    numbers = cdiv(inputs, _SHARE) * rows * parts * cdiv(rank, _SIXTEEN) * _SIXTEEN
+    shares = torch.empty(numbers, dtype=torch.float32, device=x.device)
+    ends = (*factors.ends, *[factors.ends[-1]] * PARTS)[: PARTS - 1]
+    # All of these run at the same time, whatever the others wait for.
+    workers = min(blocks, support.resources(x.device).multiprocessors * tiling.resident)
+    return [
+        tensor_map(factors.b, height, _SIXTEEN), x.data_ptr(), factors.a.data_ptr(), factors.places.data_ptr(),
+        shares.data_ptr(), _cells(x.device).data_ptr(), x.stride(0), factors.a.stride(0), inputs, rank, parts, *ends, workers,
+    ]  # fmt: skip
+
+
+def _cells(device: torch.device) -> torch.Tensor:
+    """Counters of the kernel's blocks: 0 between launches. Each stream has its own, and so have graphs, which are replayed one
+    after the other: theirs exist before the first is captured, as kernels run once before."""
+    captured = _cells_of(device, None)
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return captured
+    return _cells_of(device, torch.cuda.current_stream(device).cuda_stream)
+
+
+@functools.cache
+def _cells_of(device: torch.device, stream: int | None) -> torch.Tensor:
+    return torch.zeros(64, dtype=torch.int32, device=device)
+
+
 @functools.cache
 def _kernel(
-    tiling: CudaTiling, rows: int, kind: torch.dtype, result: torch.dtype, bias: torch.dtype | None, gated: bool = False
+    tiling: CudaTiling,
+    rows: int,
+    kind: torch.dtype,
+    result: torch.dtype,
+    bias: torch.dtype | None,
+    gated: bool = False,
+    adapted: bool = False,
 ) -> CudaKernel:
     macros = {"KIND": _KINDS[kind], "ROWS": rows, "TILE": tiling.tile, "SPLIT": tiling.split, "LINES": tiling.lines}
     macros |= {"STAGES": tiling.stages(rows), "Y_KIND": _RESULTS[result], "GATED": int(gated)}
     macros |= {"BIAS": 0 if bias is None else _RESULTS[bias] + 1}
-    return CudaKernel(_SOURCE, "wide_product", "MMPPPPiii", macros, _THREADS, tiling.shared(rows), tiling.split)
+    parameters = "MMPPPPiii"
+    if adapted:
+        macros |= {"ADAPTED": 1, "RESIDENT": tiling.resident}
+        parameters += "MPPPPPqqiiiiii"
+    threads = _THREADS + (_ADDING if adapted else 0)
+    return CudaKernel(_SOURCE, "wide_product", parameters, macros, threads, tiling.shared(rows), tiling.split)

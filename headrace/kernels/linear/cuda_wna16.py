@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import math
 from pathlib import Path
 
 import torch
@@ -21,8 +23,8 @@ from headrace.kernels.support import cdiv
 MIN_ROWS = 9
 MAX_ROWS = 768
 """Up to so many rows the kernel takes less time than the way of the weight's floats to memory and back."""
-_WIDE = (16, 24, 32, 48, 64, 128)
-"""Rows of the kernel's instructions."""
+EXACT_ROWS = 64
+"""More rows in bfloat16 multiply weights that are rounded to it, if scales are bfloat16 too and codes have no middles."""
 _SOURCE = Path(__file__).with_name("wna16.cu")
 _KINDS = {torch.bfloat16: 0, torch.float16: 1}
 """Numbers that ``wna16.cu`` has for the dtypes of x and of scales."""
@@ -34,7 +36,7 @@ class CudaPackedTiling:
     """A block makes ``64 * teams`` outputs of some rows, of a part of the inputs; the parts of a tile are a cluster."""
 
     rows: int
-    """Rows of an instruction, one of ``_WIDE``."""
+    """Rows of an instruction: 8, 16, 24, 32, 48, 64, 96 or 128."""
     teams: int
     """Warpgroups of a block that multiply: 2 or 3."""
     parts: int = 1
@@ -44,6 +46,8 @@ class CudaPackedTiling:
     deferred: bool = False
     """Scales multiply the sums of a run while the products of the next are made. It takes registers: with 3 teams, rows are
     at most 16."""
+    rounded: bool = False
+    """Weights are rounded to bfloat16, the dtype of x and of scales, and have no middles."""
 
     @property
     def outputs(self) -> int:
@@ -60,8 +64,12 @@ class CudaPackedTiling:
         return 1024 + max(self.stages * stage + scales, 4 * self.rows * (self.outputs + 4))
 
 
-_RUN_TIMES = {16: 0.44, 24: 0.5, 32: 0.55, 48: 0.6, 64: 0.68}, {16: 0.3, 24: 0.34, 32: 0.36, 48: 0.4, 64: 0.45, 128: 0.78}
-"""Microseconds of a run by rows of an instruction: of blocks of three warpgroups, and of two."""
+_EXACT = (
+    (3, {16: 0.44, 24: 0.5, 32: 0.55, 48: 0.6, 64: 0.68}),
+    (2, {16: 0.3, 24: 0.34, 32: 0.36, 48: 0.4, 64: 0.45, 128: 0.78}),
+)
+_ROUNDED = ((3, {64: 0.62, 96: 0.82, 128: 1.03}), (2, {128: 0.69}))
+"""Teams of a block, and microseconds of a run by rows of an instruction."""
 _LAUNCH, _START, _SUM = 1.4, 1.0, (0.5, 0.01)
 """Microseconds of a launch, of blocks before and after their runs, and those that adding parts takes: for any rows of an
 instruction, and for each."""
@@ -75,35 +83,40 @@ def choose(
     if not MIN_ROWS <= len(x) <= MAX_ROWS or not takes(x, weight, bias):
         return None
     runs, middles = weight.words.shape[1], weight.middles is not None
-    return _choose(len(x), weight.outputs, runs, middles, gated, support.resources(x.device).multiprocessors)
+    rounded = len(x) > EXACT_ROWS and not middles and x.dtype == weight.scales.dtype == torch.bfloat16
+    return _choose(len(x), weight.outputs, runs, middles, rounded, gated, support.resources(x.device).multiprocessors)
 
 
 @functools.cache
-def _choose(rows: int, outputs: int, runs: int, middles: bool, gated: bool, multiprocessors: int) -> CudaPackedTiling | None:
-    best, least = None, float("inf")
-    for teams, times in zip((3, 2), _RUN_TIMES, strict=True):
-        if gated and outputs % (64 * teams):
+def _choose(
+    rows: int, outputs: int, runs: int, middles: bool, rounded: bool, gated: bool, multiprocessors: int
+) -> CudaPackedTiling | None:
+    best, least = None, math.inf
+    forms = [(*form, False) for form in _EXACT] + [(*form, True) for form in _ROUNDED if rounded]
+    for (teams, times, rounds), parts in itertools.product(forms, (1, 2, 3, 4)):
+        if parts > runs or (gated and outputs % (64 * teams)):
             continue
-        sizes = {wide for wide in times if wide >= rows} or {max(times)}
-        for wide in {min(sizes), 64} if rows > 64 else {min(sizes)}:
+        # Clusters of three and four do not find room on all multiprocessors.
+        places = multiprocessors if parts < 3 else multiprocessors * 10 // 11
+        for wide in [min(wide for wide in times if wide >= rows)] if rows <= 64 else [wide for wide in times if wide >= 64]:
             tiles = cdiv(outputs, 64 * teams) * cdiv(rows, wide)
-            deferred = not middles and teams == 2 and wide <= 64
-            for parts in (1, 2, 3, 4):
-                # Clusters of three and four do not find room on all multiprocessors.
-                places = multiprocessors if parts < 3 else multiprocessors * 10 // 11
-                each = times[wide] * (2 if middles else 1)
-                block = cdiv(runs, parts) * each + _START + (_SUM[0] + _SUM[1] * wide) * (parts > 1)
-                time = cdiv(tiles * parts, places) * block + _LAUNCH
-                tiling = _fitting(CudaPackedTiling(wide, teams, parts, deferred=deferred), runs, middles)
-                if time < least and parts <= runs and tiling is not None:
-                    best, least = tiling, time
+            each = times[wide] * (2 if middles else 1)
+            block = cdiv(runs, parts) * each + _START + (_SUM[0] + _SUM[1] * wide) * (parts > 1)
+            time = cdiv(tiles * parts, places) * block + _LAUNCH
+            deferred = teams == 2 and wide <= 64 and not middles
+            tiling = _fitting(CudaPackedTiling(wide, teams, parts, deferred=deferred, rounded=rounds), runs, middles)
+            if time < least and tiling is not None:
+                best, least = tiling, time
     return best
 
 
 def _fitting(tiling: CudaPackedTiling, runs: int, middles: bool) -> CudaPackedTiling | None:
-    """With as many stages, up to eight, as there is memory for."""
-    stages = (dataclasses.replace(tiling, stages=count) for count in range(8, 2, -1))
-    return next((each for each in stages if each.shared(runs, middles) <= _MEMORY), None)
+    """With the fewest of four to eight stages that give a block a multiprocessor for itself, or else the most; None: four do
+    not fit."""
+    stages = [dataclasses.replace(tiling, stages=count) for count in range(4, 9)]
+    fitting = [each for each in stages if each.shared(runs, middles) <= _MEMORY]
+    alone = (each for each in fitting if 2 * each.shared(runs, middles) > _MEMORY)
+    return next(alone, fitting[-1] if fitting else None)
 
 
 def takes(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> bool:
@@ -150,7 +163,7 @@ def _kernel(
     tiling: CudaPackedTiling, runs: int, kind: torch.dtype, scales: torch.dtype, middles: bool, gated: bool
 ) -> CudaKernel:
     macros = {"FEW": 0, "ROWS": tiling.rows, "TEAMS": tiling.teams, "PARTS": tiling.parts, "STAGES": tiling.stages}
-    macros |= {"DEFERRED": int(tiling.deferred), "MIDDLES": int(middles), "GATED": int(gated)}
+    macros |= {"DEFERRED": int(tiling.deferred), "ROUNDED": int(tiling.rounded), "MIDDLES": int(middles), "GATED": int(gated)}
     macros |= {"HALF": _KINDS[kind], "HALF_SCALES": _KINDS[scales]}
     threads, shared = tiling.threads, tiling.shared(runs, middles)
     return CudaKernel(_SOURCE, "wna16_product", "MMPPPPiiii", macros, threads, shared, tiling.parts)
@@ -160,8 +173,7 @@ def gates_few(x: torch.Tensor, weight: PackedWeight) -> bool:
     """Whether ``few_gated`` takes x ``[rows, K]`` and the weight and is the fastest, as measured: outputs are many for each
     block, so that weights come while others are multiplied."""
     runs, outputs = weight.words.shape[1], weight.outputs
-    multiprocessors = support.resources(x.device).multiprocessors
-    many = runs == 32 and outputs >= 128 * multiprocessors
+    many = 32 <= runs <= 64 and outputs >= 128 * support.resources(x.device).multiprocessors
     return many and len(x) < MIN_ROWS and not outputs % 16 and weight.middles is None and takes(x, weight)
 
 

@@ -148,7 +148,7 @@ __device__ __forceinline__ uint4 exchanged(unsigned a, unsigned b, unsigned c, u
     return upper ? make_uint4(far, far2, low2, high2) : make_uint4(low, high, far, far2);
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1) tall_product(
+extern "C" __global__ void __launch_bounds__(384, 1) tall_gated(
     const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight, void* y, int rows, int out, int steps, int band
 ) {
     extern __shared__ char memory[];
@@ -242,13 +242,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) tall_product(
                 for (int j = 0; j < OUTPUTS / 8; j += 4)
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
-                        unsigned pairs[4];
+                        unsigned two[4];
 #pragma unroll
                         for (int i = 0; i < 4; ++i) {
                             int at = 4 * (j + i) + 2 * half, up = at + SUMS / 2;
-                            pairs[i] = gated(sums[t][at], sums[t][at + 1], sums[t][up], sums[t][up + 1]);
+                            two[i] = gated(sums[t][at], sums[t][at + 1], sums[t][up], sums[t][up + 1]);
                         }
-                        uint4 eight = exchanged(pairs[0], pairs[1], pairs[2], pairs[3], lane);
+                        uint4 eight = exchanged(two[0], two[1], two[2], two[3], lane);
                         int place = output + (j + lane % 4) * 8;
                         if (upper + 8 * half < rows && place < out)
                             *(uint4*)((unsigned short*)y + (long long)(upper + 8 * half) * out + place) = eight;

@@ -54,7 +54,7 @@ ONE_TILE = Tile(64, 64, 64, 4, 4)
 
 
 @triton.jit
-def fetch_near(weight, output, weight_row, start, inputs, COUNT: tl.constexpr, PIECES: tl.constexpr):
+def _fetch_near(weight, output, weight_row, start, inputs, COUNT: tl.constexpr, PIECES: tl.constexpr):
     """``COUNT`` weights of each output from channel ``start`` on, into the L2 cache. Nothing waits for them.
 
     Rows begin at multiples of 16 bytes. ``PIECES``: copies of a row, so many that each thread has one of its own.
@@ -110,7 +110,7 @@ def _invariant_product(
     output = within // height * OUTPUTS + tl.arange(0, OUTPUTS)
     split = tl.program_id(1)
     if PDL and NEAR > 0:
-        fetch_near(weight, tl.minimum(output, OUT - 1), weight_row, split * SPAN, IN, NEAR, PIECES)
+        _fetch_near(weight, tl.minimum(output, OUT - 1), weight_row, split * SPAN, IN, NEAR, PIECES)
     wait(PDL)
     x_base = x + row.to(tl.int64)[None, :] * x_row
     weight_base = weight + output.to(tl.int64)[:, None] * weight_row

@@ -18,6 +18,7 @@
 //   PARTS    programs that share a tile's inputs
 //   STAGES   steps of 128 inputs in flight or in shared memory
 //   DEFERRED 1: scales multiply a step's sums while the next step's products are made
+//   ROUNDED  1: weights are rounded to bfloat16, as are scales that multiply them, in place of the sums of a step
 //   MIDDLES  1: middle codes have values (zero points)
 //   GATED    1: y is silu(gate) * up of the halves of the outputs, without a bias
 //   HALF     1: x, bias and y are float16 in place of bfloat16
@@ -277,6 +278,21 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, WARPS > 8 ? 1 : 2) wna1
     }
 }
 #else
+// Pairs of weights by a scale: `scale[0]` is 2 ** 119 times it, `scale[1]` 2 ** 115 times, and `scale[2]` -2 ** -11 times. They are
+// too small by 2 ** 14. One rounding makes them, since the product of a code is exact.
+__device__ __forceinline__ void decode_scaled(u32 word, const u32 (&scale)[3], u32 (&to)[4]) {
+    asm volatile("{ .reg .b32 t, u; and.b32 t, %4, 0x000f000f; fma.rn.bf16x2 %0, t, %5, %7;\n"
+                 "and.b32 t, %4, 0x00f000f0; fma.rn.bf16x2 %1, t, %6, %7; shr.u32 u, %4, 8;\n"
+                 "and.b32 t, u, 0x000f000f; fma.rn.bf16x2 %2, t, %5, %7;\n"
+                 "and.b32 t, u, 0x00f000f0; fma.rn.bf16x2 %3, t, %6, %7; }"
+                 : "=&r"(to[0]), "=&r"(to[1]), "=&r"(to[2]), "=&r"(to[3])
+                 : "r"(word), "r"(scale[0]), "r"(scale[1]), "r"(scale[2]));
+}
+__device__ __forceinline__ u32 times(u32 a, u32 b) {
+    u32 r;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
 template <int N, bool F16> struct Product;
 #define F4(n) "+f"(s[n]), "+f"(s[n + 1]), "+f"(s[n + 2]), "+f"(s[n + 3])
 #define PRODUCT(N, F16, KIND, REGISTERS, A, B, C, D, X, KEEP, ...)                                                             \
@@ -349,6 +365,8 @@ __device__ __forceinline__ void load_codes(u32 to, const TensorMap &map, u32 bar
 #define GIVES_UP DEFERRED
 #define THREADS (MULTIPLIERS + (GIVES_UP ? 128 : 32))
 #define RESULTS (GATED ? WIDTH / 2 : WIDTH)
+// Whether sums of x have registers of their own.
+#define APART (MIDDLES && ROWS <= 32)
 #define X_BYTES (256 * ROWS)
 #define CODE_BYTES (64 * WIDTH)
 #define STAGE_BYTES (X_BYTES + CODE_BYTES)
@@ -470,22 +488,42 @@ load_x(to, x, barrier, (begin + step) * 128, top, often);
     auto inputs_at = [&](int sixteen) {
         return 0x40000040ull << 32 | ((from >> 4 | 1 << 16) + ((sixteen >> 2) * (ROWS * 128) + (sixteen & 3) * 32) / 16);
     };
+    // Sums of x, as products by ones, stand where the middles' products are needed.
+    [[maybe_unused]] const u32 ones = HALF ? 0x3c003c00 : 0x3f803f80;
+    [[maybe_unused]] float rows_of_ones[ROWS / 2];
     auto multiply = [&](float(&sums)[ROWS / 2]) {
         barrier_wait(barrier, parity);
         const quad a = load_words(from + low_at), b = load_words(from + high_at);
         const u32 a_words[4] = {a.a, a.b, a.c, a.d}, b_words[4] = {b.a, b.b, b.c, b.d};
+#if ROUNDED
+        const u32 low = load_shared16(scale_at) * 0x10001, high = load_shared16(scale_at + 16) * 0x10001;
+        scale_at += WIDTH * 2;
+        const u32 by_low[3] = {times(low, 0x7b007b00), times(low, 0x79007900), times(low, 0xba00ba00)};
+        const u32 by_high[3] = {times(high, 0x7b007b00), times(high, 0x79007900), times(high, 0xba00ba00)};
+#endif
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             u32 l[2][4], h[2][4];
 #pragma unroll
             for (int p = 0; p < 2; p++) {
+#if ROUNDED
+                decode_scaled(a_words[2 * half + p], by_low, l[p]);
+                decode_scaled(b_words[2 * half + p], by_high, h[p]);
+#else
                 decode<HALF>(a_words[2 * half + p], l[p][0], l[p][1], l[p][2], l[p][3]);
                 decode<HALF>(b_words[2 * half + p], h[p][0], h[p][1], h[p][2], h[p][3]);
+#endif
             }
             products_fence();
 #pragma unroll
             for (int w = 0; w < 4; w++)
-                Product<ROWS, HALF>::add(sums, l[0][w], h[0][w], l[1][w], h[1][w], inputs_at(2 * w + half), half + w > 0);
+                Product<ROWS, HALF>::add(
+                    sums, l[0][w], h[0][w], l[1][w], h[1][w], inputs_at(2 * w + half), ROUNDED || half + w > 0);
+#if APART
+#pragma unroll
+            for (int w = 0; w < 4; w++)
+                Product<ROWS, HALF>::add(rows_of_ones, ones, ones, ones, ones, inputs_at(2 * w + half), half + w > 0);
+#endif
             products_commit();
         }
     };
@@ -497,7 +535,7 @@ load_x(to, x, barrier, (begin + step) * 128, top, often);
 #pragma unroll
         for (int i = 0; i < ROWS / 2; i++) asm volatile("" : "+f"(sums[i])::"memory");
     };
-    auto scale = [&](const float(&sums)[ROWS / 2]) {
+    [[maybe_unused]] auto scale = [&](const float(&sums)[ROWS / 2]) {
         const float gain = HALF ? 1.0f : 64.0f;
         const float by_low = wide<HALF_SCALES>(load_shared16(scale_at)) * gain, by_high = wide<HALF_SCALES>(load_shared16(scale_at + 16)) * gain;
         scale_at += WIDTH * 2;
@@ -508,7 +546,17 @@ load_x(to, x, barrier, (begin + step) * 128, top, often);
         from += STAGE_BYTES, barrier += 8;
         if (barrier == emptied) from = base, barrier = filled, parity ^= 1;
     };
-#if DEFERRED
+#if ROUNDED
+    for (int step = 0; step < steps; step++) {
+        multiply(total);
+        products_wait<0>();
+        settle(total);
+        release(barrier + 8 * STAGES);
+        forward();
+    }
+#pragma unroll
+    for (int i = 0; i < ROWS / 2; i++) total[i] *= 0x1p14f;
+#elif DEFERRED
     float even[ROWS / 2], odd[ROWS / 2];
 #pragma unroll
     for (int i = 0; i < ROWS / 2; i++) even[i] = odd[i] = 0.0f;
@@ -545,24 +593,31 @@ load_x(to, x, barrier, (begin + step) * 128, top, often);
         float sums[ROWS / 2];
 #pragma unroll
         for (int i = 0; i < ROWS / 2; i++) sums[i] = 0.0f;
+#if APART
+#pragma unroll
+        for (int i = 0; i < ROWS / 2; i++) rows_of_ones[i] = 0.0f;
+#endif
         multiply(sums);
         products_wait<0>();
         settle(sums);
 #if MIDDLES
         scale(sums);
-        // Sums of x, as products by ones, stand where the middles' products are needed.
-        const u32 ones = HALF ? 0x3c003c00 : 0x3f803f80;
+#if APART
+        float(&totals)[ROWS / 2] = rows_of_ones;
+#else
+        float(&totals)[ROWS / 2] = sums;
         products_fence();
 #pragma unroll
         for (int w = 0; w < 8; w++) Product<ROWS, HALF>::add(sums, ones, ones, ones, ones, inputs_at(w), w > 0);
         products_commit();
         products_wait<0>();
-        settle(sums);
+#endif
+        settle(totals);
         release(barrier + 8 * STAGES);
         const float middle_low = load_shared_float(middle_at), middle_high = load_shared_float(middle_at + 32);
         middle_at += WIDTH * 4;
 #pragma unroll
-        for (int i = 0; i < ROWS / 2; i++) total[i] += sums[i] * (i & 2 ? middle_high : middle_low);
+        for (int i = 0; i < ROWS / 2; i++) total[i] += totals[i] * (i & 2 ? middle_high : middle_low);
 #else
         release(barrier + 8 * STAGES);
         scale(sums);

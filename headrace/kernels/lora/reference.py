@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 import torch
 
+PARTS = 3
+"""Most fused matrices of a layer, for the kernels of a GPU."""
+
 
 class Segment(NamedTuple):
     """Tokens ``[start, end)`` of a step, which have the adapter in one place."""

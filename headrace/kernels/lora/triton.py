@@ -23,8 +23,7 @@ import triton.language as tl
 
 from headrace.kernels.activation.triton import gated_product
 from headrace.kernels.kv_cache.triton_fp8 import mode
-from headrace.kernels.linear.triton_added import PARTS
-from headrace.kernels.lora.reference import LowRank
+from headrace.kernels.lora.reference import PARTS, LowRank
 from headrace.kernels.support import cdiv, power_of_two
 from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import announce, options, wait

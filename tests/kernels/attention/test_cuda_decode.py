@@ -98,11 +98,11 @@ def test_kernels_compile(bare: bool, nvrtc: None) -> None:
 def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[tuple[object, ...]] = []
     monkeypatch.setattr(CudaKernel, "launch", lambda self, *arguments: launches.append((self, *arguments)))
-    monkeypatch.setattr(cuda_decode, "tensor_map", lambda x, *tile, promotion: (tuple(x.shape), x.stride(), tile, promotion))
+    monkeypatch.setattr(cuda_decode, "tensor_map", lambda x, *tile: (tuple(x.shape), x.stride(), tile))
     rows = Rows.make([40, 0, 7], 2, 4, device="cpu")
     rows.attend(DecodeTiling(4, 3, 4), early=True)
     ((kernel, grid, cache, *given),) = launches
-    assert grid == (8, 3, 1) and cache == ((6, 2, 4, PAGE, 64), ((PAGE + 2) * 512, 256, 64, 512, 1), (4, PAGE, 64), 128)
+    assert grid == (8, 3, 1) and cache == ((6, 2, 4, PAGE, 64), ((PAGE + 2) * 512, 256, 64, 512, 1), (4, PAGE, 64))
     assert given[-8:] == [rows.tables.shape[1], 12 * WIDTH, WIDTH, 2, (PAGE + 2) * 512, 512, 256, 1]
     assert isinstance(kernel, CudaKernel) and kernel._macros == {
         "KIND": 0, "GROUP": 4, "WARPS": 4, "STAGES": 3, "SPLIT": 4, "LEAST": 1, "NORMS": 1, "ROTATES": 1,
@@ -134,13 +134,14 @@ def test_which_layers_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tilings_that_were_fastest() -> None:
-    """Those of 8 KV heads on an H200. A multiprocessor has 228 KB; a block takes 1 KB more than it asks for."""
+    """Those of 8 KV heads on an H200. No block asks for more than the 227 KB that it may have."""
     found = {rows: choose_tiling(rows * 8, 132) for rows in (2, 4, 8, 16, 32, 64, 256)}
     assert found == {
         2: DecodeTiling(8, 3, 4, 2), 4: DecodeTiling(8, 3, 4, 2), 8: DecodeTiling(8, 3, 2), 16: DecodeTiling(4, 3, 2),
         32: DecodeTiling(4, 3, 1), 64: DecodeTiling(4, 3, 1), 256: DecodeTiling(4, 3, 1),
     }  # fmt: skip
-    assert all(tiling.shared(8) + 1024 <= 228 << 10 for tiling in found.values())
+    every = {*TILINGS, *(choose_tiling(programs, 132) for programs in range(1, 600))}
+    assert all(tiling.shared(cuda_decode.MAX_GROUP) <= 227 << 10 for tiling in every)
 
 
 @pytest.mark.gpu

@@ -187,7 +187,7 @@ def test_chosen_tilings(shape: tuple[int, int], rows: int) -> None:
 @pytest.mark.parametrize(("inputs", "out"), [(4096, 24576), (1000, 16_802)])
 def test_gated(rows: int, inputs: int, out: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounded where the product and the activation are. 16,802 outputs are no whole tiles, and 8,401 are stored one by one."""
-    monkeypatch.setattr(cuda_wide, "choose_tiling", lambda rows, out, multiprocessors: cuda_wide._GATED)
+    monkeypatch.setattr(cuda_wide, "choose_tiling", lambda rows, out, multiprocessors, **kind: cuda_wide._GATED)
     x, weight, _ = operands(rows, inputs, out)
     got = product.linear_gated(x, weight)
     wanted = silu_mul(torch.nn.functional.linear(x.double(), weight.double()).bfloat16())

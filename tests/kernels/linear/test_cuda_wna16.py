@@ -12,7 +12,17 @@ from headrace.kernels import support
 from headrace.kernels.activation.reference import silu_mul_ref
 from headrace.kernels.cuda_launch import CudaKernel
 from headrace.kernels.linear import cuda_wna16
-from headrace.kernels.linear.cuda_wna16 import MAX_ROWS, CudaPackedTiling, _choose, choose, few_gated, gates_few, linear, takes
+from headrace.kernels.linear.cuda_wna16 import (
+    EXACT_ROWS,
+    MAX_ROWS,
+    CudaPackedTiling,
+    _choose,
+    choose,
+    few_gated,
+    gates_few,
+    linear,
+    takes,
+)
 from headrace.kernels.linear.wna16 import wna16_gated, wna16_linear
 from headrace.kernels.linear.wna16_reference import PackedWeight
 from headrace.kernels.support import Resources
@@ -63,11 +73,12 @@ def test_chosen_tilings_fit() -> None:
         tiling = chosen(rows, outputs, inputs)
         assert tiling is not None
         runs = -(-inputs // 128)
-        assert tiling.parts <= min(8, runs) and tiling.stages >= 3
+        assert tiling.parts <= min(8, runs) and tiling.stages >= 4
         assert rows <= tiling.rows or tiling.rows >= 64
+        assert rows > EXACT_ROWS or not tiling.rounded
         assert not (tiling.deferred and tiling.teams == 3 and tiling.rows > 16)
         assert tiling.shared(runs, False) <= 227 << 10
-        assert outputs > 8192 or _choose(rows, outputs, runs, True, False, 132) is not None
+        assert outputs > 8192 or _choose(rows, outputs, runs, True, False, False, 132) is not None
 
 
 @pytest.mark.usefixtures("on_hopper")
@@ -76,6 +87,16 @@ def test_what_is_left_to_other_kernels() -> None:
     assert [chosen(rows, 4096, 4096) is not None for rows in (8, 9, MAX_ROWS, MAX_ROWS + 1)] == [False, True, True, False]
     assert chosen(16, 24576, 4096, gated=True) == chosen(16, 24576, 4096)
     assert chosen(16, 24512, 4096) is not None and chosen(16, 24512, 4096, gated=True) is None
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_weights_are_rounded_for_many_rows_in_bfloat16_alone() -> None:
+    assert [tiling and tiling.rounded for tiling in (chosen(64, 24576, 4096), chosen(65, 24576, 4096))] == [False, True]
+    x, weight = torch.empty(128, 4096, dtype=BF16), empty_weight(24576, 4096)
+    shifted = weight._replace(middles=torch.empty(32, 24576, device="meta"))
+    for left, right in (x.half(), weight), (x, empty_weight(24576, 4096, scales=HALF)), (x, shifted):
+        tiling = choose(left, right)
+        assert tiling is not None and not tiling.rounded
 
 
 def test_which_products_it_takes(monkeypatch: pytest.MonkeyPatch, on_hopper: None) -> None:
@@ -108,7 +129,7 @@ def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     assert given == (*pointers, 33, 200, 520, 256)
     assert others[1][2:] == (8, 4, 32) and others[2][1:4] == (0, 0, gates.data_ptr())
     assert isinstance(kernel, CudaKernel) and isinstance(gating, CudaKernel)
-    shape = {"FEW": 0, "ROWS": 16, "TEAMS": 2, "PARTS": 3, "STAGES": 4, "DEFERRED": 0}
+    shape = {"FEW": 0, "ROWS": 16, "TEAMS": 2, "PARTS": 3, "STAGES": 4, "DEFERRED": 0, "ROUNDED": 0}
     assert kernel._macros == shape | {"HALF": 1, "HALF_SCALES": 1, "MIDDLES": 1, "GATED": 0}
     assert gating._macros == shape | {"HALF": 1, "HALF_SCALES": 1, "MIDDLES": 0, "GATED": 1}
 
@@ -154,6 +175,8 @@ CASES = [
     (CudaPackedTiling(64, 2, 1, 4, True), BF16, BF16, 128, False, (64, 129)),
     (CudaPackedTiling(128, 2, 4), HALF, BF16, 128, False, (200,)),
     (CudaPackedTiling(64, 3, 2), BF16, BF16, 128, True, (65,)),
+    (CudaPackedTiling(128, 3, 2, 4, rounded=True), BF16, BF16, 128, False, (97, 130)),
+    (CudaPackedTiling(96, 3, 1, 4, rounded=True), BF16, BF16, 256, False, (96,)),
 ]
 """Tilings, dtypes of x and of scales, the group, whether there are zero points, and rows."""
 
@@ -175,7 +198,7 @@ def test_shapes(
         torch.manual_seed(rows)
         weight, exact = packed_weight(outputs, inputs, 4, group, middles=middles, scales=scales, device="cuda")
         wide = torch.full((rows, inputs + 16), torch.nan, dtype=kind, device="cuda")
-        x, right = wide[:, 8:-8], exact.double().t().cuda()
+        x, right = wide[:, 8:-8], (exact.bfloat16() if tiling.rounded else exact).double().t().cuda()
         x.copy_(torch.randn(rows, inputs))
         bias = torch.randn(outputs, device="cuda").to(kind) if rows % 2 else None
         assert takes(x, weight, bias)
@@ -221,7 +244,9 @@ def test_gated_few_rows(outputs: int, inputs: int, group: int, kind: torch.dtype
 def test_chosen(rows: int) -> None:
     for (outputs, inputs), gates in QWEN3_8B.items():
         weight, exact = packed_weight(outputs, inputs, 4, 128, scales=BF16, device="cuda")
-        x, right = torch.randn(rows, inputs, device="cuda").bfloat16(), exact.double().t().cuda()
+        x = torch.randn(rows, inputs, device="cuda").bfloat16()
+        tiling = choose(x, weight)
+        right = (exact.bfloat16() if tiling is not None and tiling.rounded else exact).double().t().cuda()
         got = wna16_linear(x, weight)
         assert close(got, x.double() @ right, x.double().abs() @ right.abs())
         if gates:

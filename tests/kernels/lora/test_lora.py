@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from headrace.kernels.linear import triton_added, triton_wide
-from headrace.kernels.linear.triton_wide import SplitTiling
 from headrace.kernels.lora import triton as kernels
 from headrace.kernels.lora.reference import LowRank, Segment, expand, shrink
 
@@ -126,37 +122,3 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
             add_by_kernel(*wrong)
     with pytest.raises(ValueError, match="contiguous"):
         add_by_kernel(y, x.double(), a, b, [16], places)
-
-
-@pytest.mark.parametrize(
-    ("places", "channels", "rank"),
-    [
-        ([2], 536, 16),
-        ([NONE], 64, 5),
-        ([2, NONE], 64, 16),
-        ([NONE, 1, 1, 2] * 5, 160, 16),
-        ([2, 0] * 10, 160, 72),
-        ([0] * 60, 160, 8),
-    ],
-)
-def test_a_product_adds_it_before_it_rounds(places: list[int], channels: int, rank: int, device: torch.device) -> None:
-    parts, dtype = (64, 128), torch.bfloat16
-    _, x, a, b, on_device = case(places, parts, channels, rank, dtype, device)
-    weight, bias = torch.randn(sum(parts), channels).to(dtype).to(device), torch.randn(sum(parts)).to(dtype).to(device)
-    a, b = 0.1 * a, 0.1 * b
-    added = LowRank(kernels.shrink(x, a, on_device), b, ends_of(parts), (), on_device)
-    product = x.double() @ weight.double().T + bias.double()
-    wanted, has = expected(product.clone(), x, a, b, on_device, parts), on_device != NONE
-    for tiling, one, base in products(x, weight, bias, added):
-        assert (one[has] - wanted[has]).norm() <= 0.3 * (wanted - product).norm(), f"{tiling}: it is small beside the product"
-        assert torch.equal(one[~has], base[~has]) and not torch.isclose(one[has], base[has]).all(1).any(), tiling
-
-
-def products(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, added: LowRank
-) -> Iterator[tuple[object, torch.Tensor, torch.Tensor]]:
-    """Yields a tiling, the product with what adapters add, and without."""
-    assert triton_added.takes(added, 64) and not triton_added.takes(added, 128)
-    rows = 16 if len(x) <= 16 else 64
-    for tiling in (SplitTiling(rows, 64, 3, 1), SplitTiling(64, 128, 2, 2)):
-        yield tiling, *(triton_wide.linear(x, weight, bias, tiling=tiling, added=one) for one in (added, None))

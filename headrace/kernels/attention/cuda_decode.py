@@ -105,7 +105,7 @@ def decode_attention(
     # Pages, heads, lines of keys and values, tokens, and the channels of a line.
     lines = rows.view(*rows.shape[:3], _LINES, WIDTH // 2).permute(0, 2, 3, 1, 4)
     kernel.launch(
-        (tiling.split * kv_heads, num_rows, 1), tensor_map(lines, _LINES, PAGE, WIDTH // 2),
+        (tiling.split * kv_heads, num_rows, 1), tensor_map(lines, _LINES, PAGE, WIDTH // 2, promotion=128),
         qkv.data_ptr(), out.data_ptr(), rows.data_ptr(), block_tables.data_ptr(), seq_lens.data_ptr(), slots.data_ptr(),
         angles[0], *weights, eps, scale * math.log2(math.e), block_tables.stride(0), qkv.stride(0), angles[1], kv_heads,
         *rows.stride()[:3], int(early),

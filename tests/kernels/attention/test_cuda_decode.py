@@ -98,11 +98,11 @@ def test_kernels_compile(bare: bool, nvrtc: None) -> None:
 def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[tuple[object, ...]] = []
     monkeypatch.setattr(CudaKernel, "launch", lambda self, *arguments: launches.append((self, *arguments)))
-    monkeypatch.setattr(cuda_decode, "tensor_map", lambda x, *tile: (tuple(x.shape), x.stride(), tile))
+    monkeypatch.setattr(cuda_decode, "tensor_map", lambda x, *tile, promotion: (tuple(x.shape), x.stride(), tile, promotion))
     rows = Rows.make([40, 0, 7], 2, 4, device="cpu")
     rows.attend(DecodeTiling(4, 3, 4), early=True)
     ((kernel, grid, cache, *given),) = launches
-    assert grid == (8, 3, 1) and cache == ((6, 2, 4, PAGE, 64), ((PAGE + 2) * 512, 256, 64, 512, 1), (4, PAGE, 64))
+    assert grid == (8, 3, 1) and cache == ((6, 2, 4, PAGE, 64), ((PAGE + 2) * 512, 256, 64, 512, 1), (4, PAGE, 64), 128)
     assert given[-8:] == [rows.tables.shape[1], 12 * WIDTH, WIDTH, 2, (PAGE + 2) * 512, 512, 256, 1]
     assert isinstance(kernel, CudaKernel) and kernel._macros == {
         "KIND": 0, "GROUP": 4, "WARPS": 4, "STAGES": 3, "SPLIT": 4, "LEAST": 1, "NORMS": 1, "ROTATES": 1,

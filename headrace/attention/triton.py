@@ -78,7 +78,7 @@ class TritonAttention(AttentionBackend):
     def run(self, inputs: AttentionInputs) -> torch.Tensor:
         q, cache, sinks, visible_ends, _, unfinished = inputs
         spec, out = cache.spec, output_of(self.step, inputs)
-        if unfinished is not None and not self._invariant and cuda_decode.takes(spec, cache.rows, unfinished, sinks):
+        if unfinished is not None and cuda_decode.takes(self.step.num_rows, spec, cache.rows, unfinished, sinks):
             self._decode(unfinished, cache, out)
             return out.flatten(1)
         for number, part in enumerate(self._parts):
@@ -109,19 +109,19 @@ class TritonAttention(AttentionBackend):
         return out.flatten(1)
 
     def _decode(self, unfinished: Unfinished, cache: LayerCache, out: torch.Tensor) -> None:
-        """Runs decode rows by the kernel in CUDA C++."""
-        (part,), spec = self._parts, cache.spec
-        multiprocessors = support.resources(out.device).multiprocessors
-        cuda_decode.decode_attention(
-            unfinished.of_tokens(part.tokens),
-            cache.rows,
-            part.block_tables[cache.group],
-            part.seq_lens,
-            out[part.tokens],
-            scale=spec.scale,
-            tiling=cuda_decode.choose_tiling(part.num_rows * spec.num_kv_heads, multiprocessors),
-            early=self._waited,
-        )
+        """Runs rows of one query each by the kernel in CUDA C++."""
+        spec, multiprocessors = cache.spec, support.resources(out.device).multiprocessors
+        for part in self._parts:
+            cuda_decode.decode_attention(
+                unfinished.of_tokens(part.tokens),
+                cache.rows,
+                part.block_tables[cache.group],
+                part.seq_lens,
+                out[part.tokens],
+                scale=spec.scale,
+                tiling=cuda_decode.choose_tiling(part.num_rows * spec.num_kv_heads, multiprocessors),
+                early=self._waited,
+            )
         # All that wrote lengths and block tables is complete when the next layer's starts.
         self._waited = True
 

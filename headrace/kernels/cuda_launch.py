@@ -36,7 +36,7 @@ _CLUSTER, _PROGRAMMATIC = 4, 6
 _MAX_SHARED, _CARVEOUT, _LARGE_CLUSTERS = 8, 9, 14
 _UNSIGNED = {1: 0, 2: 1, 4: 2}
 _SWIZZLES = {16: 0, 32: 1, 64: 2, 128: 3}
-_PROMOTE_256 = 3
+_PROMOTIONS = {128: 2, 256: 3}
 
 _LAUNCH = "<7I4xQQI4x"
 """``CUlaunchConfig``: grid, block, bytes of shared memory, stream, attributes and their number."""
@@ -148,7 +148,7 @@ class CudaKernel:
         return self._functions.setdefault(device, function.value or 0)
 
 
-def tensor_map(x: torch.Tensor, *tile: int) -> bytes:
+def tensor_map(x: torch.Tensor, *tile: int, promotion: int = 256) -> bytes:
     """Describes a tensor to the tensor memory accelerator, which loads tiles of it, with zeros past its ends, in the swizzle of
     a tile's rows.
 
@@ -157,15 +157,18 @@ def tensor_map(x: torch.Tensor, *tile: int) -> bytes:
             multiples of 16 bytes.
         tile: its sizes along the last axes, at most 256 each and 16, 32, 64 or 128 bytes along the last one; along axes before
             these, 1.
+        promotion: bytes that the L2 cache fetches for each row of a tile, 128 or 256.
 
     Raises:
         RuntimeError: the driver refuses it.
     """
-    return _tensor_map(x.data_ptr(), x.shape, x.stride(), x.element_size(), tile)
+    return _tensor_map(x.data_ptr(), x.shape, x.stride(), x.element_size(), tile, promotion)
 
 
 @functools.lru_cache(1 << 14)
-def _tensor_map(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int, tile: tuple[int, ...]) -> bytes:
+def _tensor_map(
+    pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int, tile: tuple[int, ...], promotion: int
+) -> bytes:
     """A map says where a tensor is and no more, so that it serves whatever tensor is there later."""
     space = ctypes.create_string_buffer(_MAP + 64)
     place = -ctypes.addressof(space) % 64
@@ -182,7 +185,7 @@ def _tensor_map(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], 
     )
     swizzle = _SWIZZLES[tile[-1] * size]
     status = _driver().cuTensorMapEncodeTiled(
-        ctypes.addressof(space) + place, _UNSIGNED[size], axes, pointer, *sizes, 0, swizzle, _PROMOTE_256, 0
+        ctypes.addressof(space) + place, _UNSIGNED[size], axes, pointer, *sizes, 0, swizzle, _PROMOTIONS[promotion], 0
     )
     _check(status, f"no tiles of {tile} from {tuple(shape)} elements of {size} bytes, {pitches} bytes apart")
     return space.raw[place : place + _MAP]

@@ -17,7 +17,9 @@ from headrace.model_spec import AttentionSpec
 
 WIDTH, PAGE = 128, 16
 """Channels of a head, and tokens of a page."""
-MAX_GROUP, MAX_SPLIT = 8, 8
+MAX_GROUP = 8
+MIN_ROWS = 2
+"""Rows from which the kernel is faster than Triton's, whose splits need no cluster."""
 _SOURCE = Path(__file__).with_name("decode.cu")
 _KINDS = {torch.bfloat16: 0, torch.float16: 1}
 _ALIGNMENT, _LINES = 1024, 4
@@ -43,8 +45,13 @@ class DecodeTiling:
         return _ALIGNMENT + ring + sums + MAX_GROUP * (WIDTH + 8) * 2 + 4 * WIDTH + 8
 
 
-def takes(spec: AttentionSpec, rows: torch.Tensor, unfinished: Unfinished, sinks: torch.Tensor | None) -> bool:
-    """Whether the kernel attends in a layer with these rows of its cache, ``[pages, tokens, kv_heads, N]``."""
+def takes(num_rows: int, spec: AttentionSpec, rows: torch.Tensor, unfinished: Unfinished, sinks: torch.Tensor | None) -> bool:
+    """Whether the kernel attends in a layer, and is the faster.
+
+    Args:
+        num_rows: of the step.
+        rows: the layer's cache, ``[pages, tokens, kv_heads, N]``.
+    """
     qkv, _, cos_sin, rotary_dim, q_weight, k_weight, _, offset = unfinished
     _, tokens, _, width = rows.shape
     sizes = (spec.head_dim, spec.v_head_dim, tokens, width) == (WIDTH, WIDTH, PAGE, 2 * WIDTH) and spec.group_size <= MAX_GROUP
@@ -53,19 +60,18 @@ def takes(spec: AttentionSpec, rows: torch.Tensor, unfinished: Unfinished, sinks
     strides = all(not stride % 8 for stride in (*rows.stride()[:3], qkv.stride(0)))
     whole = strides and rows.stride(3) == 1 and not rows.data_ptr() % 16 and not qkv.data_ptr() % 16
     kinds = qkv.dtype == rows.dtype and rows.dtype in _KINDS
-    return sizes and plain and heads and whole and kinds and not refusals(rows.device)
+    return num_rows >= MIN_ROWS and sizes and plain and heads and whole and kinds and not refusals(rows.device)
 
 
 @functools.cache
 def choose_tiling(programs: int, multiprocessors: int) -> DecodeTiling:
     """Chooses the tiling for so many rows times KV heads, as measured on an H200 (see benchmarks/)."""
-    if programs > 2 * multiprocessors:
-        return DecodeTiling(4, 3, 1)
     if programs > multiprocessors:
-        return DecodeTiling(2, 3, 2)
+        return DecodeTiling(4, 3, 1)
     if 2 * programs > multiprocessors:
         return DecodeTiling(4, 3, 2)
-    return DecodeTiling(4, 3, min(MAX_SPLIT, 1 << (2 * multiprocessors // programs).bit_length() - 1))
+    split = 2 if 4 * programs > multiprocessors else 4
+    return DecodeTiling(8, 3, split, split // 2)
 
 
 def decode_attention(
@@ -99,7 +105,7 @@ def decode_attention(
     # Pages, heads, lines of keys and values, tokens, and the channels of a line.
     lines = rows.view(*rows.shape[:3], _LINES, WIDTH // 2).permute(0, 2, 3, 1, 4)
     kernel.launch(
-        (tiling.split * kv_heads, num_rows, 1), tensor_map(lines, _LINES, PAGE, WIDTH // 2),
+        (tiling.split * kv_heads, num_rows, 1), tensor_map(lines, _LINES, PAGE, WIDTH // 2, promotion=128),
         qkv.data_ptr(), out.data_ptr(), rows.data_ptr(), block_tables.data_ptr(), seq_lens.data_ptr(), slots.data_ptr(),
         angles[0], *weights, eps, scale * math.log2(math.e), block_tables.stride(0), qkv.stride(0), angles[1], kv_heads,
         *rows.stride()[:3], int(early),

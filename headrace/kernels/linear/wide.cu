@@ -13,9 +13,10 @@
 // and y is silu(gate) up; TILE, at least 64, is lines of both, SPLIT 1 and BIAS 0), ADAPTED (1: what adapters add joins the sums;
 // 0), RESIDENT (blocks that a multiprocessor is to have at a time).
 //
-// Adapters: four more warps of the first blocks multiply x by A in registers, while the weight is multiplied. B's columns in the
-// places that any row has are further channels, in steps behind those of the weight. They are multiplied by what these warps
-// have made, with zeros in rows that have another place.
+// Adapters: B's columns in the places that any row has are further channels, in steps behind those of the weight. Blocks have four
+// more warps. Those of the first blocks multiply x by A in registers, each over a share of the channels, while the weight is
+// multiplied. All then add up what their own block needs and put it in the ring in the place of x, with zeros in rows that have
+// another place.
 
 #ifdef DEBUG
 #define SPIN_BEGINS long long spun = clock64();

@@ -90,14 +90,14 @@ def alone(folder: Path) -> list[tuple[list[int], np.ndarray]]:
 
 def test_they_are_what_the_routers_chose(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.Tensor] = []
-    forward = ExpertRouter.forward
+    choose = ExpertRouter.choose
 
-    def watched(self: ExpertRouter, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        experts, weights = forward(self, x)
-        seen.append(experts.clone())
-        return experts, weights
+    def watched(self: ExpertRouter, x: torch.Tensor, readers: Experts) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        chosen = choose(self, x, readers)
+        seen.append(chosen[0].clone())
+        return chosen
 
-    monkeypatch.setattr(ExpertRouter, "forward", watched)
+    monkeypatch.setattr(ExpertRouter, "choose", watched)
     [result] = llm.generate(PROMPTS[0], params(max_tokens=1))
     assert np.array_equal(rows(result.outputs[0].routed_experts), torch.stack(seen, dim=1).numpy())
     assert len({*map(tuple, rows(result.outputs[0].routed_experts).reshape(-1, 2).tolist())}) > 5

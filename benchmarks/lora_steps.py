@@ -4,8 +4,8 @@
 
 MODEL is a folder with a config.json; its weights and the adapters, which have rank --rank on all seven matrices of each layer,
 are random. Each row of the table is one batch in which all sequences have no adapter, one adapter, or are dealt to --adapters
-of them; decode steps replay CUDA graphs of exactly so many rows, and a prompt of --prompt tokens is one step. Times are the
-best of --repeats. Before them come the first step of a prompt beside decode rows, all with adapters, and the longest decode
+of them; decode steps replay CUDA graphs of exactly so many rows, and a prompt of --prompt tokens is one step. Answers are those
+of the workloads batch8 and batch64: prompts of 256 tokens with 256 more each. Times are the best of --repeats. Before them come the first step of a prompt beside decode rows, all with adapters, and the longest decode
 step while another adapter is read.
 """
 
@@ -118,6 +118,15 @@ class Bench:
 
         return min(run() for _ in range(self._repeats))
 
+    def answers(self, batch: int, adapters: list[AdapterRef | None]) -> float:
+        """Milliseconds of as many prompts of 256 tokens, and 256 tokens of each answer."""
+
+        def run() -> float:
+            self._fill(batch, adapters, 256, 256)
+            return self._clock(self._drain)
+
+        return min(run() for _ in range(self._repeats))
+
     def beside(self) -> float:
         """Milliseconds of the first step of a prompt beside decode rows."""
         self._fill(4, self.adapters, CONTEXT, 64)
@@ -199,6 +208,8 @@ def main() -> None:
         for batch in options.batch:
             names = ["base", "one", "all"] if batch > 1 else ["base", "one"]
             add(f"decode {batch}", lambda adapters, batch=batch: bench.decode(batch, adapters), names)  # type: ignore[misc]
+            if batch > 1:
+                add(f"answers {batch}", lambda adapters, batch=batch: bench.answers(batch, adapters), names)  # type: ignore[misc]
         add(f"prefill {options.prompt}", lambda adapters: bench.prefill(options.prompt, adapters), ["base", "one"])
     if options.json is not None:
         options.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}, indent=1) + "\n")

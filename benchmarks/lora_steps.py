@@ -5,8 +5,8 @@
 MODEL is a folder with a config.json; its weights and the adapters, which have rank --rank on all seven matrices of each layer,
 are random. Each row of the table is one batch in which all sequences have no adapter, one adapter, or are dealt to --adapters
 of them; decode steps replay CUDA graphs of exactly so many rows, and a prompt of --prompt tokens is one step. Answers are those
-of the workloads batch8 and batch64: prompts of 256 tokens with 256 more each. Times are the best of --repeats. Before them come the first step of a prompt beside decode rows, all with adapters, and the longest decode
-step while another adapter is read.
+of the workloads batch8 and batch64: prompts of 256 tokens with 256 more each. Times are the best of --repeats. Before them come
+the first step of a prompt beside decode rows, all with adapters, and the longest decode step while another adapter is read.
 """
 
 from __future__ import annotations

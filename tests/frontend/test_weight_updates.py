@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 from headrace import LLM
-from headrace.core.weights import Checksums
+from headrace.core.commands import Checksums
 from headrace.errors import ConfigError
 
 rank, folder, store = int(sys.argv[1]), sys.argv[2], sys.argv[3]

@@ -1,6 +1,6 @@
 """Kernels in CUDA C++: NVRTC compiles them when they are first needed, and the driver launches them.
 
-NVRTC comes with PyTorch's builds for CUDA. It needs no compiler of the host's, and no header files: sources include none.
+NVRTC comes with PyTorch's builds for CUDA. It needs no compiler of the host's, and sources include no file but ``hopper.cuh``.
 Binaries are kept in the user's cache directory, under a digest of all that they depend on.
 
 All kernels here are for Hopper, and start while the previous kernel still runs (``triton_pdl.py`` says what they owe it).
@@ -26,6 +26,7 @@ from headrace.kernels import support
 from headrace.sources.user_cache import cache_directory, keep
 
 ARCHITECTURE = "sm_90a"
+_HEADER = Path(__file__).with_name("hopper.cuh")
 _OPTIONS = (f"--gpu-architecture={ARCHITECTURE}", "-std=c++17", "-default-device")
 
 compiling: ContextVar[Executor | None] = ContextVar("compiling", default=None)
@@ -121,7 +122,7 @@ class CudaKernel:
             if self._binary is None:
                 source = self._source.read_bytes()
                 options = (*_OPTIONS, *(f"-D{name}={value}" for name, value in sorted(self._macros.items())))
-                digest = hashlib.sha256(source)
+                digest = hashlib.sha256(source + _HEADER.read_bytes())
                 digest.update("\0".join((nvrtc_version(), *options)).encode())
                 file = binaries() / f"{self._source.stem}-{digest.hexdigest()[:24]}.cubin"
                 try:
@@ -248,7 +249,8 @@ def _compile(source: bytes, name: str, options: tuple[str, ...]) -> bytes:
         RuntimeError: with what NVRTC says of the source.
     """
     nvrtc, program, size = _nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
-    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, name.encode(), 0, None, None)
+    headers, names = (ctypes.c_char_p(text) for text in (_HEADER.read_bytes(), _HEADER.name.encode()))
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, name.encode(), 1, ctypes.byref(headers), ctypes.byref(names))
     try:
         texts = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         if nvrtc.nvrtcCompileProgram(program, len(options), texts):

@@ -285,7 +285,7 @@ def _install_file(target: Path, data: bytes) -> None:
 
 def _sources() -> list[Path]:
     here = Path(headrace.kernels.__path__[0])
-    return sorted((*here.rglob("triton*.py"), *here.rglob("*.cu")))
+    return sorted((*here.rglob("triton*.py"), *here.rglob("*.cu"), *here.rglob("*.cuh")))
 
 
 def _digest(data: bytes) -> str:

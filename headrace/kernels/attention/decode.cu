@@ -1,5 +1,5 @@
 // Attention of decode rows, one query each, over a paged cache of heads of 128 channels in 16 bits, for Hopper GPUs (sm_90a),
-// compiled by NVRTC without any include. It norms and rotates q and k of the rows' tokens, and writes k and v to the cache.
+// compiled by NVRTC. It norms and rotates q and k of the rows' tokens, and writes k and v to the cache.
 //
 // A block serves the query heads of one KV head of a row. Each warp has a ring of pages, 16 tokens of the KV head, which the
 // tensor memory accelerator loads, and a softmax of its own. Up to SPLIT blocks, a cluster, share a row's pages: as many as have LEAST
@@ -11,11 +11,8 @@
 // Constants: KIND (0 bfloat16, 1 float16), GROUP (query heads of a KV head, 1 to 8), WARPS, STAGES (pages of a warp in flight), SPLIT
 // (blocks of a cluster, 1 to 8), LEAST, NORMS (1: q and k are normed), ROTATES.
 
-struct alignas(64) TensorMap {
-    char bytes[128];
-};
-
-typedef unsigned long long u64;
+#define PACKED_KIND KIND
+#include "hopper.cuh"
 typedef unsigned short u16;
 
 #define INFINITY_ __int_as_float(0x7f800000)
@@ -25,27 +22,9 @@ constexpr int THREADS = 32 * WARPS, RING = STAGES * PAGE_BYTES;
 constexpr int SUMS = GROUP * WIDTH * 4 + 64;  // bytes: sums of values of each head, then maxima and masses
 constexpr int PITCH = WIDTH + 8;
 static_assert(SUMS <= RING, "a warp's sums take the place of its pages");
-#ifndef ONCE
-#define ONCE "evict_first"
-#endif
 
 // Where everything is, behind the rings: the blocks' sums, heads, the new token's key and value, barriers.
 constexpr int AT_SUMS = WARPS * RING, AT_HEADS = AT_SUMS + (SPLIT > 1 ? SPLIT * SUMS : 0), AT_NEW = AT_HEADS + 8 * PITCH * 2, AT_BARRIERS = AT_NEW + 2 * WIDTH * 2;
-
-__device__ __forceinline__ unsigned shared_address(const void* place) {
-    return (unsigned)__cvta_generic_to_shared(place);
-}
-
-__device__ __forceinline__ void wait_for(unsigned barrier, unsigned parity) {
-    unsigned done;
-    do {
-        asm volatile(
-            "{\n.reg .pred p;\n"
-            "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-            "selp.u32 %0, 1, 0, p;\n}\n"
-            : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-    } while (!done);
-}
 
 __device__ __forceinline__ void load_page(unsigned to, const TensorMap& map, unsigned barrier, int head, int block, u64 policy) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "n"(PAGE_BYTES) : "memory");
@@ -75,16 +54,6 @@ __device__ __forceinline__ void multiply(float (&d)[4], unsigned a0, unsigned a1
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ unsigned packed(float low, float high) {
-    unsigned both;
-#if KIND == 1
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#else
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#endif
-    return both;
-}
-
 // Either half of a word.
 __device__ __forceinline__ float half_of(unsigned word, int which) {
     unsigned bits = which ? word >> 16 : word & 0xFFFF;
@@ -103,12 +72,6 @@ __device__ __forceinline__ float power_of_two(float exponent) {
     float result;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(exponent));
     return result;
-}
-
-__device__ __forceinline__ unsigned place_of(unsigned place, unsigned block) {
-    unsigned there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(place), "r"(block));
-    return there;
 }
 
 __device__ __forceinline__ float4 load_four(unsigned place) {
@@ -206,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(
     if (threadIdx.x == 0) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" :: "r"(merging) : "memory");
 #endif
     u64 once;
-    asm volatile("createpolicy.fractional.L2::" ONCE ".b64 %0, 1.0;" : "=l"(once));
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
     uint2 q_factors = make_uint2(0, 0), k_factors = q_factors;
 #if NORMS
     q_factors = ((const uint2*)q_weight)[lane];

@@ -1,4 +1,4 @@
-// Products of 65 to 256 rows with a weight in 16 bits, y^T = W x^T, for Hopper GPUs (sm_90a), compiled by NVRTC without any include.
+// Products of 65 to 256 rows with a weight in 16 bits, y^T = W x^T, for Hopper GPUs (sm_90a), compiled by NVRTC.
 //
 // As wide.cu, whose rows are fewer, with a ring for weights and another for rows, which a warp each asks the tensor memory
 // accelerator for, and GROUPS groups of four warps that multiply, each a part of a tile's outputs by all rows.
@@ -8,11 +8,8 @@
 // is multiplied), REGISTERS (of a thread that multiplies, where these are more than the launch gives to all; else 0), GATED (1: the
 // weight is a gate's, then as many outputs of an up projection, and y is silu(gate) up; TILE is lines of both, and SPLIT is 1).
 
-struct alignas(64) TensorMap {
-    char bytes[128];
-};
-
-typedef unsigned long long u64;
+#define PACKED_KIND KIND
+#include "hopper.cuh"
 
 #if ROWS > 128
 #define INSTRUCTION (ROWS / 2)
@@ -27,40 +24,11 @@ constexpr int WEIGHT_BYTES = TILE * 128, X_BYTES = ROWS * 128;  // of a step
 constexpr int RING = STAGES * WEIGHT_BYTES + X_STAGES * X_BYTES;
 static_assert(TILE == 64 * GROUPS && (!GATED || SPLIT == 1), "sizes");
 
-__device__ __forceinline__ unsigned shared_address(const void* place) {
-    return (unsigned)__cvta_generic_to_shared(place);
-}
-
-__device__ __forceinline__ void wait_for(unsigned barrier, unsigned parity) {
-    unsigned done;
-    do {
-        asm volatile(
-            "{\n.reg .pred p;\n"
-            "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-            "selp.u32 %0, 1, 0, p;\n}\n"
-            : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-    } while (!done);
-}
-
-__device__ __forceinline__ void load_tile(unsigned to, const TensorMap& map, unsigned barrier, int channel, int line, u64 policy) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;"
-        :: "r"(to), "l"(&map), "r"(barrier), "r"(channel), "r"(line), "l"(policy) : "memory");
-}
-
-// Lines of 128 bytes, of which eight stand together with their pieces of 16 bytes exchanged.
-__device__ __forceinline__ u64 descriptor(unsigned address) {
-    return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
-}
-
 #if KIND == 1
 #define INPUTS "k16.f32.f16.f16"
 #else
 #define INPUTS "k16.f32.bf16.bf16"
 #endif
-#define D4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define D16(d, i) D4(d, i), D4(d, i + 4), D4(d, i + 8), D4(d, i + 12)
-
 // Adds the product of 64 lines and INSTRUCTION rows over 32 bytes of channels to the sums.
 __device__ __forceinline__ void multiply(float (&d)[SUMS], u64 weight, u64 x) {
 #if INSTRUCTION == 80
@@ -96,9 +64,6 @@ __device__ __forceinline__ void multiply(float (&d)[SUMS], u64 weight, u64 x) {
 #endif
 }
 
-__device__ __forceinline__ void begin_multiplying() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wait_multiplied() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 __device__ __forceinline__ void wait_lagging() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LAG) : "memory"); }
 
 // The compiler moves no use of the sums past this: it does not know that they are written until the wait is over.
@@ -109,22 +74,8 @@ __device__ __forceinline__ void settle(float (&d)[PARTS][SUMS]) {
         for (int i = 0; i < SUMS; ++i) asm volatile("" : "+f"(d[p][i]) :: "memory");
 }
 
-__device__ __forceinline__ void arrive(unsigned barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
-}
-
 // The warps that multiply wait for each other.
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" :: "n"(WORKERS) : "memory"); }
-
-__device__ __forceinline__ unsigned packed(float low, float high) {
-    unsigned both;
-#if KIND == 1
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#else
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#endif
-    return both;
-}
 
 // Rounds to y's type.
 __device__ __forceinline__ float rounded(float value) {
@@ -137,31 +88,7 @@ __device__ __forceinline__ float rounded(float value) {
 #endif
 }
 
-__device__ __forceinline__ float gated(float gate, float up) {
-    float wide = rounded(gate), sigmoid;
-    asm("{\n.reg .f32 t;\nmul.ftz.f32 t, %1, 0fBFB8AA3B;\nex2.approx.ftz.f32 t, t;\nadd.ftz.f32 t, t, 0f3F800000;\n"
-        "rcp.approx.ftz.f32 %0, t;\n}\n" : "=f"(sigmoid) : "f"(wide));
-    return rounded(wide * sigmoid) * rounded(up);
-}
-
-__device__ __forceinline__ void store_shared(unsigned place, float value) {
-    asm volatile("st.shared.f32 [%0], %1;" :: "r"(place), "f"(value) : "memory");
-}
-
-// The address of a place in another block's shared memory.
-__device__ __forceinline__ unsigned place_of(unsigned place, unsigned block) {
-    unsigned there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(place), "r"(block));
-    return there;
-}
-
-__device__ __forceinline__ void load_shared(float* four, unsigned place) {
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-        : "=f"(four[0]), "=f"(four[1]), "=f"(four[2]), "=f"(four[3]) : "r"(place) : "memory");
-}
-
-__device__ __forceinline__ void arrive_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wait_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ float gated(float gate, float up) { return rounded(silu(rounded(gate))) * rounded(up); }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) rows_product(
     const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, unsigned short* y, int rows, int out, int steps

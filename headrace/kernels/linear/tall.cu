@@ -1,4 +1,4 @@
-// silu(gate) up of many rows for Hopper GPUs (sm_90a), compiled by NVRTC without any include: the weight is a gate's lines, then
+// silu(gate) up of many rows for Hopper GPUs (sm_90a), compiled by NVRTC: the weight is a gate's lines, then
 // as many of an up projection.
 //
 // Pairs of blocks, a cluster each and as many as the GPU holds, go through the tiles of y. A block's tile has ROWS rows by LINES
@@ -12,42 +12,14 @@
 //
 // Constant: KIND of weight, x and y (0 bfloat16, 1 float16).
 
-#ifdef DEBUG
-#define SPIN_BEGINS long long spun = clock64();
-#define BOUNDED_SPIN if (clock64() - spun > 4000000000ll) asm volatile("trap;");
-#else
-#define SPIN_BEGINS
-#define BOUNDED_SPIN
-#endif
-
-struct alignas(64) TensorMap {
-    char bytes[128];
-};
-
-typedef unsigned long long u64;
+#define PACKED_KIND KIND
+#include "hopper.cuh"
 
 constexpr int ROWS = 256, LINES = 192, STAGES = 4;
 constexpr int X_BYTES = ROWS * 128, WEIGHT_BYTES = LINES * 128, STAGE_BYTES = X_BYTES + WEIGHT_BYTES;
 constexpr int CHANNELS = 64;  // of a step
 constexpr int OUTPUTS = LINES / 2;  // of a tile
 constexpr int SUMS = LINES / 2;  // of a thread and an instruction
-
-__device__ __forceinline__ unsigned shared_address(const void* place) {
-    return (unsigned)__cvta_generic_to_shared(place);
-}
-
-__device__ __forceinline__ void wait_for(unsigned barrier, unsigned parity) {
-    unsigned done;
-    SPIN_BEGINS
-    do {
-        asm volatile(
-            "{\n.reg .pred p;\n"
-            "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-            "selp.u32 %0, 1, 0, p;\n}\n"
-            : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-        BOUNDED_SPIN
-    } while (!done);
-}
 
 __device__ __forceinline__ void load_tile(unsigned to, const TensorMap& map, unsigned barrier, int channel, int line) {
     asm volatile(
@@ -63,19 +35,11 @@ __device__ __forceinline__ void load_for_both(unsigned to, const TensorMap& map,
         :: "r"(to), "l"(&map), "r"(barrier), "r"(channel), "r"(line), "h"((unsigned short)3) : "memory");
 }
 
-// Lines of 128 bytes, of which eight stand together with their pieces of 16 bytes exchanged.
-__device__ __forceinline__ u64 descriptor(unsigned address) {
-    return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
-}
-
 #if KIND == 1
 #define INPUTS "k16.f32.f16.f16"
 #else
 #define INPUTS "k16.f32.bf16.bf16"
 #endif
-#define D4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define D16(d, i) D4(d, i), D4(d, i + 4), D4(d, i + 8), D4(d, i + 12)
-
 // Adds the product of 64 rows and LINES lines over 32 bytes of channels to the sums, or puts it in their place.
 __device__ __forceinline__ void multiply(float (&d)[SUMS], u64 x, u64 weight, int add) {
     asm volatile(
@@ -91,35 +55,12 @@ __device__ __forceinline__ void multiply(float (&d)[SUMS], u64 x, u64 weight, in
         : D16(d, 0), D16(d, 16), D16(d, 32), D16(d, 48), D16(d, 64), D16(d, 80) : "l"(x), "l"(weight), "r"(add));
 }
 
-// The compiler moves no use of the sums past this: it does not know that they are written until the wait is over.
-__device__ __forceinline__ void settle(float (&d)[SUMS]) {
-#pragma unroll
-    for (int i = 0; i < SUMS; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
-}
-
-__device__ __forceinline__ unsigned packed(float low, float high) {
-    unsigned both;
-#if KIND == 1
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#else
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#endif
-    return both;
-}
-
 __device__ __forceinline__ void unpack(unsigned both, float& low, float& high) {
 #if KIND == 1
     asm("{\n.reg .f16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}\n" : "=f"(low), "=f"(high) : "r"(both));
 #else
     low = __uint_as_float(both << 16), high = __uint_as_float(both & 0xFFFF0000);
 #endif
-}
-
-__device__ __forceinline__ float silu(float x) {
-    float sigmoid;
-    asm("{\n.reg .f32 t;\nmul.ftz.f32 t, %1, 0fBFB8AA3B;\nex2.approx.ftz.f32 t, t;\nadd.ftz.f32 t, t, 0f3F800000;\n"
-        "rcp.approx.ftz.f32 %0, t;\n}\n" : "=f"(sigmoid) : "f"(x));
-    return x * sigmoid;
 }
 
 // silu(gate) up of two outputs: gate, up and the activation are rounded before the product is.

@@ -1,4 +1,4 @@
-// Products of up to 64 rows with a weight, y^T = W x^T, for Hopper GPUs (sm_90a), compiled by NVRTC without any include.
+// Products of up to 64 rows with a weight, y^T = W x^T, for Hopper GPUs (sm_90a), compiled by NVRTC.
 //
 // A block makes TILE outputs. SPLIT of them, a cluster, share the channels of a tile and add up their sums in their order, by way
 // of their shared memory. One warp asks the tensor memory accelerator for weights and rows in a ring of STAGES steps, four
@@ -18,32 +18,8 @@
 // multiplied. All then add up what their own block needs and put it in the ring in the place of x, with zeros in rows that have
 // another place.
 
-#ifdef DEBUG
-#define SPIN_BEGINS long long spun = clock64();
-#define BOUNDED_SPIN if (clock64() - spun > 4000000000ll) asm volatile("trap;");
-#else
-#define SPIN_BEGINS
-#define BOUNDED_SPIN
-#endif
-#ifndef ONCE
-#define ONCE "evict_first"
-#endif
-#ifdef TRACE
-#define STAMP(i) \
-    { \
-        u64 now; \
-        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); \
-        trace[blockIdx.x * 8 + i] = now; \
-    }
-#else
-#define STAMP(i)
-#endif
-
-struct alignas(64) TensorMap {
-    char bytes[128];
-};
-
-typedef unsigned long long u64;
+#define PACKED_KIND Y_KIND
+#include "hopper.cuh"
 
 #ifndef ADAPTED
 #define ADAPTED 0
@@ -70,45 +46,16 @@ constexpr int SIXTEEN_BYTES = HEIGHT * 2048;  // 16 of B's columns
 constexpr int LINE_SIXTEENS = FOLD * 4, STEP_SIXTEENS = LINES * LINE_SIXTEENS;
 static_assert(WIDTH <= 64 && (!GATED || (TILE >= 64 && SPLIT == 1)), "sizes");
 
-__device__ __forceinline__ unsigned shared_address(const void* place) {
-    return (unsigned)__cvta_generic_to_shared(place);
-}
-
-__device__ __forceinline__ void wait_for(unsigned barrier, unsigned parity) {
-    unsigned done;
-    SPIN_BEGINS
-    do {
-        asm volatile(
-            "{\n.reg .pred p;\n"
-            "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-            "selp.u32 %0, 1, 0, p;\n}\n"
-            : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-        BOUNDED_SPIN
-    } while (!done);
-}
-
-__device__ __forceinline__ void load_tile(unsigned to, const TensorMap& map, unsigned barrier, int channel, int line, u64 policy) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;"
-        :: "r"(to), "l"(&map), "r"(barrier), "r"(channel), "r"(line), "l"(policy) : "memory");
-}
-
 __device__ __forceinline__ void load_cube(unsigned to, const TensorMap& map, unsigned barrier, int column, int line, int place, u64 policy) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2], %6;"
         :: "r"(to), "l"(&map), "r"(barrier), "r"(column), "r"(line), "r"(place), "l"(policy) : "memory");
 }
 
-// Lines of 128 bytes, of which eight stand together with their pieces of 16 bytes exchanged.
-__device__ __forceinline__ u64 descriptor(unsigned address) {
-    return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
-}
-
 // Lines of 32 bytes likewise.
 __device__ __forceinline__ u64 narrow_descriptor(unsigned address) {
     return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)16 << 32 | (u64)3 << 62;
 }
-
 
 #if KIND == 0
 #define INPUTS_16 "k16.f32.bf16.bf16"
@@ -120,9 +67,6 @@ __device__ __forceinline__ u64 narrow_descriptor(unsigned address) {
 #define INPUTS_16 "k32.f32.e4m3.e4m3"
 #define MAJORS ""
 #endif
-#define D4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define D16(d, i) D4(d, i), D4(d, i + 4), D4(d, i + 8), D4(d, i + 12)
-
 // Adds the product of 64 lines and WIDTH rows over 32 bytes of channels to the sums, or puts it in their place.
 template <bool ADD>
 __device__ __forceinline__ void multiply(float (&d)[SUMS], u64 weight, u64 x) {
@@ -152,32 +96,8 @@ __device__ __forceinline__ void multiply(float (&d)[SUMS], u64 weight, u64 x) {
 #endif
 }
 
-__device__ __forceinline__ void begin_multiplying() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wait_multiplied() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
-
-// The compiler moves no use of the sums past this: it does not know that they are written until the wait is over.
-__device__ __forceinline__ void settle(float (&d)[SUMS]) {
-#pragma unroll
-    for (int i = 0; i < SUMS; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
-}
-
-__device__ __forceinline__ void arrive(unsigned barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
-}
-
 // The warps that multiply wait for each other.
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
-
-__device__ __forceinline__ unsigned packed(float low, float high) {
-    unsigned both;
-#if Y_KIND == 1
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#else
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#endif
-    return both;
-}
 
 __device__ __forceinline__ float bias_of(const void* bias, int output) {
 #if BIAS == 1
@@ -206,28 +126,7 @@ __device__ __forceinline__ float rounded(float value) {
     return value;
 }
 
-__device__ __forceinline__ float gated(float gate, float up) {
-    float wide = rounded(gate), sigmoid;
-    asm("{\n.reg .f32 t;\nmul.ftz.f32 t, %1, 0fBFB8AA3B;\nex2.approx.ftz.f32 t, t;\nadd.ftz.f32 t, t, 0f3F800000;\n"
-        "rcp.approx.ftz.f32 %0, t;\n}\n" : "=f"(sigmoid) : "f"(wide));
-    return rounded(wide * sigmoid) * rounded(up);
-}
-
-__device__ __forceinline__ void store_shared(unsigned place, float value) {
-    asm volatile("st.shared.f32 [%0], %1;" :: "r"(place), "f"(value) : "memory");
-}
-
-// The address of a place in another block's shared memory.
-__device__ __forceinline__ unsigned place_of(unsigned place, unsigned block) {
-    unsigned there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(place), "r"(block));
-    return there;
-}
-
-__device__ __forceinline__ void load_shared(float* four, unsigned place) {
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-        : "=f"(four[0]), "=f"(four[1]), "=f"(four[2]), "=f"(four[3]) : "r"(place) : "memory");
-}
+__device__ __forceinline__ float gated(float gate, float up) { return rounded(silu(rounded(gate))) * rounded(up); }
 
 // Stores up to eight outputs of a row from `output` on.
 __device__ __forceinline__ void store_eight(void* y, const float* sums, int row, int output, int out) {
@@ -257,9 +156,6 @@ __device__ __forceinline__ void store_eight(void* y, const float* sums, int row,
         if (i < present) place[i] = (unsigned short)(pairs[i / 2] >> i % 2 * 16);
 #endif
 }
-
-__device__ __forceinline__ void arrive_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wait_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 #if ADAPTED
 struct Adapters {
@@ -513,9 +409,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) wide_product(
     , const __grid_constant__ TensorMap b, const unsigned short* adapted_x, const unsigned short* a, const int* places, float* shares,
     unsigned* cells, long long x_row, long long a_place, int inputs, int adapter_rank, int parts, int end_0, int end_1, int workers
 #endif
-#ifdef TRACE
-    , u64* trace
-#endif
 ) {
     extern __shared__ char memory[];
     unsigned base = (shared_address(memory) + 1023) & ~1023u;
@@ -524,7 +417,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) wide_product(
     int begin = steps * rank / SPLIT, count = steps * (rank + 1) / SPLIT - begin;
 
     u64 once, often;
-    asm volatile("createpolicy.fractional.L2::" ONCE ".b64 %0, 1.0;" : "=l"(once));
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
     asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(often));
     auto channel_of = [&](int unit, int line, int run) { return (((begin + unit) * LINES + line) * FOLD + run) * LINE_CHANNELS; };
     auto load_weight = [&](int unit, unsigned to, unsigned barrier) {
@@ -553,7 +446,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) wide_product(
     int first_place = own_row < rows ? places[own_row] : -1, second_place = own_row + 32 < rows ? places[own_row + 32] : -1;
 #endif
     if (threadIdx.x == 128) {
-        STAMP(0)
         asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
         for (int s = 0; s < STAGES; ++s) {
             asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(full + 8 * s) : "memory");
@@ -570,7 +462,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) wide_product(
             asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(STAGE_BYTES) : "memory");
             load_weight(unit, base + unit * STAGE_BYTES, barrier);
         }
-        STAMP(1)
     }
     __syncwarp();
     int added = 0;
@@ -586,10 +477,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) wide_product(
         asm volatile("griddepcontrol.wait;" ::: "memory");
         if (threadIdx.x == 160) {
             unsigned made, before;
-            SPIN_BEGINS
             do {
                 asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(made) : "l"(cells + MADE) : "memory");
-                BOUNDED_SPIN
             } while (made < units);
             // The last to know leaves the cells as they were.
             asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(cells + KNOWN) : "memory");
@@ -607,7 +496,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) wide_product(
     if (threadIdx.x >= 128) {
         if (threadIdx.x > 128) return;
         asm volatile("griddepcontrol.wait;" ::: "memory");
-        STAMP(2)
         for (int unit = 0; unit < ahead; ++unit) load_x(unit, base + unit * STAGE_BYTES, full + 8 * unit);
         int stage = 0;
         unsigned parity = 0;
@@ -619,7 +507,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) wide_product(
             load_x(unit, to, barrier);
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
-        STAMP(3)
 #if ADAPTED
         u64 rest = columns.used;
         int at = 0;
@@ -678,9 +565,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) wide_product(
     for (int unit = 0; unit < count; ++unit) {
         unsigned from = base + stage * STAGE_BYTES;
         wait_for(full + 8 * stage, parity);
-#ifdef TRACE
-        if (unit == 0 && threadIdx.x == 0) STAMP(4)
-#endif
 #if KIND == 2
         // The matrix units keep about 14 bits of a sum: those of 128 channels are added outside of them.
 #pragma unroll
@@ -722,9 +606,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) wide_product(
         if (lane == 0) arrive(empty + 8 * stage);
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }
-#ifdef TRACE
-    if (threadIdx.x == 0) STAMP(5)
-#endif
 #if ADAPTED
     for (int step = 0; step < added; ++step) {
         unsigned from = base + stage * STAGE_BYTES;
@@ -813,12 +694,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) wide_product(
             store_eight(y, values[i][0], row, first_output + output, out);
     }
     if (SPLIT > 1) wait_cluster();
-#ifdef TRACE
-    if (threadIdx.x == 0) {
-        STAMP(6)
-        unsigned sm;
-        asm volatile("mov.u32 %0, %smid;" : "=r"(sm));
-        trace[blockIdx.x * 8 + 7] = sm;
-    }
-#endif
 }

@@ -1,5 +1,4 @@
-// Products in e4m3 of tiles of up to 32 tokens with their experts' weights, for Hopper GPUs (sm_90a), compiled by NVRTC without any
-// include.
+// Products in e4m3 of tiles of up to 32 tokens with their experts' weights, for Hopper GPUs (sm_90a), compiled by NVRTC.
 //
 // A block makes the outputs of LINES lines of an expert's weight for the rows of a tile. One warp asks the tensor memory
 // accelerator for weights and rows in a ring of STAGES steps of 128 bytes of channels, four multiply them. The second product asks
@@ -11,43 +10,15 @@
 // a tile, whose expert ``order`` has), LINES (a multiple of 64; of FIRST half of them are the gate's, half the up's), STAGES, Y_KIND
 // (0 bfloat16, 1 float16), TOP_K, EXPERTS.
 
-typedef unsigned long long u64;
-
-struct alignas(64) TensorMap {
-    char bytes[128];
-};
+#define PACKED_KIND Y_KIND
+#include "hopper.cuh"
 
 constexpr int THREADS = 160, HEIGHT = LINES / 64, SUMS = ROWS / 2, OUTPUTS = FIRST ? LINES / 2 : LINES;
 constexpr int WEIGHT_BYTES = LINES * 128, STAGE_BYTES = WEIGHT_BYTES + ROWS * 128;
 
-__device__ __forceinline__ void wait_for(unsigned barrier, unsigned parity) {
-    unsigned done;
-    do {
-        asm volatile(
-            "{\n.reg .pred p;\n"
-            "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-            "selp.u32 %0, 1, 0, p;\n}\n"
-            : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-    } while (!done);
-}
-
-__device__ __forceinline__ void load_tile(unsigned to, const TensorMap& map, unsigned barrier, int channel, int line, u64 policy) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;"
-        :: "r"(to), "l"(&map), "r"(barrier), "r"(channel), "r"(line), "l"(policy) : "memory");
-}
-
 __device__ __forceinline__ void expect(unsigned barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
-
-// Lines of 128 bytes, of which eight stand together with their pieces of 16 bytes exchanged.
-__device__ __forceinline__ u64 descriptor(unsigned address) {
-    return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
-}
-
-#define D4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define D16(d, i) D4(d, i), D4(d, i + 4), D4(d, i + 8), D4(d, i + 12)
 
 // Adds the product of 64 lines and the rows over 32 bytes of channels to the sums, or puts it in their place.
 template <bool ADD>
@@ -71,24 +42,8 @@ __device__ __forceinline__ void multiply(float (&d)[SUMS], u64 weight, u64 x) {
 #endif
 }
 
-// The compiler moves no use of the sums past this: it does not know that they are written until the wait is over.
-__device__ __forceinline__ void settle(float (&d)[SUMS]) {
-#pragma unroll
-    for (int i = 0; i < SUMS; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
-}
-
 // The warps that multiply wait for each other.
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
-
-__device__ __forceinline__ unsigned packed(float low, float high) {
-    unsigned both;
-#if Y_KIND == 1
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#else
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#endif
-    return both;
-}
 
 // Rounds to y's type.
 __device__ __forceinline__ float rounded(float value) {
@@ -103,12 +58,7 @@ __device__ __forceinline__ float rounded(float value) {
 #endif
 }
 
-__device__ __forceinline__ float gated(float gate, float up) {
-    float wide = rounded(gate), sigmoid;
-    asm("{\n.reg .f32 t;\nmul.ftz.f32 t, %1, 0fBFB8AA3B;\nex2.approx.ftz.f32 t, t;\nadd.ftz.f32 t, t, 0f3F800000;\n"
-        "rcp.approx.ftz.f32 %0, t;\n}\n" : "=f"(sigmoid) : "f"(wide));
-    return rounded(wide * sigmoid) * rounded(up);
-}
+__device__ __forceinline__ float gated(float gate, float up) { return rounded(silu(rounded(gate))) * rounded(up); }
 
 extern "C" __global__ void __launch_bounds__(THREADS) expert_product(
     const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, const int4* table, const int* order,

@@ -1,4 +1,4 @@
-// The experts of up to 64 tokens a cluster for Hopper GPUs (sm_90a), compiled by NVRTC without any include: logits, choice, and,
+// The experts of up to 64 tokens a cluster for Hopper GPUs (sm_90a), compiled by NVRTC: logits, choice, and,
 // with SORT, the order of the choices by their experts and the tiles that it makes; with ROUND, the tokens' rows as e4m3 too.
 //
 // A cluster of CLUSTER blocks shares the channels. Weights in float32 are split into three numbers of bfloat16, which add up to
@@ -9,7 +9,7 @@
 // Constants: EXPERTS (a multiple of 32, at most 128), IN (a multiple of 128 CLUSTER), CLUSTER (8 or 16), ROWS (tokens of a cluster: 8, 16, 32
 // or 64), TOP_K, SIGMOID, NORMALIZE, BIAS, CORRECTION, SORT (for one cluster), TILE (rows of a tile), ROUND.
 
-typedef unsigned long long u64;
+#include "hopper.cuh"
 typedef unsigned char u8;
 
 constexpr int WARPS = EXPERTS / 16, THREADS = 32 * WARPS;
@@ -23,16 +23,7 @@ constexpr int CHAINS = ROWS <= 16 ? 3 : 1;  // sums that matrix units add up bes
 constexpr int TOKENS_OF_BLOCK = (ROWS + CLUSTER - 1) / CLUSTER;
 constexpr float E4M3_MAX = 448.0f;
 
-__device__ __forceinline__ unsigned place_of(unsigned place, unsigned block) {
-    unsigned there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(place), "r"(block));
-    return there;
-}
-
-__device__ __forceinline__ void arrive_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wait_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-
-__device__ __forceinline__ void load_shared(float* values, unsigned place) {
+__device__ __forceinline__ void load_logits(float* values, unsigned place) {
     if constexpr (WIDE == 4)
         asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
             : "=f"(values[0]), "=f"(values[1]), "=f"(values[2]), "=f"(values[3]) : "r"(place) : "memory");
@@ -213,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) route_tokens(
         for (int block = 0; block < CLUSTER; ++block) {
             unsigned from = place_of(base + LOGITS + token * LOGIT_PITCH + lane * OWN * 4, block);
 #pragma unroll
-            for (int i = 0; i < OWN; i += WIDE) load_shared(&other[block][i], from + 4 * i);
+            for (int i = 0; i < OWN; i += WIDE) load_logits(&other[block][i], from + 4 * i);
         }
 #pragma unroll
         for (int block = 0; block < CLUSTER; ++block)

@@ -47,7 +47,11 @@ def test_binaries_are_kept_by_all_they_depend_on(nvrtc: None, tmp_path: Path, mo
     CudaKernel(changed, "copy_tiles", "MPPii", {"ROWS": 64, "OFFSET": OFFSET}, 128, 0).binary()
     monkeypatch.setattr(cuda_launch, "nvrtc_version", lambda: "99.0")
     assert copies().binary() == binary
-    assert len(list(cuda_launch.binaries().iterdir())) == 4
+    header = tmp_path / cuda_launch._HEADER.name
+    header.write_bytes(cuda_launch._HEADER.read_bytes() + b"\n")
+    monkeypatch.setattr(cuda_launch, "_HEADER", header)
+    assert copies().binary() == binary
+    assert len(list(cuda_launch.binaries().iterdir())) == 5
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(nvrtc: None, tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rows_product(
         meet();
     }
     // A thread finishes eight outputs of some rows.
-    constexpr int EIGHTS = OUTPUTS / 8, AT_ONCE = WORKERS / EIGHTS, SHARE = ROWS / SPLIT, HALVES = GATED ? 4 : 2;
+    constexpr int EIGHTS = OUTPUTS / 8, AT_ONCE = WORKERS / EIGHTS, SHARE = (ROWS + SPLIT - 1) / SPLIT, HALVES = GATED ? 4 : 2;
     int output = threadIdx.x % EIGHTS * 8, end = (rank + 1) * SHARE < rows ? (rank + 1) * SHARE : rows;
     if ((int)threadIdx.x < AT_ONCE * EIGHTS && first_output + output < out) {
 #pragma unroll 2

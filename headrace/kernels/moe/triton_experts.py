@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from headrace.kernels import support
 from headrace.kernels.kv_cache.triton_fp8 import NATIVE, gain, mode, quantized, scale_of
 from headrace.kernels.lora.reference import ExpertFactors
-from headrace.kernels.moe import cuda_experts
+from headrace.kernels.moe import cuda_experts, cuda_mlp
 from headrace.kernels.moe.codes import BLOCK, MIDDLE, X_GROUP, ExpertCodes
 from headrace.kernels.moe.tiling import Kind, MoeTiling, batch_invariant_tiling, choose_tiling
 from headrace.kernels.moe.triton_adapters import ExpertsLow, constants, shrink, tensors, with_added
@@ -342,6 +342,9 @@ def moe_mlp(
     if few is not None:
         rows, scales = _rounded(cuda_experts.first(*taken, routing, few[0], spec.top_k, x.dtype), down)
         return _sum(cuda_experts.second(rows, scales, routing, few[1], weights, x.dtype), experts, plus, spec)
+    both = cuda_mlp.takes(x, gate_up, down, spec, routing) if plain else None
+    if both is not None:
+        return _sum(cuda_mlp.products(x, routing, *both, weights, spec.top_k), experts, plus, spec)
     low = None if adapters is None else shrink(x, adapters.gate_up, adapters.places, routing, spec.top_k)
     active = _gate_up(x, *taken, routing, gate_up, gate_up_bias, low, down, spec, first)
     if adapters is not None and isinstance(active, torch.Tensor):

@@ -32,6 +32,7 @@ class MlpSizes:
     """1 or 2: lines of 128 bytes a slot of each of 128 lines of weights."""
     down_lines: int = 64
     """Lines of a unit of the second product: 64 or 128."""
+    foresee: bool = True
 
     def stages(self, rows: int) -> int:
         """Slots in flight."""
@@ -87,8 +88,9 @@ def products(
     columns = _LINE // x.itemsize
     weights = (tensor_map(held.view(-1, held.shape[2]), _BOX, columns) for held in (first, second))
     tensors = routing.table, routing.order, factors, middle, y, _cells(x.device)
-    _kernel(sizes, rows, x.dtype, top_k, count, hidden, inner).launch(
-        (support.resources(x.device).multiprocessors, 1, 1), *weights, tensor_map(x, 1, columns), tensor_map(middle, 8, columns),
+    blocks = support.resources(x.device).multiprocessors
+    _kernel(sizes, rows, x.dtype, top_k, count, hidden, inner, blocks).launch(
+        (blocks, 1, 1), *weights, tensor_map(x, 1, columns), tensor_map(middle, 8, columns),
         *(tensor.data_ptr() for tensor in tensors), routing.tiles(rows),
     )  # fmt: skip
     return y
@@ -110,8 +112,9 @@ def _cells_of(device: torch.device, stream: int | None) -> torch.Tensor:
 
 @functools.cache
 def _kernel(
-    sizes: MlpSizes, rows: int, kind: torch.dtype, top_k: int, experts: int, hidden: int, inner: int
+    sizes: MlpSizes, rows: int, kind: torch.dtype, top_k: int, experts: int, hidden: int, inner: int, blocks: int
 ) -> CudaKernel:
     macros = {"KIND": _KINDS[kind], "ROWS": rows, "LINES": sizes.lines, "DOWN_LINES": sizes.down_lines}
     macros |= {"STAGES": sizes.stages(rows), "TOP_K": top_k, "EXPERTS": experts, "HIDDEN": hidden, "INNER": inner}
+    macros |= {"BLOCKS": blocks, "FORESEE": int(sizes.foresee)}
     return CudaKernel(_SOURCE, "expert_mlp", "MMMMPPPPPPi", macros, _THREADS, sizes.shared(rows))

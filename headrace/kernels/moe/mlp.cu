@@ -6,7 +6,7 @@
 // turns, so that one finishes its unit while the other goes on. A tile's counter says when its rows are complete.
 //
 // Constants: KIND (0 bfloat16, 1 float16), ROWS (of a tile: 8 to 64), LINES (128 bytes of channels of each of 128 lines in a slot:
-// 1 or 2), DOWN_LINES (64 or 128), STAGES, TOP_K, EXPERTS, HIDDEN and INNER (multiples of 128 and 64).
+// 1 or 2), DOWN_LINES (64 or 128), STAGES, TOP_K, EXPERTS, HIDDEN and INNER (multiples of 128 and 64), BLOCKS.
 
 #define PACKED_KIND KIND
 #include "hopper.cuh"
@@ -89,16 +89,33 @@ struct Slot {
     }
 };
 
-// Lines of a weight by a tile's rows.
+// Lines of a weight by a tile's rows. The first units of blocks are those of the first tiles of the experts below FORESEEN, whose
+// weights are loaded before tiles are known; the others are counted.
+#ifndef FORESEE
+#define FORESEE 1
+#endif
+constexpr int FORESEEN = !FORESEE ? 0 : BLOCKS / UP_SLICES < EXPERTS ? BLOCKS / UP_SLICES : EXPERTS;
+constexpr int NOWHERE = 1 << 30;
+constexpr int OWN = -1, NONE = -2, END = -3;  // a block's first unit, the same where its expert has no tokens, and no unit
+
 struct Unit {
     bool up;
     int tile, slice;
 
-    __device__ __forceinline__ Unit(int index, int up_units) {
+    // ``foreseen`` has the tiles of the experts below FORESEEN, in order, and NOWHERE for those without.
+    __device__ __forceinline__ Unit(int index, int up_units, const int* foreseen) {
         up = index < up_units;
-        int rest = up ? index : index - up_units;
-        tile = up ? rest / UP_SLICES : rest / DOWN_SLICES;
-        slice = rest - tile * (up ? UP_SLICES : DOWN_SLICES);
+        if (index < 0) {
+            tile = foreseen[blockIdx.x / UP_SLICES], slice = blockIdx.x % UP_SLICES;
+        } else {
+            int rest = up ? index : index - up_units;
+            tile = up ? rest / UP_SLICES : rest / DOWN_SLICES;
+            slice = rest - tile * (up ? UP_SLICES : DOWN_SLICES);
+            if (up) {
+#pragma unroll
+                for (int i = 0; i < FORESEEN; ++i) tile += foreseen[i] <= tile;
+            }
+        }
     }
     __device__ __forceinline__ int steps() const { return up ? UP_STEPS : DOWN_STEPS; }
 };
@@ -112,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
     unsigned base = (shared_address(memory) + 1023) & ~1023u, results = base + STAGES * SLOT;
     unsigned full = results + GROUPS * ROWS * PITCH, x_full = full + 8 * STAGES, empty = x_full + 8 * STAGES;
     unsigned known = empty + 8 * STAGES, read = known + 8 * QUEUE, turn = read + 8 * QUEUE;
-    __shared__ int queue[QUEUE];
+    __shared__ int queue[QUEUE], foreseen[FORESEEN + 1];
     int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
     unsigned* complete = cells + 64;
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -123,55 +140,82 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
+    constexpr int FORESEEN_STEPS = STAGES < UP_STEPS ? STAGES : UP_STEPS;
+    bool foresees = blockIdx.x < FORESEEN * UP_SLICES;
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    auto load_up = [&](int slot, int step, int line) {
+        unsigned to = base + slot * SLOT, barrier = full + 8 * slot;
+        expect(barrier, WEIGHT_BYTES);
+#pragma unroll
+        for (int t = 0; t < 2; ++t)
+#pragma unroll
+            for (int l = 0; l < LINES; ++l)
+                load_tile(to + (l * 2 + t) * BOX, gate_up, barrier, (step * LINES + l) * 64, line + t * INNER, policy);
+    };
+    if (threadIdx.x == WORKERS && foresees) {
+        int line = blockIdx.x / UP_SLICES * (2 * INNER) + blockIdx.x % UP_SLICES * UP_OUTPUTS;
+        for (int step = 0; step < FORESEEN_STEPS; ++step) load_up(step, step, line);
+    }
+    if (threadIdx.x < FORESEEN) foreseen[threadIdx.x] = NOWHERE;
     asm volatile("griddepcontrol.wait;" ::: "memory");
+    __syncthreads();
     int present = 0;
     for (int first = 0; first < tiles; first += THREADS) {
-        int tile = first + threadIdx.x;
-        present += __syncthreads_count(tile < tiles && __ldcg(&table[tile].x) != EXPERTS);
+        int tile = first + threadIdx.x, expert = EXPERTS, before = EXPERTS;
+        if (tile < tiles) expert = __ldcg(&table[tile].x);
+        if (tile < tiles && tile > 0) before = __ldcg(&table[tile - 1].x);
+        if (expert < FORESEEN && expert != before) foreseen[expert] = tile;
+        present += __syncthreads_count(expert != EXPERTS);
     }
-    int up_units = present * UP_SLICES, units = up_units + present * DOWN_SLICES;
+    int counted = present;
+#pragma unroll
+    for (int i = 0; i < FORESEEN; ++i) counted -= foreseen[i] != NOWHERE;
+    int up_units = counted * UP_SLICES, units = up_units + present * DOWN_SLICES;
+    int first_index = !foresees ? 0 : foreseen[blockIdx.x / UP_SLICES] == NOWHERE ? NONE : OWN;
 
     if (threadIdx.x == WORKERS) {
-        u64 policy;
-        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
         Slot slot;
         unsigned parity = 0;
-        for (int number = 0, index = blockIdx.x;; ++number) {
+        // Blocks look at the counter once for each unit that it gives them, and once more; the last look sets it back.
+        auto look = [&] { return (int)atomicInc(cells, units + BLOCKS - 1); };
+        for (int number = 0, index = foresees ? first_index : look();; ++number) {
             int place = number % QUEUE;
             wait_for(read + 8 * place, parity ^ 1);
-            ((volatile int*)queue)[place] = index < units ? index : -1;
+            ((volatile int*)queue)[place] = index < units ? index : END;
             arrive(known + 8 * place);
             if (place == QUEUE - 1) parity ^= 1;
             if (index >= units) break;
-            // Each unit is followed by a look at the counter, the last of which sets it back.
-            int next = gridDim.x + atomicInc(cells, units - 1);
-            Unit unit(index, up_units);
-            int expert = __ldcg(&table[unit.tile].x);
+            int next = look();
+            if (index == NONE) {
+                slot.skip(FORESEEN_STEPS);
+                index = next;
+                continue;
+            }
+            Unit unit(index, up_units, foreseen);
+            int expert = index == OWN ? 0 : __ldcg(&table[unit.tile].x), step = 0;
+            if (index == OWN) expert = blockIdx.x / UP_SLICES, step = FORESEEN_STEPS, slot.skip(FORESEEN_STEPS);
             int line = unit.up ? expert * (2 * INNER) + unit.slice * UP_OUTPUTS : expert * HIDDEN + unit.slice * DOWN_LINES;
-            for (int step = 0; step < unit.steps(); ++step, slot.next()) {
+            for (; step < unit.steps(); ++step, slot.next()) {
                 wait_for(empty + 8 * slot.at, slot.parity ^ 1);
+                if (unit.up) {
+                    load_up(slot.at, step, line);
+                    continue;
+                }
                 unsigned to = base + slot.at * SLOT, barrier = full + 8 * slot.at;
                 expect(barrier, WEIGHT_BYTES);
-                if (unit.up) {
 #pragma unroll
-                    for (int t = 0; t < 2; ++t)
+                for (int t = 0; t < DOWN_TALL; ++t)
 #pragma unroll
-                        for (int l = 0; l < LINES; ++l)
-                            load_tile(to + (l * 2 + t) * BOX, gate_up, barrier, (step * LINES + l) * 64, line + t * INNER, policy);
-                } else {
-#pragma unroll
-                    for (int t = 0; t < DOWN_TALL; ++t)
-#pragma unroll
-                        for (int l = 0; l < DOWN_DEEP; ++l)
-                            load_tile(to + (l * DOWN_TALL + t) * BOX, down, barrier, (step * DOWN_DEEP + l) * 64, line + t * 64, policy);
-                }
+                    for (int l = 0; l < DOWN_DEEP; ++l)
+                        load_tile(to + (l * DOWN_TALL + t) * BOX, down, barrier, (step * DOWN_DEEP + l) * 64, line + t * 64, policy);
             }
             index = next;
         }
         return;
     }
 
-    // What is to be done next, or -1.
+    // What is to be done next.
     Slot slot;
     unsigned queue_parity = 0;
     auto take = [&](int number) {
@@ -183,12 +227,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
         return unit;
     };
     if (warp > WORKERS / 32) {
-        u64 policy;
         asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
         for (int number = 0;; ++number) {
             int index = take(number);
-            if (index < 0) break;
-            Unit unit(index, up_units);
+            if (index == END) break;
+            if (index == NONE) {
+                for (int step = 0; step < FORESEEN_STEPS; ++step, slot.next())
+                    if (lane == 0) arrive(x_full + 8 * slot.at);
+                continue;
+            }
+            Unit unit(index, up_units, foreseen);
             int4 own = __ldcg(table + unit.tile);
             int used = own.z - own.y < ROWS ? own.z - own.y : ROWS, eights = (used + 7) / 8, row[2];
             if (unit.up) {
@@ -231,12 +279,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
     auto meet = [&] { asm volatile("bar.sync %0, 128;" :: "r"(1 + group) : "memory"); };
     for (int number = 0;; ++number) {
         int index = take(number);
-        if (index < 0) break;
-        Unit unit(index, up_units);
+        if (index == END) break;
+        int steps = index == NONE ? FORESEEN_STEPS : index < up_units ? UP_STEPS : DOWN_STEPS;
         if (number % GROUPS != group) {
-            slot.skip(unit.steps());
+            slot.skip(steps);
             continue;
         }
+        if (index == NONE) {
+            // Nobody wants these weights.
+            for (int step = 0; step < steps; ++step, slot.next()) {
+                wait_for(full + 8 * slot.at, slot.parity);
+                wait_for(x_full + 8 * slot.at, slot.parity);
+                if (lane == 0) arrive(empty + 8 * slot.at);
+            }
+            if (lane == 0) arrive(turn + 8 * (1 - group));
+            continue;
+        }
+        Unit unit(index, up_units, foreseen);
         int4 own = __ldcg(table + unit.tile);
         int used = own.z - own.y < ROWS ? own.z - own.y : ROWS;
         // Two instructions take the same rows and other lines, or the same lines and other channels.
@@ -249,7 +308,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
             for (int i = 0; i < SUMS; ++i) sums[t][i] = 0.0f;
         // The ring's slots are told apart within one round: the unit before has been multiplied.
         if (number > 0) wait_for(turn + 8 * group, (number - 1) / 2 & 1);
-        for (int step = 0; step < unit.steps(); ++step, slot.next()) {
+        for (int step = 0; step < steps; ++step, slot.next()) {
             wait_for(full + 8 * slot.at, slot.parity);
             wait_for(x_full + 8 * slot.at, slot.parity);
             u64 left = descriptor(base + slot.at * SLOT), right = descriptor(base + slot.at * SLOT + WEIGHT_BYTES);

@@ -7,91 +7,118 @@ from __future__ import annotations
 import dataclasses
 import functools
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 
 from headrace.kernels import support
 from headrace.kernels.cuda_launch import CudaKernel, refusals, tensor_map
-from headrace.kernels.moe.triton_sort import Routing
+from headrace.kernels.moe.codes import ExpertCodes
+from headrace.kernels.moe.tiling import most_tiles
 from headrace.model_spec import MoeSpec
 
+Held = torch.Tensor | ExpertCodes
 _SOURCE = Path(__file__).with_name("mlp.cu")
 _KINDS = {torch.bfloat16: 0, torch.float16: 1}
-_LINE, _BOX, _THREADS, _QUEUE, _GROUPS = 128, 64, 320, 8, 2
-"""Bytes of a line of shared memory, lines of a box that is loaded at once, and a block's threads, units and groups."""
-_CELLS, _MOST_TILES = 64, 4096 - 64
+_LINE, _BOX, _THREADS, _QUEUE, _GROUPS, _SORTERS = 128, 64, 320, 8, 2, 8
+"""Bytes of a line of shared memory, lines of a box that is loaded at once, and a block's threads, units that are told ahead,
+groups that multiply, and warps that sort."""
+_MAX_EXPERTS = 256
+_CELLS = 64
+"""Counters before those of tiles."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MlpSizes:
     """Sizes of a block."""
 
+    rows: int
+    """Rows of a tile: 8, 16, 32 or 64."""
     kilobytes: int
     """Shared memory, at most; it settles how many slots are in flight."""
     lines: int = 2
     """1 or 2: lines of 128 bytes a slot of each of 128 lines of weights."""
     down_lines: int = 64
     """Lines of a unit of the second product: 64 or 128."""
-    foresee: bool = True
+    foresees: bool = True
+    """The first weights are those of the first experts, and asked for before it is known whether these have tokens."""
 
-    def stages(self, rows: int) -> int:
+    def choices(self, experts: int) -> int:
+        """The most choices."""
+        return self.rows * experts // 2
+
+    def stages(self, experts: int) -> int:
         """Slots in flight."""
-        return ((self.kilobytes << 10) - self._fixed(rows)) // (self._slot(rows) + 24)
+        return ((self.kilobytes << 10) - self._fixed(experts)) // (self._slot + 24)
 
-    def shared(self, rows: int) -> int:
-        """Bytes of shared memory of a block."""
-        return self._fixed(rows) + self.stages(rows) * (self._slot(rows) + 24)
+    def shared(self, experts: int) -> int:
+        """Bytes of dynamic shared memory of a block."""
+        return 1024 + _GROUPS * self._results + 8 * (2 * _QUEUE + _GROUPS) + self.stages(experts) * (self._slot + 24)
 
-    def _slot(self, rows: int) -> int:
+    @property
+    def _slot(self) -> int:
         deep = 2 * _BOX * self.lines // self.down_lines
-        return (2 * self.lines * _BOX + max(self.lines, deep) * rows) * _LINE
+        return (2 * self.lines * _BOX + max(self.lines, deep) * self.rows) * _LINE
 
-    def _fixed(self, rows: int) -> int:
-        return 1024 + _GROUPS * rows * 2 * (self.down_lines + 8) + 8 * (2 * _QUEUE + _GROUPS)
+    @property
+    def _results(self) -> int:
+        return self.rows * 2 * (self.down_lines + 8)
+
+    def _fixed(self, experts: int) -> int:
+        choices = self.choices(experts)
+        sort = 4 * _SORTERS * experts + 12 * (experts + choices // self.rows) + 2 * choices + 4 * experts + 256
+        return 1024 + _GROUPS * self._results + 8 * (2 * _QUEUE + _GROUPS) + sort
 
 
-def choose_sizes(rows: int) -> MlpSizes | None:
-    """The sizes for tiles of so many rows. None: the kernel has none."""
-    return {16: MlpSizes(220), 32: MlpSizes(220, 2, 128), 64: MlpSizes(220, 2, 128)}.get(rows)
+_SIZES = MlpSizes(16, 224), MlpSizes(32, 224, 2, 128), MlpSizes(64, 224, 1, 128)
 
 
-def takes(
-    x: torch.Tensor, first: object, second: object, spec: MoeSpec, routing: Routing
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Returns the matrices if the kernel multiplies the tokens x by them."""
-    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor) or routing.table is None:
-        return None
-    whole = not (x.shape[1] % 128 or spec.intermediate_size % _BOX) and support.in_pieces(x)
-    whole = whole and first.is_contiguous() and second.is_contiguous() and not (first.data_ptr() | second.data_ptr()) & 15
+def choose_sizes(choices: int, experts: int) -> MlpSizes | None:
+    """The sizes for so many choices. None: other kernels are faster."""
+    return next((sizes for sizes in _SIZES if choices <= sizes.choices(experts)), None)
+
+
+def takes(x: torch.Tensor, held: Held, spec: MoeSpec) -> TypeGuard[torch.Tensor]:
+    """Whether the kernel multiplies the tokens x ``[T, hidden]`` by matrices of which one is ``held``."""
+    if not isinstance(held, torch.Tensor) or x.dtype not in _KINDS or held.dtype != x.dtype or not held.is_contiguous():
+        return False
+    experts, hidden = len(held), x.shape[1]
+    whole = not (hidden % 128 or spec.intermediate_size % _BOX or held.data_ptr() & 15) and support.in_pieces(x)
     silu = spec.gated and spec.act in ("silu", "swish")
-    fits = whole and silu and x.dtype == first.dtype == second.dtype and x.dtype in _KINDS
-    fits = fits and choose_sizes(routing.table_tokens) is not None and routing.tiles(routing.table_tokens) <= _MOST_TILES
-    return (first, second) if fits and not refusals(x.device) else None
+    fits = whole and silu and not experts % 32 and experts <= _MAX_EXPERTS
+    return fits and choose_sizes(len(x) * spec.top_k, experts) is not None and not refusals(x.device)
 
 
 def products(
-    x: torch.Tensor, routing: Routing, first: torch.Tensor, second: torch.Tensor, factors: torch.Tensor, top_k: int,
-    sizes: MlpSizes | None = None
-) -> torch.Tensor:  # fmt: skip
-    """The output of each choice times its factor, ``[choices, hidden]``.
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    factors: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    sizes: MlpSizes | None = None,
+) -> torch.Tensor:
+    """The output of each choice times its factor, ``[choices, hidden]``. Nothing is written for choices of no expert.
 
     Args:
         x: ``[T, hidden]``
-        factors: ``[T, top_k]`` float32
+        experts: ``[T, top_k]`` int32, contiguous; those from ``len(first)`` on are none.
+        factors: ``[T, top_k]`` float32, contiguous.
+        first: ``[experts, 2 * inner, hidden]``: gates, then ups.
+        second: ``[experts, hidden, inner]``
     """
-    rows, (count, hidden, inner) = routing.table_tokens, second.shape
-    sizes = sizes or choose_sizes(rows)
-    if sizes is None or routing.table is None:
-        raise ValueError(f"no sizes for tiles of {rows} rows")
-    middle = torch.empty(routing.choices, inner, dtype=x.dtype, device=x.device)
-    y = torch.empty(routing.choices, hidden, dtype=x.dtype, device=x.device)
-    columns = _LINE // x.itemsize
+    count, hidden, inner = second.shape
+    choices = experts.numel()
+    sizes = sizes or choose_sizes(choices, count)
+    if sizes is None:
+        raise ValueError(f"{choices} choices among {count} experts are too many")
+    middle = torch.empty(choices, inner, dtype=x.dtype, device=x.device)
+    y = torch.empty(choices, hidden, dtype=x.dtype, device=x.device)
+    columns, blocks = _LINE // x.itemsize, support.resources(x.device).multiprocessors
     weights = (tensor_map(held.view(-1, held.shape[2]), _BOX, columns) for held in (first, second))
-    tensors = routing.table, routing.order, factors, middle, y, _cells(x.device)
-    blocks = support.resources(x.device).multiprocessors
-    _kernel(sizes, rows, x.dtype, top_k, count, hidden, inner, blocks).launch(
+    tensors = experts, factors, middle, y, _cells(x.device)
+    _kernel(sizes, x.dtype, experts.shape[1], count, hidden, inner, blocks).launch(
         (blocks, 1, 1), *weights, tensor_map(x, 1, columns), tensor_map(middle, 8, columns),
-        *(tensor.data_ptr() for tensor in tensors), routing.tiles(rows),
+        *(tensor.data_ptr() for tensor in tensors), choices,
     )  # fmt: skip
     return y
 
@@ -107,14 +134,15 @@ def _cells(device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _cells_of(device: torch.device, stream: int | None) -> torch.Tensor:
-    return torch.zeros(_CELLS + _MOST_TILES, dtype=torch.int32, device=device)
+    tiles = max(most_tiles(sizes.choices(_MAX_EXPERTS), _MAX_EXPERTS, sizes.rows) for sizes in _SIZES)
+    return torch.zeros(_CELLS + tiles, dtype=torch.int32, device=device)
 
 
 @functools.cache
 def _kernel(
-    sizes: MlpSizes, rows: int, kind: torch.dtype, top_k: int, experts: int, hidden: int, inner: int, blocks: int
+    sizes: MlpSizes, kind: torch.dtype, top_k: int, experts: int, hidden: int, inner: int, blocks: int
 ) -> CudaKernel:
-    macros = {"KIND": _KINDS[kind], "ROWS": rows, "LINES": sizes.lines, "DOWN_LINES": sizes.down_lines}
-    macros |= {"STAGES": sizes.stages(rows), "TOP_K": top_k, "EXPERTS": experts, "HIDDEN": hidden, "INNER": inner}
-    macros |= {"BLOCKS": blocks, "FORESEE": int(sizes.foresee)}
-    return CudaKernel(_SOURCE, "expert_mlp", "MMMMPPPPPPi", macros, _THREADS, sizes.shared(rows))
+    macros = {"KIND": _KINDS[kind], "ROWS": sizes.rows, "LINES": sizes.lines, "DOWN_LINES": sizes.down_lines}
+    macros |= {"STAGES": sizes.stages(experts), "FORESEE": int(sizes.foresees), "CHOICES": sizes.choices(experts)}
+    macros |= {"TOP_K": top_k, "EXPERTS": experts, "HIDDEN": hidden, "INNER": inner, "BLOCKS": blocks}
+    return CudaKernel(_SOURCE, "expert_mlp", "MMMMPPPPPi", macros, _THREADS, sizes.shared(experts))

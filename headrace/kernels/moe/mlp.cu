@@ -1,16 +1,19 @@
 // Both products of tiles of up to 64 tokens with their experts' weights in 16 bits, for Hopper GPUs (sm_90a), compiled by NVRTC.
 //
-// A block for each multiprocessor takes units of work from a counter: first UP_LINES lines of an expert's gate and up by a tile's
+// Each block sorts the tokens' choices by their experts. A block for each multiprocessor takes units of work from a counter: first UP_LINES lines of an expert's gate and up by a tile's
 // tokens, for all tiles, then DOWN_LINES lines of an expert's down by what these have made. A warp asks the tensor memory accelerator for
 // weights, another for rows, in a ring of STAGES slots, which stays full from unit to unit; two groups of four warps multiply in
 // turns, so that one finishes its unit while the other goes on. A tile's counter says when its rows are complete.
 //
 // Constants: KIND (0 bfloat16, 1 float16), ROWS (of a tile: 8 to 64), LINES (128 bytes of channels of each of 128 lines in a slot:
-// 1 or 2), DOWN_LINES (64 or 128), STAGES, TOP_K, EXPERTS, HIDDEN and INNER (multiples of 128 and 64), BLOCKS.
+// 1 or 2), DOWN_LINES (64 or 128), STAGES, TOP_K, EXPERTS, HIDDEN and INNER (multiples of 128 and 64), BLOCKS, CHOICES
+// (at most: a multiple of 256).
 
 #define PACKED_KIND KIND
 #include "hopper.cuh"
 
+constexpr int SORTERS = 8, ROUNDS = CHOICES / (32 * SORTERS);  // warps that sort choices, and how many times 32
+constexpr int TILES = EXPERTS + CHOICES / ROWS;  // at most
 constexpr int GROUPS = 2, WORKERS = 128 * GROUPS, THREADS = WORKERS + 64, QUEUE = 8;
 constexpr int SUMS = ROWS / 2;  // of a thread and an instruction
 constexpr int BOX = 8192;  // 64 lines of 128 bytes
@@ -20,6 +23,7 @@ constexpr int UP_STEPS = (HIDDEN + 64 * LINES - 1) / (64 * LINES), DOWN_STEPS = 
 constexpr int WEIGHT_BYTES = 2 * LINES * BOX, X_BYTES = (LINES > DOWN_DEEP ? LINES : DOWN_DEEP) * ROWS * 128;
 constexpr int SLOT = WEIGHT_BYTES + X_BYTES;
 constexpr int PITCH = 2 * (DOWN_LINES + 8);  // of rows of results
+static_assert(CHOICES % (32 * SORTERS) == 0 && CHOICES < 1 << 15 && EXPERTS % 32 == 0 && EXPERTS <= 256, "sizes");
 static_assert(SLOT % 1024 == 0 && INNER % 64 == 0 && HIDDEN % DOWN_LINES == 0, "sizes");
 
 #if KIND == 1
@@ -122,14 +126,16 @@ struct Unit {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
     const __grid_constant__ TensorMap gate_up, const __grid_constant__ TensorMap down, const __grid_constant__ TensorMap x,
-    const __grid_constant__ TensorMap active, const int4* table, const int* order, const float* factors, unsigned short* middle,
-    unsigned short* y, unsigned* cells, int tiles
+    const __grid_constant__ TensorMap active, const int* experts, const float* factors, unsigned short* middle, unsigned short* y,
+    unsigned* cells, int choices
 ) {
     extern __shared__ char memory[];
     unsigned base = (shared_address(memory) + 1023) & ~1023u, results = base + STAGES * SLOT;
     unsigned full = results + GROUPS * ROWS * PITCH, x_full = full + 8 * STAGES, empty = x_full + 8 * STAGES;
     unsigned known = empty + 8 * STAGES, read = known + 8 * QUEUE, turn = read + 8 * QUEUE;
-    __shared__ int queue[QUEUE], foreseen[FORESEEN + 1];
+    __shared__ int queue[QUEUE], foreseen[FORESEEN + 1], places[SORTERS][EXPERTS], sums_of_warps[EXPERTS / 32];
+    __shared__ int3 table[TILES];  // of a tile: its expert, the first of its places in the order, and how many they are
+    __shared__ unsigned short order[CHOICES];
     int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
     unsigned* complete = cells + 64;
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -157,17 +163,68 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
         int line = blockIdx.x / UP_SLICES * (2 * INNER) + blockIdx.x % UP_SLICES * UP_OUTPUTS;
         for (int step = 0; step < FORESEEN_STEPS; ++step) load_up(step, step, line);
     }
+    // A stable counting sort, of which each warp has some neighbouring choices.
+    for (int i = threadIdx.x; i < SORTERS * EXPERTS; i += THREADS) places[i / EXPERTS][i % EXPERTS] = 0;
     if (threadIdx.x < FORESEEN) foreseen[threadIdx.x] = NOWHERE;
     asm volatile("griddepcontrol.wait;" ::: "memory");
     __syncthreads();
-    int present = 0;
-    for (int first = 0; first < tiles; first += THREADS) {
-        int tile = first + threadIdx.x, expert = EXPERTS, before = EXPERTS;
-        if (tile < tiles) expert = __ldcg(&table[tile].x);
-        if (tile < tiles && tile > 0) before = __ldcg(&table[tile - 1].x);
-        if (expert < FORESEEN && expert != before) foreseen[expert] = tile;
-        present += __syncthreads_count(expert != EXPERTS);
+    int own_experts[ROUNDS], rounds = (choices + 32 * SORTERS - 1) / (32 * SORTERS), first_choice = warp * rounds * 32 + lane;
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        int choice = first_choice + r * 32;
+        own_experts[r] = warp < SORTERS && r < rounds && choice < choices ? __ldcg(experts + choice) : EXPERTS;
     }
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r)
+        if (own_experts[r] < EXPERTS) atomicAdd(&places[warp][own_experts[r]], 1);
+    __syncthreads();
+    // Of an expert: its choices, and in the high half its tiles; then those of all experts up to it.
+    int mine = 0, sum = 0;
+    if (threadIdx.x < EXPERTS) {
+#pragma unroll
+        for (int w = 0; w < SORTERS; ++w) mine += places[w][threadIdx.x];
+        sum = mine = mine | (mine + ROWS - 1) / ROWS << 16;
+#pragma unroll
+        for (int far = 1; far < 32; far *= 2) {
+            int other = __shfl_up_sync(~0u, sum, far);
+            if (lane >= far) sum += other;
+        }
+        if (lane == 31) sums_of_warps[warp] = sum;
+    }
+    __syncthreads();
+    int present = 0;
+#pragma unroll
+    for (int w = 0; w < EXPERTS / 32; ++w) {
+        present += sums_of_warps[w] >> 16;
+        if (w < warp) sum += sums_of_warps[w];
+    }
+    if (threadIdx.x < EXPERTS) {
+        int at = (sum & 0xFFFF) - (mine & 0xFFFF), tile = (sum >> 16) - (mine >> 16), end = sum & 0xFFFF;
+        if (mine && threadIdx.x < FORESEEN) foreseen[threadIdx.x] = tile;
+        for (int i = 0, first = at; first < end; ++i, first += ROWS)
+            table[tile + i] = make_int3(threadIdx.x, first, end - first < ROWS ? end - first : ROWS);
+#pragma unroll
+        for (int w = 0; w < SORTERS; ++w) {
+            int count = places[w][threadIdx.x];
+            places[w][threadIdx.x] = at;
+            at += count;
+        }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        if (warp >= SORTERS || r >= rounds) break;
+        int expert = own_experts[r];
+        unsigned peers = __match_any_sync(~0u, expert);
+        int earlier = __popc(peers & ((1u << lane) - 1)), at = expert < EXPERTS ? places[warp][expert] + earlier : 0;
+        __syncwarp();
+        if (expert < EXPERTS) {
+            order[at] = first_choice + r * 32;
+            if (!earlier) places[warp][expert] = at + __popc(peers);
+        }
+        __syncwarp();
+    }
+    __syncthreads();
     int counted = present;
 #pragma unroll
     for (int i = 0; i < FORESEEN; ++i) counted -= foreseen[i] != NOWHERE;
@@ -193,8 +250,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
                 continue;
             }
             Unit unit(index, up_units, foreseen);
-            int expert = index == OWN ? 0 : __ldcg(&table[unit.tile].x), step = 0;
-            if (index == OWN) expert = blockIdx.x / UP_SLICES, step = FORESEEN_STEPS, slot.skip(FORESEEN_STEPS);
+            int expert = table[unit.tile].x, step = 0;
+            if (index == OWN) step = FORESEEN_STEPS, slot.skip(FORESEEN_STEPS);
             int line = unit.up ? expert * (2 * INNER) + unit.slice * UP_OUTPUTS : expert * HIDDEN + unit.slice * DOWN_LINES;
             for (; step < unit.steps(); ++step, slot.next()) {
                 wait_for(empty + 8 * slot.at, slot.parity ^ 1);
@@ -237,11 +294,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
                 continue;
             }
             Unit unit(index, up_units, foreseen);
-            int4 own = __ldcg(table + unit.tile);
-            int used = own.z - own.y < ROWS ? own.z - own.y : ROWS, eights = (used + 7) / 8, row[2];
+            int first_place = table[unit.tile].y, used = table[unit.tile].z, eights = (used + 7) / 8, row[2];
             if (unit.up) {
 #pragma unroll
-                for (int i = 0; i < 2; ++i) row[i] = lane + 32 * i < used ? __ldcg(order + own.y + lane + 32 * i) / TOP_K : 0;
+                for (int i = 0; i < 2; ++i) row[i] = lane + 32 * i < used ? order[first_place + lane + 32 * i] / TOP_K : 0;
             } else {
                 unsigned made;
                 do {
@@ -265,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
                         }
                 } else if (lane < eights * DOWN_DEEP) {
                     int first = lane / DOWN_DEEP * 8, l = lane % DOWN_DEEP;
-                    load_tile(to + (l * ROWS + first) * 128, active, barrier, (step * DOWN_DEEP + l) * 64, own.y + first, policy);
+                    load_tile(to + (l * ROWS + first) * 128, active, barrier, (step * DOWN_DEEP + l) * 64, first_place + first, policy);
                 }
             }
         }
@@ -296,8 +352,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
             continue;
         }
         Unit unit(index, up_units, foreseen);
-        int4 own = __ldcg(table + unit.tile);
-        int used = own.z - own.y < ROWS ? own.z - own.y : ROWS;
+        int first_place = table[unit.tile].y, used = table[unit.tile].z;
         // Two instructions take the same rows and other lines, or the same lines and other channels.
         bool deep = DOWN_TALL == 1 && !unit.up;
         int second = deep ? ROWS * 8 : 0, further = deep ? ROWS * 16 : ROWS * 8;
@@ -347,9 +402,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
             asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w) : "r"(own_results + row * PITCH + eight * 16) : "memory");
             if (unit.up) {
-                *(uint4*)(middle + (long long)(own.y + row) * INNER + unit.slice * UP_OUTPUTS + eight * 8) = words;
+                *(uint4*)(middle + (long long)(first_place + row) * INNER + unit.slice * UP_OUTPUTS + eight * 8) = words;
             } else {
-                int choice = __ldcg(order + own.y + row);
+                int choice = order[first_place + row];
                 float factor = __ldcg(factors + choice);
                 auto scaled = [&](unsigned pair) { return packed(widened(pair & 0xFFFF) * factor, widened(pair >> 16) * factor); };
                 words = make_uint4(scaled(words.x), scaled(words.y), scaled(words.z), scaled(words.w));

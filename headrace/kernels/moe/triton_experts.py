@@ -326,6 +326,9 @@ def moe_mlp(
     if not experts.numel():
         return torch.empty_like(x)
     hidden, inner = x.shape[1], spec.intermediate_size
+    plain = tiling is None and adapters is None and gate_up_bias is None and down_bias is None and not batch_invariant
+    if plain and cuda_mlp.takes(x, gate_up, spec) and cuda_mlp.takes(x, down, spec):
+        return _sum(cuda_mlp.products(x, experts, weights, gate_up, down), experts, plus, spec)
     sizes = experts.numel(), spec.num_held
     first = product_tiling(gate_up, x, *sizes, inner, tiling, paired=spec.gated, batch_invariant=batch_invariant)
     second = product_tiling(down, x, *sizes, hidden, tiling, batch_invariant=batch_invariant)
@@ -337,14 +340,10 @@ def moe_mlp(
     elif due is not None:
         due.launch()
     taken = (x, x) if rounding is None else (_typed(rounding.codes, gate_up), rounding.scales)
-    plain = tiling is None and adapters is None and gate_up_bias is None and down_bias is None and not batch_invariant
     few = cuda_experts.taken(gate_up, down, spec, routing, x.dtype) if plain else None
     if few is not None:
         rows, scales = _rounded(cuda_experts.first(*taken, routing, few[0], spec.top_k, x.dtype), down)
         return _sum(cuda_experts.second(rows, scales, routing, few[1], weights, x.dtype), experts, plus, spec)
-    both = cuda_mlp.takes(x, gate_up, down, spec, routing) if plain else None
-    if both is not None:
-        return _sum(cuda_mlp.products(x, routing, *both, weights, spec.top_k), experts, plus, spec)
     low = None if adapters is None else shrink(x, adapters.gate_up, adapters.places, routing, spec.top_k)
     active = _gate_up(x, *taken, routing, gate_up, gate_up_bias, low, down, spec, first)
     if adapters is not None and isinstance(active, torch.Tensor):

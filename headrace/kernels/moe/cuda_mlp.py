@@ -42,6 +42,8 @@ class MlpSizes:
     """Lines of a unit of the second product: 64 or 128."""
     foresees: bool = True
     """The first weights are those of the first experts, and asked for before it is known whether these have tokens."""
+    far: int = 0
+    """Slots after these that are fetched into the L2 cache."""
 
     def choices(self, experts: int) -> int:
         """The most choices."""
@@ -143,6 +145,6 @@ def _kernel(
     sizes: MlpSizes, kind: torch.dtype, top_k: int, experts: int, hidden: int, inner: int, blocks: int
 ) -> CudaKernel:
     macros = {"KIND": _KINDS[kind], "ROWS": sizes.rows, "LINES": sizes.lines, "DOWN_LINES": sizes.down_lines}
-    macros |= {"STAGES": sizes.stages(experts), "FORESEE": int(sizes.foresees), "CHOICES": sizes.choices(experts)}
+    macros |= {"STAGES": sizes.stages(experts), "FORESEE": int(sizes.foresees), "FAR": sizes.far, "CHOICES": sizes.choices(experts)}
     macros |= {"TOP_K": top_k, "EXPERTS": experts, "HIDDEN": hidden, "INNER": inner, "BLOCKS": blocks}
     return CudaKernel(_SOURCE, "expert_mlp", "MMMMPPPPPi", macros, _THREADS, sizes.shared(experts))

@@ -95,9 +95,6 @@ struct Slot {
 
 // Lines of a weight by a tile's rows. The first units of blocks are those of the first tiles of the experts below FORESEEN, whose
 // weights are loaded before tiles are known; the others are counted.
-#ifndef FORESEE
-#define FORESEE 1
-#endif
 constexpr int FORESEEN = !FORESEE ? 0 : BLOCKS / UP_SLICES < EXPERTS ? BLOCKS / UP_SLICES : EXPERTS;
 constexpr int NOWHERE = 1 << 30;
 constexpr int OWN = -1, NONE = -2, END = -3;  // a block's first unit, the same where its expert has no tokens, and no unit
@@ -162,6 +159,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
     if (threadIdx.x == WORKERS && foresees) {
         int line = blockIdx.x / UP_SLICES * (2 * INNER) + blockIdx.x % UP_SLICES * UP_OUTPUTS;
         for (int step = 0; step < FORESEEN_STEPS; ++step) load_up(step, step, line);
+        for (int step = FORESEEN_STEPS; step < FORESEEN_STEPS + FAR && step < UP_STEPS; ++step)
+#pragma unroll
+            for (int i = 0; i < 2 * LINES; ++i)
+                asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];"
+                    :: "l"(&gate_up), "r"((step * LINES + i / 2) * 64), "r"(line + i % 2 * INNER) : "memory");
     }
     // A stable counting sort, of which each warp has some neighbouring choices.
     for (int i = threadIdx.x; i < SORTERS * EXPERTS; i += THREADS) places[i / EXPERTS][i % EXPERTS] = 0;

@@ -44,6 +44,8 @@ class MlpSizes:
     """The first weights are those of the first experts, and asked for before it is known whether these have tokens."""
     far: int = 0
     """Slots after these that are fetched into the L2 cache."""
+    more: tuple[tuple[str, int], ...] = ()
+    promotion: int = 256
 
     def choices(self, experts: int) -> int:
         """The most choices."""
@@ -116,11 +118,11 @@ def products(
     middle = torch.empty(choices, inner, dtype=x.dtype, device=x.device)
     y = torch.empty(choices, hidden, dtype=x.dtype, device=x.device)
     columns, blocks = _LINE // x.itemsize, support.resources(x.device).multiprocessors
-    weights = (tensor_map(held.view(-1, held.shape[2]), _BOX, columns) for held in (first, second))
+    weights = (tensor_map(held.view(-1, held.shape[2]), _BOX, columns, promotion=sizes.promotion) for held in (first, second))
     tensors = experts, factors, middle, y, _cells(x.device)
     _kernel(sizes, x.dtype, experts.shape[1], count, hidden, inner, blocks).launch(
         (blocks, 1, 1), *weights, tensor_map(x, 1, columns), tensor_map(middle, 8, columns),
-        *(tensor.data_ptr() for tensor in tensors), choices,
+        x.data_ptr(), x.stride(0) * x.itemsize, *(tensor.data_ptr() for tensor in tensors), choices,
     )  # fmt: skip
     return y
 
@@ -146,5 +148,6 @@ def _kernel(
 ) -> CudaKernel:
     macros = {"KIND": _KINDS[kind], "ROWS": sizes.rows, "LINES": sizes.lines, "DOWN_LINES": sizes.down_lines}
     macros |= {"STAGES": sizes.stages(experts), "FORESEE": int(sizes.foresees), "FAR": sizes.far, "CHOICES": sizes.choices(experts)}
+    macros |= dict(sizes.more)
     macros |= {"TOP_K": top_k, "EXPERTS": experts, "HIDDEN": hidden, "INNER": inner, "BLOCKS": blocks}
-    return CudaKernel(_SOURCE, "expert_mlp", "MMMMPPPPPi", macros, _THREADS, sizes.shared(experts))
+    return CudaKernel(_SOURCE, "expert_mlp", "MMMMPqPPPPPi", macros, _THREADS, sizes.shared(experts))

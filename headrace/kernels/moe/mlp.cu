@@ -9,6 +9,18 @@
 // 1 or 2), DOWN_LINES (64 or 128), STAGES, TOP_K, EXPERTS, HIDDEN and INNER (multiples of 128 and 64), BLOCKS, CHOICES
 // (at most: a multiple of 256).
 
+#ifndef PROBE
+#define PROBE 0
+#endif
+#ifndef BANDED
+#define BANDED 0
+#endif
+#ifndef GATHER
+#define GATHER 1
+#endif
+#ifndef POLICY
+#define POLICY 1
+#endif
 #define PACKED_KIND KIND
 #include "hopper.cuh"
 
@@ -104,14 +116,21 @@ struct Unit {
     int tile, slice;
 
     // ``foreseen`` has the tiles of the experts below FORESEEN, in order, and NOWHERE for those without.
-    __device__ __forceinline__ Unit(int index, int up_units, const int* foreseen) {
+    __device__ __forceinline__ Unit(int index, int up_units, const int* foreseen, int present) {
         up = index < up_units;
         if (index < 0) {
             tile = foreseen[blockIdx.x / UP_SLICES], slice = blockIdx.x % UP_SLICES;
         } else {
             int rest = up ? index : index - up_units;
-            tile = up ? rest / UP_SLICES : rest / DOWN_SLICES;
-            slice = rest - tile * (up ? UP_SLICES : DOWN_SLICES);
+            int across = up ? UP_SLICES : DOWN_SLICES;
+            if (BANDED) {
+                int all = up ? up_units / UP_SLICES : present, band = rest / (BANDED * across), within = rest - band * (BANDED * across);
+                int height = all - band * BANDED < BANDED ? all - band * BANDED : BANDED;
+                slice = within / height, tile = band * BANDED + within - slice * height;
+            } else {
+                tile = up ? rest / UP_SLICES : rest / DOWN_SLICES;
+                slice = rest - tile * across;
+            }
             if (up) {
 #pragma unroll
                 for (int i = 0; i < FORESEEN; ++i) tile += foreseen[i] <= tile;
@@ -123,7 +142,7 @@ struct Unit {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
     const __grid_constant__ TensorMap gate_up, const __grid_constant__ TensorMap down, const __grid_constant__ TensorMap x,
-    const __grid_constant__ TensorMap active, const int* experts, const float* factors, unsigned short* middle, unsigned short* y,
+    const __grid_constant__ TensorMap active, const char* tokens, long long token_row, const int* experts, const float* factors, unsigned short* middle, unsigned short* y,
     unsigned* cells, int choices
 ) {
     extern __shared__ char memory[];
@@ -146,7 +165,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
     constexpr int FORESEEN_STEPS = STAGES < UP_STEPS ? STAGES : UP_STEPS;
     bool foresees = blockIdx.x < FORESEEN * UP_SLICES;
     u64 policy;
+#if POLICY
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#else
+    asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+#endif
     auto load_up = [&](int slot, int step, int line) {
         unsigned to = base + slot * SLOT, barrier = full + 8 * slot;
         expect(barrier, WEIGHT_BYTES);
@@ -251,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
                 index = next;
                 continue;
             }
-            Unit unit(index, up_units, foreseen);
+            Unit unit(index, up_units, foreseen, present);
             int expert = table[unit.tile].x, step = 0;
             if (index == OWN) step = FORESEEN_STEPS, slot.skip(FORESEEN_STEPS);
             int line = unit.up ? expert * (2 * INNER) + unit.slice * UP_OUTPUTS : expert * HIDDEN + unit.slice * DOWN_LINES;
@@ -295,18 +318,56 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
                     if (lane == 0) arrive(x_full + 8 * slot.at);
                 continue;
             }
-            Unit unit(index, up_units, foreseen);
+            Unit unit(index, up_units, foreseen, present);
             int first_place = table[unit.tile].y, used = table[unit.tile].z, eights = (used + 7) / 8, row[2];
             if (unit.up) {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) row[i] = lane + 32 * i < used ? order[first_place + lane + 32 * i] / TOP_K : 0;
-            } else {
+            } else if (!(PROBE & 1)) {
                 unsigned made;
                 do {
                     asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(made) : "l"(complete + unit.tile) : "memory");
                 } while (made < UP_SLICES);
                 asm volatile("fence.proxy.async;" ::: "memory");
                 __syncwarp();
+            }
+            if (PROBE & 1) {
+                for (int step = 0; step < unit.steps(); ++step, slot.next()) {
+                    wait_for(empty + 8 * slot.at, slot.parity ^ 1);
+                    if (lane == 0) arrive(x_full + 8 * slot.at);
+                }
+                continue;
+            }
+            if (GATHER && unit.up) {
+                constexpr int PIECES = 8 * LINES, LAG = STAGES > 4 ? 3 : 2;
+                Slot made = slot;
+                auto announce = [&] {
+                    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+                    __syncwarp();
+                    if (lane == 0) arrive(x_full + 8 * made.at);
+                    made.next();
+                };
+                int pending = 0, copies = used * PIECES;
+                const char* from = tokens + lane % PIECES * 16;
+                unsigned line_at = lane % PIECES / 8 * (ROWS * 128), piece = lane % 8;
+                for (int step = 0; step < unit.steps(); ++step, slot.next(), from += 128 * LINES) {
+                    wait_for(empty + 8 * slot.at, slot.parity ^ 1);
+                    unsigned to = base + slot.at * SLOT + WEIGHT_BYTES + line_at;
+#pragma unroll 4
+                    for (int copy = lane; copy < copies; copy += 32) {
+                        int row = copy / PIECES;
+                        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to + row * 128 + ((piece ^ (row & 7)) << 4)),
+                            "l"(from + order[first_place + row] / TOP_K * token_row) : "memory");
+                    }
+                    asm volatile("cp.async.commit_group;" ::: "memory");
+                    if (++pending > LAG) {
+                        asm volatile("cp.async.wait_group %0;" :: "n"(LAG) : "memory");
+                        announce(), --pending;
+                    }
+                }
+                asm volatile("cp.async.wait_group 0;" ::: "memory");
+                for (; pending; --pending) announce();
+                continue;
             }
             for (int step = 0; step < unit.steps(); ++step, slot.next()) {
                 wait_for(empty + 8 * slot.at, slot.parity ^ 1);
@@ -353,7 +414,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
             if (lane == 0) arrive(turn + 8 * (1 - group));
             continue;
         }
-        Unit unit(index, up_units, foreseen);
+        Unit unit(index, up_units, foreseen, present);
         int first_place = table[unit.tile].y, used = table[unit.tile].z;
         // Two instructions take the same rows and other lines, or the same lines and other channels.
         bool deep = DOWN_TALL == 1 && !unit.up;
@@ -378,7 +439,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
                 for (int k = 0; k < 4; ++k)
 #pragma unroll
                     for (int t = 0; t < 2; ++t)
-                        multiply(sums[t], left + (l * 2 + t) * (BOX / 16) + 2 * k, right + l * further + t * second + 2 * k);
+                        if (!(PROBE & 2)) multiply(sums[t], left + (l * 2 + t) * (BOX / 16) + 2 * k, right + l * further + t * second + 2 * k);
             commit();
             wait_multiplied();
             settle(sums[0]);

@@ -212,39 +212,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rows_product(
     } else {
         meet();
     }
-    // A thread finishes eight outputs of some rows; four of a cluster's, of which a warp reads neighbours from each block.
-    constexpr int MINE = SPLIT > 1 ? 4 : 8, ACROSS = OUTPUTS / MINE, AT_ONCE = WORKERS / ACROSS, SHARE = (ROWS + SPLIT - 1) / SPLIT;
-    constexpr int FOURS = MINE / 4, HALVES = GATED ? 2 * FOURS : FOURS;
-    int output = threadIdx.x % ACROSS * MINE, end = (rank + 1) * SHARE < rows ? (rank + 1) * SHARE : rows;
-    if ((int)threadIdx.x < AT_ONCE * ACROSS && first_output + output < out) {
+    // A thread finishes eight outputs of some rows.
+    constexpr int EIGHTS = OUTPUTS / 8, AT_ONCE = WORKERS / EIGHTS, SHARE = ROWS / SPLIT, HALVES = GATED ? 4 : 2;
+    int output = threadIdx.x % EIGHTS * 8, end = (rank + 1) * SHARE < rows ? (rank + 1) * SHARE : rows;
+    if ((int)threadIdx.x < AT_ONCE * EIGHTS && first_output + output < out) {
 #pragma unroll 2
-        for (int row = rank * SHARE + threadIdx.x / ACROSS; row < end; row += AT_ONCE) {
+        for (int row = rank * SHARE + threadIdx.x / EIGHTS; row < end; row += AT_ONCE) {
             float values[SPLIT][4 * HALVES];
 #pragma unroll
             for (int s = 0; s < SPLIT; ++s)
 #pragma unroll
                 for (int h = 0; h < HALVES; ++h) {
-                    unsigned place = base + row * PITCH + output * 4 + h % FOURS * 16 + h / FOURS * OUTPUTS * 4;
+                    unsigned place = base + row * PITCH + output * 4 + h % 2 * 16 + h / 2 * OUTPUTS * 4;
                     load_shared(&values[s][4 * h], SPLIT > 1 ? place_of(place, s) : place);
                 }
-            unsigned pairs[MINE / 2];
+            unsigned pairs[4];
 #pragma unroll
-            for (int j = 0; j < MINE / 2; ++j) {
+            for (int j = 0; j < 4; ++j) {
                 float two[2];
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     two[i] = values[0][2 * j + i];
 #pragma unroll
                     for (int s = 1; s < SPLIT; ++s) two[i] += values[s][2 * j + i];
-                    if (GATED) two[i] = gated(two[i], values[0][(MINE + 2 * j + i) % (4 * HALVES)]);
+                    if (GATED) two[i] = gated(two[i], values[0][(8 + 2 * j + i) % (4 * HALVES)]);
                 }
                 pairs[j] = packed(two[0], two[1]);
             }
-            unsigned short* to = y + (long long)row * out + first_output + output;
-            if constexpr (MINE == 4)
-                *(uint2*)to = make_uint2(pairs[0], pairs[1]);
-            else
-                *(uint4*)to = make_uint4(pairs[0], pairs[1], pairs[MINE / 2 - 2], pairs[MINE / 2 - 1]);
+            *(uint4*)(y + (long long)row * out + first_output + output) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
         }
     }
     // No block ends while others read its memory.

@@ -40,12 +40,9 @@ class MlpSizes:
     """1 or 2: lines of 128 bytes a slot of each of 128 lines of weights."""
     down_lines: int = 64
     """Lines of a unit of the second product: 64 or 128."""
-    foresees: bool = True
-    """The first weights are those of the first experts, and asked for before it is known whether these have tokens."""
-    far: int = 0
-    """Slots after these that are fetched into the L2 cache."""
+    foresees: int = 0
+    """Slots that are loaded before it is known which experts have tokens, as if the first had some; at most all."""
     more: tuple[tuple[str, int], ...] = ()
-    promotion: int = 256
 
     def choices(self, experts: int) -> int:
         """The most choices."""
@@ -74,7 +71,7 @@ class MlpSizes:
         return 1024 + _GROUPS * self._results + 8 * (2 * _QUEUE + _GROUPS) + sort
 
 
-_SIZES = MlpSizes(16, 224), MlpSizes(32, 224, 2, 128), MlpSizes(64, 224, 1, 128)
+_SIZES = MlpSizes(16, 226, foresees=5), MlpSizes(32, 226, 2, 128, 4), MlpSizes(64, 226, 1, 128, 7)
 
 
 def choose_sizes(choices: int, experts: int) -> MlpSizes | None:
@@ -118,7 +115,7 @@ def products(
     middle = torch.empty(choices, inner, dtype=x.dtype, device=x.device)
     y = torch.empty(choices, hidden, dtype=x.dtype, device=x.device)
     columns, blocks = _LINE // x.itemsize, support.resources(x.device).multiprocessors
-    weights = (tensor_map(held.view(-1, held.shape[2]), _BOX, columns, promotion=sizes.promotion) for held in (first, second))
+    weights = (tensor_map(held.view(-1, held.shape[2]), _BOX, columns) for held in (first, second))
     tensors = experts, factors, middle, y, _cells(x.device)
     _kernel(sizes, x.dtype, experts.shape[1], count, hidden, inner, blocks).launch(
         (blocks, 1, 1), *weights, tensor_map(x, 1, columns), tensor_map(middle, 8, columns),
@@ -147,7 +144,7 @@ def _kernel(
     sizes: MlpSizes, kind: torch.dtype, top_k: int, experts: int, hidden: int, inner: int, blocks: int
 ) -> CudaKernel:
     macros = {"KIND": _KINDS[kind], "ROWS": sizes.rows, "LINES": sizes.lines, "DOWN_LINES": sizes.down_lines}
-    macros |= {"STAGES": sizes.stages(experts), "FORESEE": int(sizes.foresees), "FAR": sizes.far, "CHOICES": sizes.choices(experts)}
+    macros |= {"STAGES": sizes.stages(experts), "FORESEE": min(sizes.foresees, sizes.stages(experts)), "CHOICES": sizes.choices(experts)}
     macros |= dict(sizes.more)
     macros |= {"TOP_K": top_k, "EXPERTS": experts, "HIDDEN": hidden, "INNER": inner, "BLOCKS": blocks}
     return CudaKernel(_SOURCE, "expert_mlp", "MMMMPqPPPPPi", macros, _THREADS, sizes.shared(experts))

@@ -9,17 +9,8 @@
 // 1 or 2), DOWN_LINES (64 or 128), STAGES, TOP_K, EXPERTS, HIDDEN and INNER (multiples of 128 and 64), BLOCKS, CHOICES
 // (at most: a multiple of 256).
 
-#ifndef PROBE
-#define PROBE 0
-#endif
-#ifndef BANDED
-#define BANDED 0
-#endif
 #ifndef GATHER
 #define GATHER 1
-#endif
-#ifndef POLICY
-#define POLICY 1
 #endif
 #define PACKED_KIND KIND
 #include "hopper.cuh"
@@ -116,21 +107,15 @@ struct Unit {
     int tile, slice;
 
     // ``foreseen`` has the tiles of the experts below FORESEEN, in order, and NOWHERE for those without.
-    __device__ __forceinline__ Unit(int index, int up_units, const int* foreseen, int present) {
+    __device__ __forceinline__ Unit(int index, int up_units, const int* foreseen) {
         up = index < up_units;
         if (index < 0) {
             tile = foreseen[blockIdx.x / UP_SLICES], slice = blockIdx.x % UP_SLICES;
         } else {
             int rest = up ? index : index - up_units;
             int across = up ? UP_SLICES : DOWN_SLICES;
-            if (BANDED) {
-                int all = up ? up_units / UP_SLICES : present, band = rest / (BANDED * across), within = rest - band * (BANDED * across);
-                int height = all - band * BANDED < BANDED ? all - band * BANDED : BANDED;
-                slice = within / height, tile = band * BANDED + within - slice * height;
-            } else {
-                tile = up ? rest / UP_SLICES : rest / DOWN_SLICES;
-                slice = rest - tile * across;
-            }
+            tile = up ? rest / UP_SLICES : rest / DOWN_SLICES;
+            slice = rest - tile * across;
             if (up) {
 #pragma unroll
                 for (int i = 0; i < FORESEEN; ++i) tile += foreseen[i] <= tile;
@@ -162,14 +147,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
-    constexpr int FORESEEN_STEPS = STAGES < UP_STEPS ? STAGES : UP_STEPS;
+    constexpr int FORESEEN_STEPS = FORESEE < UP_STEPS ? FORESEE : UP_STEPS;
     bool foresees = blockIdx.x < FORESEEN * UP_SLICES;
     u64 policy;
-#if POLICY
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-#else
-    asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-#endif
     auto load_up = [&](int slot, int step, int line) {
         unsigned to = base + slot * SLOT, barrier = full + 8 * slot;
         expect(barrier, WEIGHT_BYTES);
@@ -182,11 +163,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
     if (threadIdx.x == WORKERS && foresees) {
         int line = blockIdx.x / UP_SLICES * (2 * INNER) + blockIdx.x % UP_SLICES * UP_OUTPUTS;
         for (int step = 0; step < FORESEEN_STEPS; ++step) load_up(step, step, line);
-        for (int step = FORESEEN_STEPS; step < FORESEEN_STEPS + FAR && step < UP_STEPS; ++step)
-#pragma unroll
-            for (int i = 0; i < 2 * LINES; ++i)
-                asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];"
-                    :: "l"(&gate_up), "r"((step * LINES + i / 2) * 64), "r"(line + i % 2 * INNER) : "memory");
     }
     // A stable counting sort, of which each warp has some neighbouring choices.
     for (int i = threadIdx.x; i < SORTERS * EXPERTS; i += THREADS) places[i / EXPERTS][i % EXPERTS] = 0;
@@ -274,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
                 index = next;
                 continue;
             }
-            Unit unit(index, up_units, foreseen, present);
+            Unit unit(index, up_units, foreseen);
             int expert = table[unit.tile].x, step = 0;
             if (index == OWN) step = FORESEEN_STEPS, slot.skip(FORESEEN_STEPS);
             int line = unit.up ? expert * (2 * INNER) + unit.slice * UP_OUTPUTS : expert * HIDDEN + unit.slice * DOWN_LINES;
@@ -318,25 +294,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
                     if (lane == 0) arrive(x_full + 8 * slot.at);
                 continue;
             }
-            Unit unit(index, up_units, foreseen, present);
+            Unit unit(index, up_units, foreseen);
             int first_place = table[unit.tile].y, used = table[unit.tile].z, eights = (used + 7) / 8, row[2];
             if (unit.up) {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) row[i] = lane + 32 * i < used ? order[first_place + lane + 32 * i] / TOP_K : 0;
-            } else if (!(PROBE & 1)) {
+            } else {
                 unsigned made;
                 do {
                     asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(made) : "l"(complete + unit.tile) : "memory");
                 } while (made < UP_SLICES);
                 asm volatile("fence.proxy.async;" ::: "memory");
                 __syncwarp();
-            }
-            if (PROBE & 1) {
-                for (int step = 0; step < unit.steps(); ++step, slot.next()) {
-                    wait_for(empty + 8 * slot.at, slot.parity ^ 1);
-                    if (lane == 0) arrive(x_full + 8 * slot.at);
-                }
-                continue;
             }
             if (GATHER && unit.up) {
                 constexpr int PIECES = 8 * LINES, LAG = STAGES > 4 ? 3 : 2;
@@ -414,7 +383,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
             if (lane == 0) arrive(turn + 8 * (1 - group));
             continue;
         }
-        Unit unit(index, up_units, foreseen, present);
+        Unit unit(index, up_units, foreseen);
         int first_place = table[unit.tile].y, used = table[unit.tile].z;
         // Two instructions take the same rows and other lines, or the same lines and other channels.
         bool deep = DOWN_TALL == 1 && !unit.up;
@@ -439,7 +408,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
                 for (int k = 0; k < 4; ++k)
 #pragma unroll
                     for (int t = 0; t < 2; ++t)
-                        if (!(PROBE & 2)) multiply(sums[t], left + (l * 2 + t) * (BOX / 16) + 2 * k, right + l * further + t * second + 2 * k);
+                        multiply(sums[t], left + (l * 2 + t) * (BOX / 16) + 2 * k, right + l * further + t * second + 2 * k);
             commit();
             wait_multiplied();
             settle(sums[0]);

@@ -12,7 +12,7 @@ from typing import TypeGuard
 import torch
 
 from headrace.kernels import support
-from headrace.kernels.cuda_launch import CudaKernel, refusals, tensor_map
+from headrace.kernels.cuda_launch import CudaKernel, counters, refusals, tensor_map
 from headrace.kernels.moe.codes import ExpertCodes
 from headrace.kernels.moe.tiling import most_tiles
 from headrace.model_spec import MoeSpec
@@ -24,8 +24,6 @@ _LINE, _BOX, _THREADS, _QUEUE, _GROUPS, _SORTERS = 128, 64, 320, 8, 2, 8
 """Bytes of a line of shared memory, lines of a box that is loaded at once, and a block's threads, units that are told ahead,
 groups that multiply, and warps that sort."""
 _MAX_EXPERTS = 256
-_CELLS = 64
-"""Counters before those of tiles."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,13 +72,20 @@ class MlpSizes:
 _SIZES = MlpSizes(16, 226, foresees=5), MlpSizes(32, 226, 2, 128, 4), MlpSizes(64, 226, 1, 128, 7)
 
 
+_COUNTERS = 64 + max(most_tiles(sizes.choices(_MAX_EXPERTS), _MAX_EXPERTS, sizes.rows) for sizes in _SIZES)
+"""Of units, at a distance from those of tiles."""
+
+
+FOLLOWING: dict[int, torch.Tensor] = {}
+
+
 def choose_sizes(choices: int, experts: int) -> MlpSizes | None:
     """The sizes for so many choices. None: other kernels are faster."""
     return next((sizes for sizes in _SIZES if choices <= sizes.choices(experts)), None)
 
 
-def takes(x: torch.Tensor, held: Held, spec: MoeSpec) -> TypeGuard[torch.Tensor]:
-    """Whether the kernel multiplies the tokens x ``[T, hidden]`` by matrices of which one is ``held``."""
+def takes(held: Held, x: torch.Tensor, spec: MoeSpec) -> TypeGuard[torch.Tensor]:
+    """Whether the kernel multiplies the tokens x ``[T, hidden]`` by matrices of which these are the first or the second."""
     if not isinstance(held, torch.Tensor) or x.dtype not in _KINDS or held.dtype != x.dtype or not held.is_contiguous():
         return False
     experts, hidden = len(held), x.shape[1]
@@ -116,35 +121,21 @@ def products(
     y = torch.empty(choices, hidden, dtype=x.dtype, device=x.device)
     columns, blocks = _LINE // x.itemsize, support.resources(x.device).multiprocessors
     weights = (tensor_map(held.view(-1, held.shape[2]), _BOX, columns) for held in (first, second))
-    tensors = experts, factors, middle, y, _cells(x.device)
+    following = FOLLOWING.get(first.data_ptr())
+    tensors = x, experts, factors, middle, y, counters(x.device, _COUNTERS), following
     _kernel(sizes, x.dtype, experts.shape[1], count, hidden, inner, blocks).launch(
         (blocks, 1, 1), *weights, tensor_map(x, 1, columns), tensor_map(middle, 8, columns),
-        x.data_ptr(), x.stride(0) * x.itemsize, *(tensor.data_ptr() for tensor in tensors), choices,
+        *(0 if tensor is None else tensor.data_ptr() for tensor in tensors), x.stride(0) * x.itemsize, choices,
+        0 if following is None else following.numel() * following.itemsize,
     )  # fmt: skip
     return y
 
 
-def _cells(device: torch.device) -> torch.Tensor:
-    """Counters of the kernel's blocks: 0 between launches. Each stream has its own, and so have graphs, which are replayed one
-    after the other: theirs exist before the first is captured, as kernels run once before."""
-    captured = _cells_of(device, None)
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return captured
-    return _cells_of(device, torch.cuda.current_stream(device).cuda_stream)
-
-
 @functools.cache
-def _cells_of(device: torch.device, stream: int | None) -> torch.Tensor:
-    tiles = max(most_tiles(sizes.choices(_MAX_EXPERTS), _MAX_EXPERTS, sizes.rows) for sizes in _SIZES)
-    return torch.zeros(_CELLS + tiles, dtype=torch.int32, device=device)
-
-
-@functools.cache
-def _kernel(
-    sizes: MlpSizes, kind: torch.dtype, top_k: int, experts: int, hidden: int, inner: int, blocks: int
-) -> CudaKernel:
+def _kernel(sizes: MlpSizes, kind: torch.dtype, top_k: int, experts: int, hidden: int, inner: int, blocks: int) -> CudaKernel:
     macros = {"KIND": _KINDS[kind], "ROWS": sizes.rows, "LINES": sizes.lines, "DOWN_LINES": sizes.down_lines}
-    macros |= {"STAGES": sizes.stages(experts), "FORESEE": min(sizes.foresees, sizes.stages(experts)), "CHOICES": sizes.choices(experts)}
+    stages = sizes.stages(experts)
+    macros |= {"STAGES": stages, "FORESEE": min(sizes.foresees, stages), "CHOICES": sizes.choices(experts)}
     macros |= dict(sizes.more)
     macros |= {"TOP_K": top_k, "EXPERTS": experts, "HIDDEN": hidden, "INNER": inner, "BLOCKS": blocks}
-    return CudaKernel(_SOURCE, "expert_mlp", "MMMMPqPPPPPi", macros, _THREADS, sizes.shared(experts))
+    return CudaKernel(_SOURCE, "expert_mlp", "MMMMPPPPPPPqii", macros, _THREADS, sizes.shared(experts))

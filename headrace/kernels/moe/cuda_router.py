@@ -64,7 +64,7 @@ def choose_experts(
         rounding = rounding_for(x, gate_up)
         if rounding is not None and (rounding.group < hidden or rounding.held.x_scale is not None):
             rounding = None
-        if tokens <= _SORTED and not cuda_mlp.takes(x, gate_up, spec):
+        if tokens <= _SORTED and not cuda_mlp.takes(gate_up, x, spec):
             tile = product_tiling(gate_up, x, choices, spec.num_held, spec.intermediate_size, paired=spec.gated).tokens
             routing = _unsorted(choices, spec.num_experts, tile, device)
     rows = min(max(support.power_of_two(tokens if tokens <= _SORTED else cdiv(tokens, _CLUSTERS)), 8), 64)

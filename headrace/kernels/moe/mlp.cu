@@ -20,6 +20,7 @@ constexpr int TILES = EXPERTS + CHOICES / ROWS;  // at most
 constexpr int GROUPS = 2, WORKERS = 128 * GROUPS, THREADS = WORKERS + 64, QUEUE = 8;
 constexpr int SUMS = ROWS / 2;  // of a thread and an instruction
 constexpr int BOX = 8192;  // 64 lines of 128 bytes
+constexpr int AHEAD = 16384;  // bytes that are fetched at a time
 constexpr int UP_OUTPUTS = 64, DOWN_TALL = DOWN_LINES / 64, DOWN_DEEP = 2 * LINES / DOWN_TALL;
 constexpr int UP_SLICES = INNER / UP_OUTPUTS, DOWN_SLICES = HIDDEN / DOWN_LINES;
 constexpr int UP_STEPS = (HIDDEN + 64 * LINES - 1) / (64 * LINES), DOWN_STEPS = (INNER + 64 * DOWN_DEEP - 1) / (64 * DOWN_DEEP);
@@ -127,8 +128,8 @@ struct Unit {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
     const __grid_constant__ TensorMap gate_up, const __grid_constant__ TensorMap down, const __grid_constant__ TensorMap x,
-    const __grid_constant__ TensorMap active, const char* tokens, long long token_row, const int* experts, const float* factors, unsigned short* middle, unsigned short* y,
-    unsigned* cells, int choices
+    const __grid_constant__ TensorMap active, const char* tokens, const int* experts, const float* factors, unsigned short* middle,
+    unsigned short* y, unsigned* cells, const char* next, long long token_row, int choices, int next_size
 ) {
     extern __shared__ char memory[];
     unsigned base = (shared_address(memory) + 1023) & ~1023u, results = base + STAGES * SLOT;
@@ -244,10 +245,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
             arrive(known + 8 * place);
             if (place == QUEUE - 1) parity ^= 1;
             if (index >= units) break;
-            int next = look();
+            int following = look();
             if (index == NONE) {
                 slot.skip(FORESEEN_STEPS);
-                index = next;
+                index = following;
                 continue;
             }
             Unit unit(index, up_units, foreseen);
@@ -268,7 +269,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
                     for (int l = 0; l < DOWN_DEEP; ++l)
                         load_tile(to + (l * DOWN_TALL + t) * BOX, down, barrier, (step * DOWN_DEEP + l) * 64, line + t * 64, policy);
             }
-            index = next;
+            index = following;
+        }
+        // The next kernels' weights come into the L2 cache while the last units are multiplied.
+        for (int at = blockIdx.x * AHEAD; at < next_size; at += BLOCKS * AHEAD) {
+            int size = next_size - at < AHEAD ? next_size - at : AHEAD;
+            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(next + at), "r"(size) : "memory");
         }
         return;
     }

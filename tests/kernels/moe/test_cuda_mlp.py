@@ -43,15 +43,15 @@ def test_slots_have_room(experts: int) -> None:
 def test_which_products_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_mlp, "refusals", lambda device: ())
     (first, second), x = matrices("cpu", BF16), torch.empty(9, HIDDEN, dtype=BF16)
-    assert takes(x, first, SPEC) and takes(x, second, SPEC)
-    assert not takes(x, first.half(), SPEC) and not takes(x.float(), first.float(), SPEC)
-    assert not takes(x[:, :-64], first[:, :, :-64], SPEC) and not takes(x, first[:48], SPEC)
-    assert not takes(x, first, dataclasses.replace(SPEC, act="gelu"))
+    assert takes(first, x, SPEC) and takes(second, x, SPEC)
+    assert not takes(first.half(), x, SPEC) and not takes(first.float(), x.float(), SPEC)
+    assert not takes(first[:, :, :-64], x[:, :-64], SPEC) and not takes(first[:48], x, SPEC)
+    assert not takes(first, x, dataclasses.replace(SPEC, act="gelu"))
     most = choose_sizes(1 << 13, 64)
     assert most is None and choose_sizes(1 << 9, 64) == cuda_mlp._SIZES[0]
-    assert not takes(torch.empty(4096, HIDDEN, dtype=BF16), first, SPEC)
+    assert not takes(first, torch.empty(4096, HIDDEN, dtype=BF16), SPEC)
     monkeypatch.setattr(cuda_mlp, "refusals", lambda device: ("it is no Hopper",))
-    assert not takes(x, first, SPEC)
+    assert not takes(first, x, SPEC)
 
 
 def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,7 @@ def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (y.shape, y.dtype) == ((36, HIDDEN), BF16)
     ((kernel, grid, *given),) = launches
     assert given[:2] == [((64 * 2 * INNER, HIDDEN), 64, 64), ((64 * HIDDEN, INNER), 64, 64)]
-    assert given[2:4] == [((9, HIDDEN), 1, 64), ((36, INNER), 8, 64)] and given[-1] == 36
+    assert given[2:4] == [((9, HIDDEN), 1, 64), ((36, INNER), 8, 64)] and given[-3:] == [2 * HIDDEN, 36, 0]
     assert isinstance(kernel, CudaKernel) and kernel._macros["BLOCKS"] == grid[0]  # type: ignore[index]
 
 
@@ -103,7 +103,7 @@ def test_sum_of_a_tokens_experts() -> None:
     x = torch.randn(40, HIDDEN, device="cuda", dtype=BF16)
     experts = torch.rand(40, SPEC.num_experts, device="cuda").topk(SPEC.top_k).indices.int()
     factors = torch.rand(40, SPEC.top_k, device="cuda")
-    assert takes(x, first, SPEC)
+    assert takes(first, x, SPEC)
     got = moe_mlp(x, experts, factors, first, second, SPEC)
     wanted = moe_mlp(x, experts, factors, first, second, SPEC, batch_invariant=True)
     assert (got.double() - wanted.double()).norm() < 1e-2 * wanted.double().norm()

@@ -40,6 +40,8 @@ class MlpSizes:
     """Lines of a unit of the second product: 64 or 128."""
     foresees: int = 0
     """Slots that are loaded before it is known which experts have tokens, as if the first had some; at most all."""
+    resident: int = 1
+    """Blocks that a multiprocessor has at a time."""
     more: tuple[tuple[str, int], ...] = ()
 
     def choices(self, experts: int) -> int:
@@ -74,9 +76,6 @@ _SIZES = MlpSizes(16, 226, foresees=5), MlpSizes(32, 226, 2, 128, 4), MlpSizes(6
 
 _COUNTERS = 64 + max(most_tiles(sizes.choices(_MAX_EXPERTS), _MAX_EXPERTS, sizes.rows) for sizes in _SIZES)
 """Of units, at a distance from those of tiles."""
-
-
-FOLLOWING: dict[int, torch.Tensor] = {}
 
 
 def choose_sizes(choices: int, experts: int) -> MlpSizes | None:
@@ -119,14 +118,12 @@ def products(
         raise ValueError(f"{choices} choices among {count} experts are too many")
     middle = torch.empty(choices, inner, dtype=x.dtype, device=x.device)
     y = torch.empty(choices, hidden, dtype=x.dtype, device=x.device)
-    columns, blocks = _LINE // x.itemsize, support.resources(x.device).multiprocessors
+    columns, blocks = _LINE // x.itemsize, sizes.resident * support.resources(x.device).multiprocessors
     weights = (tensor_map(held.view(-1, held.shape[2]), _BOX, columns) for held in (first, second))
-    following = FOLLOWING.get(first.data_ptr())
-    tensors = x, experts, factors, middle, y, counters(x.device, _COUNTERS), following
+    tensors = x, experts, factors, middle, y, counters(x.device, _COUNTERS)
     _kernel(sizes, x.dtype, experts.shape[1], count, hidden, inner, blocks).launch(
         (blocks, 1, 1), *weights, tensor_map(x, 1, columns), tensor_map(middle, 8, columns),
-        *(0 if tensor is None else tensor.data_ptr() for tensor in tensors), x.stride(0) * x.itemsize, choices,
-        0 if following is None else following.numel() * following.itemsize,
+        *(tensor.data_ptr() for tensor in tensors), x.stride(0) * x.itemsize, choices,
     )  # fmt: skip
     return y
 
@@ -137,5 +134,5 @@ def _kernel(sizes: MlpSizes, kind: torch.dtype, top_k: int, experts: int, hidden
     stages = sizes.stages(experts)
     macros |= {"STAGES": stages, "FORESEE": min(sizes.foresees, stages), "CHOICES": sizes.choices(experts)}
     macros |= dict(sizes.more)
-    macros |= {"TOP_K": top_k, "EXPERTS": experts, "HIDDEN": hidden, "INNER": inner, "BLOCKS": blocks}
-    return CudaKernel(_SOURCE, "expert_mlp", "MMMMPPPPPPPqii", macros, _THREADS, sizes.shared(experts))
+    macros |= {"TOP_K": top_k, "EXPERTS": experts, "HIDDEN": hidden, "INNER": inner, "BLOCKS": blocks, "RESIDENT": sizes.resident}
+    return CudaKernel(_SOURCE, "expert_mlp", "MMMMPPPPPPqi", macros, _THREADS, sizes.shared(experts))

@@ -9,6 +9,15 @@
 // 1 or 2), DOWN_LINES (64 or 128), STAGES, TOP_K, EXPERTS, HIDDEN and INNER (multiples of 128 and 64), BLOCKS, CHOICES
 // (at most: a multiple of 256).
 
+#ifndef PROBE
+#define PROBE 0
+#endif
+#ifndef LAG
+#define LAG 1
+#endif
+#ifndef RESIDENT
+#define RESIDENT 1
+#endif
 #ifndef GATHER
 #define GATHER 1
 #endif
@@ -20,7 +29,6 @@ constexpr int TILES = EXPERTS + CHOICES / ROWS;  // at most
 constexpr int GROUPS = 2, WORKERS = 128 * GROUPS, THREADS = WORKERS + 64, QUEUE = 8;
 constexpr int SUMS = ROWS / 2;  // of a thread and an instruction
 constexpr int BOX = 8192;  // 64 lines of 128 bytes
-constexpr int AHEAD = 16384;  // bytes that are fetched at a time
 constexpr int UP_OUTPUTS = 64, DOWN_TALL = DOWN_LINES / 64, DOWN_DEEP = 2 * LINES / DOWN_TALL;
 constexpr int UP_SLICES = INNER / UP_OUTPUTS, DOWN_SLICES = HIDDEN / DOWN_LINES;
 constexpr int UP_STEPS = (HIDDEN + 64 * LINES - 1) / (64 * LINES), DOWN_STEPS = (INNER + 64 * DOWN_DEEP - 1) / (64 * DOWN_DEEP);
@@ -126,10 +134,10 @@ struct Unit {
     __device__ __forceinline__ int steps() const { return up ? UP_STEPS : DOWN_STEPS; }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) expert_mlp(
     const __grid_constant__ TensorMap gate_up, const __grid_constant__ TensorMap down, const __grid_constant__ TensorMap x,
     const __grid_constant__ TensorMap active, const char* tokens, const int* experts, const float* factors, unsigned short* middle,
-    unsigned short* y, unsigned* cells, const char* next, long long token_row, int choices, int next_size
+    unsigned short* y, unsigned* cells, long long token_row, int choices
 ) {
     extern __shared__ char memory[];
     unsigned base = (shared_address(memory) + 1023) & ~1023u, results = base + STAGES * SLOT;
@@ -147,6 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
         for (int g = 0; g < GROUPS; ++g) prepare(turn + 8 * g, 4);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        for (const TensorMap* map : {&gate_up, &down, &active}) asm volatile("prefetch.tensormap [%0];" :: "l"(map) : "memory");
     }
     constexpr int FORESEEN_STEPS = FORESEE < UP_STEPS ? FORESEE : UP_STEPS;
     bool foresees = blockIdx.x < FORESEEN * UP_SLICES;
@@ -236,9 +245,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
     if (threadIdx.x == WORKERS) {
         Slot slot;
         unsigned parity = 0;
-        // Blocks look at the counter once for each unit that it gives them, and once more; the last look sets it back.
-        auto look = [&] { return (int)atomicInc(cells, units + BLOCKS - 1); };
-        for (int number = 0, index = foresees ? first_index : look();; ++number) {
+        // Blocks look at the counter once for each unit that it gives them, and once more; the last look sets it back. Without
+        // foresight the first units are theirs by their numbers.
+        int given = FORESEEN ? 0 : BLOCKS, looks = FORESEEN ? units + BLOCKS : units;
+        auto look = [&] { return given + (int)atomicInc(cells, looks - 1); };
+        for (int number = 0, index = foresees ? first_index : FORESEEN ? look() : (int)blockIdx.x;; ++number) {
             int place = number % QUEUE;
             wait_for(read + 8 * place, parity ^ 1);
             ((volatile int*)queue)[place] = index < units ? index : END;
@@ -270,11 +281,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
                         load_tile(to + (l * DOWN_TALL + t) * BOX, down, barrier, (step * DOWN_DEEP + l) * 64, line + t * 64, policy);
             }
             index = following;
-        }
-        // The next kernels' weights come into the L2 cache while the last units are multiplied.
-        for (int at = blockIdx.x * AHEAD; at < next_size; at += BLOCKS * AHEAD) {
-            int size = next_size - at < AHEAD ? next_size - at : AHEAD;
-            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(next + at), "r"(size) : "memory");
         }
         return;
     }
@@ -313,8 +319,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
                 asm volatile("fence.proxy.async;" ::: "memory");
                 __syncwarp();
             }
+            if (PROBE & 1) {
+                for (int step = 0; step < unit.steps(); ++step, slot.next()) {
+                    wait_for(empty + 8 * slot.at, slot.parity ^ 1);
+                    if (lane == 0) arrive(x_full + 8 * slot.at);
+                }
+                continue;
+            }
             if (GATHER && unit.up) {
-                constexpr int PIECES = 8 * LINES, LAG = STAGES > 4 ? 3 : 2;
+                constexpr int PIECES = 8 * LINES, LATE = STAGES > 8 ? 5 : STAGES > 4 ? 3 : STAGES - 2;
                 Slot made = slot;
                 auto announce = [&] {
                     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -335,8 +348,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
                             "l"(from + order[first_place + row] / TOP_K * token_row) : "memory");
                     }
                     asm volatile("cp.async.commit_group;" ::: "memory");
-                    if (++pending > LAG) {
-                        asm volatile("cp.async.wait_group %0;" :: "n"(LAG) : "memory");
+                    if (++pending > LATE) {
+                        asm volatile("cp.async.wait_group %0;" :: "n"(LATE) : "memory");
                         announce(), --pending;
                     }
                 }
@@ -399,14 +412,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
         for (int t = 0; t < 2; ++t)
 #pragma unroll
             for (int i = 0; i < SUMS; ++i) sums[t][i] = 0.0f;
+        [[maybe_unused]] int before = 0;
+        settle(sums[0]);
+        settle(sums[1]);
         // The ring's slots are told apart within one round: the unit before has been multiplied.
         if (number > 0) wait_for(turn + 8 * group, (number - 1) / 2 & 1);
         for (int step = 0; step < steps; ++step, slot.next()) {
             wait_for(full + 8 * slot.at, slot.parity);
             wait_for(x_full + 8 * slot.at, slot.parity);
             u64 left = descriptor(base + slot.at * SLOT), right = descriptor(base + slot.at * SLOT + WEIGHT_BYTES);
-            settle(sums[0]);
-            settle(sums[1]);
+            if (!LAG) settle(sums[0]), settle(sums[1]);
             begin_multiplying();
 #pragma unroll
             for (int l = 0; l < LINES; ++l)
@@ -414,13 +429,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
                 for (int k = 0; k < 4; ++k)
 #pragma unroll
                     for (int t = 0; t < 2; ++t)
-                        multiply(sums[t], left + (l * 2 + t) * (BOX / 16) + 2 * k, right + l * further + t * second + 2 * k);
+                        if (!(PROBE & 2)) multiply(sums[t], left + (l * 2 + t) * (BOX / 16) + 2 * k, right + l * further + t * second + 2 * k);
             commit();
-            wait_multiplied();
-            settle(sums[0]);
-            settle(sums[1]);
-            if (lane == 0) arrive(empty + 8 * slot.at);
+            asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LAG) : "memory");
+            if (!LAG) settle(sums[0]), settle(sums[1]);
+            if (lane == 0 && (!LAG || step > 0)) arrive(empty + 8 * (LAG ? before : slot.at));
+            before = slot.at;
         }
+        if (LAG) {
+            wait_multiplied();
+            if (lane == 0) arrive(empty + 8 * before);
+        }
+        settle(sums[0]);
+        settle(sums[1]);
         if (lane == 0) arrive(turn + 8 * (1 - group));
 
         int m = warp % 4 * 16 + (lane >> 2), n = (lane & 3) * 2;
@@ -455,7 +476,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_mlp(
         }
         meet();
         if (threadIdx.x % 128 == 0) {
-            __threadfence();
+            if (unit.up) __threadfence();
             // The tile's last unit sets its counter back.
             atomicInc(complete + unit.tile, UP_SLICES + DOWN_SLICES - 1);
         }

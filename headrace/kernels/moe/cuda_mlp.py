@@ -43,6 +43,7 @@ class MlpSizes:
     resident: int = 1
     """Blocks that a multiprocessor has at a time."""
     more: tuple[tuple[str, int], ...] = ()
+    promotion: int = 256
 
     def choices(self, experts: int) -> int:
         """The most choices."""
@@ -119,7 +120,7 @@ def products(
     middle = torch.empty(choices, inner, dtype=x.dtype, device=x.device)
     y = torch.empty(choices, hidden, dtype=x.dtype, device=x.device)
     columns, blocks = _LINE // x.itemsize, sizes.resident * support.resources(x.device).multiprocessors
-    weights = (tensor_map(held.view(-1, held.shape[2]), _BOX, columns) for held in (first, second))
+    weights = (tensor_map(held.view(-1, held.shape[2]), _BOX, columns, promotion=sizes.promotion) for held in (first, second))
     tensors = x, experts, factors, middle, y, counters(x.device, _COUNTERS)
     _kernel(sizes, x.dtype, experts.shape[1], count, hidden, inner, blocks).launch(
         (blocks, 1, 1), *weights, tensor_map(x, 1, columns), tensor_map(middle, 8, columns),
@@ -134,5 +135,6 @@ def _kernel(sizes: MlpSizes, kind: torch.dtype, top_k: int, experts: int, hidden
     stages = sizes.stages(experts)
     macros |= {"STAGES": stages, "FORESEE": min(sizes.foresees, stages), "CHOICES": sizes.choices(experts)}
     macros |= dict(sizes.more)
-    macros |= {"TOP_K": top_k, "EXPERTS": experts, "HIDDEN": hidden, "INNER": inner, "BLOCKS": blocks, "RESIDENT": sizes.resident}
+    macros |= {"TOP_K": top_k, "EXPERTS": experts, "HIDDEN": hidden, "INNER": inner, "BLOCKS": blocks}
+    macros["RESIDENT"] = sizes.resident
     return CudaKernel(_SOURCE, "expert_mlp", "MMMMPPPPPPqi", macros, _THREADS, sizes.shared(experts))

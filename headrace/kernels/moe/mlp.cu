@@ -12,6 +12,15 @@
 #ifndef PROBE
 #define PROBE 0
 #endif
+#ifndef ROTATE
+#define ROTATE 0
+#endif
+#ifndef POLICY
+#define POLICY 1
+#endif
+#ifndef BANDED
+#define BANDED 0
+#endif
 #ifndef LAG
 #define LAG 1
 #endif
@@ -116,7 +125,7 @@ struct Unit {
     int tile, slice;
 
     // ``foreseen`` has the tiles of the experts below FORESEEN, in order, and NOWHERE for those without.
-    __device__ __forceinline__ Unit(int index, int up_units, const int* foreseen) {
+    __device__ __forceinline__ Unit(int index, int up_units, const int* foreseen, int present) {
         up = index < up_units;
         if (index < 0) {
             tile = foreseen[blockIdx.x / UP_SLICES], slice = blockIdx.x % UP_SLICES;
@@ -125,6 +134,11 @@ struct Unit {
             int across = up ? UP_SLICES : DOWN_SLICES;
             tile = up ? rest / UP_SLICES : rest / DOWN_SLICES;
             slice = rest - tile * across;
+            if (BANDED) {
+                int all = up ? up_units / UP_SLICES : present, band = rest / (BANDED * across), within = rest - band * (BANDED * across);
+                int height = all - band * BANDED < BANDED ? all - band * BANDED : BANDED;
+                slice = within / height, tile = band * BANDED + within - slice * height;
+            }
             if (up) {
 #pragma unroll
                 for (int i = 0; i < FORESEEN; ++i) tile += foreseen[i] <= tile;
@@ -132,6 +146,12 @@ struct Unit {
         }
     }
     __device__ __forceinline__ int steps() const { return up ? UP_STEPS : DOWN_STEPS; }
+    // The channels of a step: units begin at others, so that not all blocks read the same ones of their lines.
+    __device__ __forceinline__ int channels(int step) const {
+        if (!ROTATE) return step;
+        int at = step + slice * ROTATE % steps();
+        return at < steps() ? at : at - steps();
+    }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) expert_mlp(
@@ -160,7 +180,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) expert_mlp(
     constexpr int FORESEEN_STEPS = FORESEE < UP_STEPS ? FORESEE : UP_STEPS;
     bool foresees = blockIdx.x < FORESEEN * UP_SLICES;
     u64 policy;
+#if POLICY
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#else
+    asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+#endif
     auto load_up = [&](int slot, int step, int line) {
         unsigned to = base + slot * SLOT, barrier = full + 8 * slot;
         expect(barrier, WEIGHT_BYTES);
@@ -262,14 +286,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) expert_mlp(
                 index = following;
                 continue;
             }
-            Unit unit(index, up_units, foreseen);
+            Unit unit(index, up_units, foreseen, present);
             int expert = table[unit.tile].x, step = 0;
             if (index == OWN) step = FORESEEN_STEPS, slot.skip(FORESEEN_STEPS);
             int line = unit.up ? expert * (2 * INNER) + unit.slice * UP_OUTPUTS : expert * HIDDEN + unit.slice * DOWN_LINES;
             for (; step < unit.steps(); ++step, slot.next()) {
                 wait_for(empty + 8 * slot.at, slot.parity ^ 1);
                 if (unit.up) {
-                    load_up(slot.at, step, line);
+                    load_up(slot.at, unit.channels(step), line);
                     continue;
                 }
                 unsigned to = base + slot.at * SLOT, barrier = full + 8 * slot.at;
@@ -278,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) expert_mlp(
                 for (int t = 0; t < DOWN_TALL; ++t)
 #pragma unroll
                     for (int l = 0; l < DOWN_DEEP; ++l)
-                        load_tile(to + (l * DOWN_TALL + t) * BOX, down, barrier, (step * DOWN_DEEP + l) * 64, line + t * 64, policy);
+                        load_tile(to + (l * DOWN_TALL + t) * BOX, down, barrier, (unit.channels(step) * DOWN_DEEP + l) * 64, line + t * 64, policy);
             }
             index = following;
         }
@@ -306,7 +330,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) expert_mlp(
                     if (lane == 0) arrive(x_full + 8 * slot.at);
                 continue;
             }
-            Unit unit(index, up_units, foreseen);
+            Unit unit(index, up_units, foreseen, present);
             int first_place = table[unit.tile].y, used = table[unit.tile].z, eights = (used + 7) / 8, row[2];
             if (unit.up) {
 #pragma unroll
@@ -338,14 +362,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) expert_mlp(
                 int pending = 0, copies = used * PIECES;
                 const char* from = tokens + lane % PIECES * 16;
                 unsigned line_at = lane % PIECES / 8 * (ROWS * 128), piece = lane % 8;
-                for (int step = 0; step < unit.steps(); ++step, slot.next(), from += 128 * LINES) {
+                for (int step = 0; step < unit.steps(); ++step, slot.next()) {
                     wait_for(empty + 8 * slot.at, slot.parity ^ 1);
                     unsigned to = base + slot.at * SLOT + WEIGHT_BYTES + line_at;
 #pragma unroll 4
                     for (int copy = lane; copy < copies; copy += 32) {
                         int row = copy / PIECES;
                         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to + row * 128 + ((piece ^ (row & 7)) << 4)),
-                            "l"(from + order[first_place + row] / TOP_K * token_row) : "memory");
+                            "l"(from + unit.channels(step) * (128 * LINES) + order[first_place + row] / TOP_K * token_row) : "memory");
                     }
                     asm volatile("cp.async.commit_group;" ::: "memory");
                     if (++pending > LATE) {
@@ -368,11 +392,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) expert_mlp(
                         if (lane + 32 * i < used) {
 #pragma unroll
                             for (int l = 0; l < LINES; ++l)
-                                load_tile(to + (l * ROWS + lane + 32 * i) * 128, x, barrier, (step * LINES + l) * 64, row[i], policy);
+                                load_tile(to + (l * ROWS + lane + 32 * i) * 128, x, barrier, (unit.channels(step) * LINES + l) * 64, row[i], policy);
                         }
                 } else if (lane < eights * DOWN_DEEP) {
                     int first = lane / DOWN_DEEP * 8, l = lane % DOWN_DEEP;
-                    load_tile(to + (l * ROWS + first) * 128, active, barrier, (step * DOWN_DEEP + l) * 64, first_place + first, policy);
+                    load_tile(to + (l * ROWS + first) * 128, active, barrier, (unit.channels(step) * DOWN_DEEP + l) * 64, first_place + first, policy);
                 }
             }
         }
@@ -402,7 +426,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) expert_mlp(
             if (lane == 0) arrive(turn + 8 * (1 - group));
             continue;
         }
-        Unit unit(index, up_units, foreseen);
+        Unit unit(index, up_units, foreseen, present);
         int first_place = table[unit.tile].y, used = table[unit.tile].z;
         // Two instructions take the same rows and other lines, or the same lines and other channels.
         bool deep = DOWN_TALL == 1 && !unit.up;

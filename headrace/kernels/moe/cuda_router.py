@@ -11,7 +11,6 @@ import torch
 
 from headrace.kernels import support
 from headrace.kernels.cuda_launch import CudaKernel, refusals
-from headrace.kernels.moe import cuda_mlp
 from headrace.kernels.moe.tiling import most_tiles
 from headrace.kernels.moe.triton_experts import Held, Prepared, product_tiling, rounding_for
 from headrace.kernels.moe.triton_sort import Routing, is_sorted
@@ -64,7 +63,7 @@ def choose_experts(
         rounding = rounding_for(x, gate_up)
         if rounding is not None and (rounding.group < hidden or rounding.held.x_scale is not None):
             rounding = None
-        if tokens <= _SORTED and not cuda_mlp.takes(gate_up, x, spec):
+        if tokens <= _SORTED:
             tile = product_tiling(gate_up, x, choices, spec.num_held, spec.intermediate_size, paired=spec.gated).tokens
             routing = _unsorted(choices, spec.num_experts, tile, device)
     rows = min(max(support.power_of_two(tokens if tokens <= _SORTED else cdiv(tokens, _CLUSTERS)), 8), 64)

@@ -1,35 +1,15 @@
 // Both products of tiles of up to 64 tokens with their experts' weights in 16 bits, for Hopper GPUs (sm_90a), compiled by NVRTC.
 //
-// Each block sorts the tokens' choices by their experts. A block for each multiprocessor takes units of work from a counter: first UP_LINES lines of an expert's gate and up by a tile's
-// tokens, for all tiles, then DOWN_LINES lines of an expert's down by what these have made. A warp asks the tensor memory accelerator for
-// weights, another for rows, in a ring of STAGES slots, which stays full from unit to unit; two groups of four warps multiply in
-// turns, so that one finishes its unit while the other goes on. A tile's counter says when its rows are complete.
+// Each block sorts the tokens' choices by their experts. Blocks then take units of work from a counter: first 64 outputs of an
+// expert's gate and up for a tile's tokens, of all tiles, then DOWN_LINES outputs of an expert's down for what these have made. One
+// warp asks the tensor memory accelerator for weights and another for rows, in a ring of STAGES slots, which stays full from unit to
+// unit. Two groups of four warps multiply in turns, so that one finishes its unit while the other goes on. A tile's counter says
+// when its rows are complete; all blocks run at the same time, and units that wait come behind those that they wait for.
 //
-// Constants: KIND (0 bfloat16, 1 float16), ROWS (of a tile: 8 to 64), LINES (128 bytes of channels of each of 128 lines in a slot:
-// 1 or 2), DOWN_LINES (64 or 128), STAGES, TOP_K, EXPERTS, HIDDEN and INNER (multiples of 128 and 64), BLOCKS, CHOICES
-// (at most: a multiple of 256).
+// Constants: KIND (0 bfloat16, 1 float16), ROWS (of a tile: 8, 16, 32 or 64), LINES (1 or 2: of 128 bytes of channels in a slot, of each
+// of 128 outputs of gate and up), DOWN_LINES (64 or 128), STAGES (at least 3), TOP_K, EXPERTS (a multiple of 32, at most 256), HIDDEN
+// and INNER (multiples of 128 and 64), BLOCKS (of the launch), RESIDENT (of a multiprocessor), CHOICES (at most; a multiple of 256).
 
-#ifndef PROBE
-#define PROBE 0
-#endif
-#ifndef ROTATE
-#define ROTATE 0
-#endif
-#ifndef POLICY
-#define POLICY 1
-#endif
-#ifndef BANDED
-#define BANDED 0
-#endif
-#ifndef LAG
-#define LAG 1
-#endif
-#ifndef RESIDENT
-#define RESIDENT 1
-#endif
-#ifndef GATHER
-#define GATHER 1
-#endif
 #define PACKED_KIND KIND
 #include "hopper.cuh"
 
@@ -114,56 +94,32 @@ struct Slot {
     }
 };
 
-// Lines of a weight by a tile's rows. The first units of blocks are those of the first tiles of the experts below FORESEEN, whose
-// weights are loaded before tiles are known; the others are counted.
-constexpr int FORESEEN = !FORESEE ? 0 : BLOCKS / UP_SLICES < EXPERTS ? BLOCKS / UP_SLICES : EXPERTS;
-constexpr int NOWHERE = 1 << 30;
-constexpr int OWN = -1, NONE = -2, END = -3;  // a block's first unit, the same where its expert has no tokens, and no unit
+constexpr int END = -1;  // no unit
 
+// Lines of a weight by a tile's rows, of those that all blocks count.
 struct Unit {
     bool up;
     int tile, slice;
 
-    // ``foreseen`` has the tiles of the experts below FORESEEN, in order, and NOWHERE for those without.
-    __device__ __forceinline__ Unit(int index, int up_units, const int* foreseen, int present) {
+    __device__ __forceinline__ Unit(int index, int up_units) {
         up = index < up_units;
-        if (index < 0) {
-            tile = foreseen[blockIdx.x / UP_SLICES], slice = blockIdx.x % UP_SLICES;
-        } else {
-            int rest = up ? index : index - up_units;
-            int across = up ? UP_SLICES : DOWN_SLICES;
-            tile = up ? rest / UP_SLICES : rest / DOWN_SLICES;
-            slice = rest - tile * across;
-            if (BANDED) {
-                int all = up ? up_units / UP_SLICES : present, band = rest / (BANDED * across), within = rest - band * (BANDED * across);
-                int height = all - band * BANDED < BANDED ? all - band * BANDED : BANDED;
-                slice = within / height, tile = band * BANDED + within - slice * height;
-            }
-            if (up) {
-#pragma unroll
-                for (int i = 0; i < FORESEEN; ++i) tile += foreseen[i] <= tile;
-            }
-        }
+        int rest = up ? index : index - up_units;
+        tile = up ? rest / UP_SLICES : rest / DOWN_SLICES;
+        slice = rest - tile * (up ? UP_SLICES : DOWN_SLICES);
     }
     __device__ __forceinline__ int steps() const { return up ? UP_STEPS : DOWN_STEPS; }
-    // The channels of a step: units begin at others, so that not all blocks read the same ones of their lines.
-    __device__ __forceinline__ int channels(int step) const {
-        if (!ROTATE) return step;
-        int at = step + slice * ROTATE % steps();
-        return at < steps() ? at : at - steps();
-    }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) expert_mlp(
-    const __grid_constant__ TensorMap gate_up, const __grid_constant__ TensorMap down, const __grid_constant__ TensorMap x,
-    const __grid_constant__ TensorMap active, const char* tokens, const int* experts, const float* factors, unsigned short* middle,
-    unsigned short* y, unsigned* cells, long long token_row, int choices
+    const __grid_constant__ TensorMap gate_up, const __grid_constant__ TensorMap down, const __grid_constant__ TensorMap active,
+    const char* x, const int* experts, const float* factors, unsigned short* middle, unsigned short* y, unsigned* cells,
+    long long x_row, int choices
 ) {
     extern __shared__ char memory[];
     unsigned base = (shared_address(memory) + 1023) & ~1023u, results = base + STAGES * SLOT;
     unsigned full = results + GROUPS * ROWS * PITCH, x_full = full + 8 * STAGES, empty = x_full + 8 * STAGES;
     unsigned known = empty + 8 * STAGES, read = known + 8 * QUEUE, turn = read + 8 * QUEUE;
-    __shared__ int queue[QUEUE], foreseen[FORESEEN + 1], places[SORTERS][EXPERTS], sums_of_warps[EXPERTS / 32];
+    __shared__ int queue[QUEUE], places[SORTERS][EXPERTS], sums_of_warps[EXPERTS / 32];
     __shared__ int3 table[TILES];  // of a tile: its expert, the first of its places in the order, and how many they are
     __shared__ unsigned short order[CHOICES];
     int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
@@ -175,32 +131,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) expert_mlp(
         for (int g = 0; g < GROUPS; ++g) prepare(turn + 8 * g, 4);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        for (const TensorMap* map : {&gate_up, &down, &active}) asm volatile("prefetch.tensormap [%0];" :: "l"(map) : "memory");
-    }
-    constexpr int FORESEEN_STEPS = FORESEE < UP_STEPS ? FORESEE : UP_STEPS;
-    bool foresees = blockIdx.x < FORESEEN * UP_SLICES;
-    u64 policy;
-#if POLICY
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-#else
-    asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-#endif
-    auto load_up = [&](int slot, int step, int line) {
-        unsigned to = base + slot * SLOT, barrier = full + 8 * slot;
-        expect(barrier, WEIGHT_BYTES);
-#pragma unroll
-        for (int t = 0; t < 2; ++t)
-#pragma unroll
-            for (int l = 0; l < LINES; ++l)
-                load_tile(to + (l * 2 + t) * BOX, gate_up, barrier, (step * LINES + l) * 64, line + t * INNER, policy);
-    };
-    if (threadIdx.x == WORKERS && foresees) {
-        int line = blockIdx.x / UP_SLICES * (2 * INNER) + blockIdx.x % UP_SLICES * UP_OUTPUTS;
-        for (int step = 0; step < FORESEEN_STEPS; ++step) load_up(step, step, line);
+        asm volatile("prefetch.tensormap [%0];\nprefetch.tensormap [%1];" :: "l"(&gate_up), "l"(&down) : "memory");
     }
     // A stable counting sort, of which each warp has some neighbouring choices.
     for (int i = threadIdx.x; i < SORTERS * EXPERTS; i += THREADS) places[i / EXPERTS][i % EXPERTS] = 0;
-    if (threadIdx.x < FORESEEN) foreseen[threadIdx.x] = NOWHERE;
     asm volatile("griddepcontrol.wait;" ::: "memory");
     __syncthreads();
     int own_experts[ROUNDS], rounds = (choices + 32 * SORTERS - 1) / (32 * SORTERS), first_choice = warp * rounds * 32 + lane;
@@ -235,7 +169,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) expert_mlp(
     }
     if (threadIdx.x < EXPERTS) {
         int at = (sum & 0xFFFF) - (mine & 0xFFFF), tile = (sum >> 16) - (mine >> 16), end = sum & 0xFFFF;
-        if (mine && threadIdx.x < FORESEEN) foreseen[threadIdx.x] = tile;
         for (int i = 0, first = at; first < end; ++i, first += ROWS)
             table[tile + i] = make_int3(threadIdx.x, first, end - first < ROWS ? end - first : ROWS);
 #pragma unroll
@@ -260,49 +193,44 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) expert_mlp(
         __syncwarp();
     }
     __syncthreads();
-    int counted = present;
-#pragma unroll
-    for (int i = 0; i < FORESEEN; ++i) counted -= foreseen[i] != NOWHERE;
-    int up_units = counted * UP_SLICES, units = up_units + present * DOWN_SLICES;
-    int first_index = !foresees ? 0 : foreseen[blockIdx.x / UP_SLICES] == NOWHERE ? NONE : OWN;
+    int up_units = present * UP_SLICES, units = up_units + present * DOWN_SLICES;
 
+    u64 policy;
     if (threadIdx.x == WORKERS) {
+        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
         Slot slot;
         unsigned parity = 0;
-        // Blocks look at the counter once for each unit that it gives them, and once more; the last look sets it back. Without
-        // foresight the first units are theirs by their numbers.
-        int given = FORESEEN ? 0 : BLOCKS, looks = FORESEEN ? units + BLOCKS : units;
-        auto look = [&] { return given + (int)atomicInc(cells, looks - 1); };
-        for (int number = 0, index = foresees ? first_index : FORESEEN ? look() : (int)blockIdx.x;; ++number) {
+        // Each unit is followed by a look at the counter, the last of which sets it back.
+        for (int number = 0, index = blockIdx.x;; ++number) {
             int place = number % QUEUE;
             wait_for(read + 8 * place, parity ^ 1);
             ((volatile int*)queue)[place] = index < units ? index : END;
             arrive(known + 8 * place);
             if (place == QUEUE - 1) parity ^= 1;
             if (index >= units) break;
-            int following = look();
-            if (index == NONE) {
-                slot.skip(FORESEEN_STEPS);
-                index = following;
-                continue;
-            }
-            Unit unit(index, up_units, foreseen, present);
-            int expert = table[unit.tile].x, step = 0;
-            if (index == OWN) step = FORESEEN_STEPS, slot.skip(FORESEEN_STEPS);
+            int following = BLOCKS + (int)atomicInc(cells, units - 1);
+            Unit unit(index, up_units);
+            int expert = table[unit.tile].x;
             int line = unit.up ? expert * (2 * INNER) + unit.slice * UP_OUTPUTS : expert * HIDDEN + unit.slice * DOWN_LINES;
-            for (; step < unit.steps(); ++step, slot.next()) {
+            for (int step = 0; step < unit.steps(); ++step, slot.next()) {
+                // The first round finds all slots free.
                 wait_for(empty + 8 * slot.at, slot.parity ^ 1);
-                if (unit.up) {
-                    load_up(slot.at, unit.channels(step), line);
-                    continue;
-                }
                 unsigned to = base + slot.at * SLOT, barrier = full + 8 * slot.at;
                 expect(barrier, WEIGHT_BYTES);
+                if (unit.up) {
 #pragma unroll
-                for (int t = 0; t < DOWN_TALL; ++t)
+                    for (int t = 0; t < 2; ++t)
 #pragma unroll
-                    for (int l = 0; l < DOWN_DEEP; ++l)
-                        load_tile(to + (l * DOWN_TALL + t) * BOX, down, barrier, (unit.channels(step) * DOWN_DEEP + l) * 64, line + t * 64, policy);
+                        for (int l = 0; l < LINES; ++l)
+                            load_tile(to + (l * 2 + t) * BOX, gate_up, barrier, (step * LINES + l) * 64, line + t * INNER, policy);
+                } else {
+#pragma unroll
+                    for (int t = 0; t < DOWN_TALL; ++t)
+#pragma unroll
+                        for (int l = 0; l < DOWN_DEEP; ++l)
+                            load_tile(
+                                to + (l * DOWN_TALL + t) * BOX, down, barrier, (step * DOWN_DEEP + l) * 64, line + t * 64, policy);
+                }
             }
             index = following;
         }
@@ -325,32 +253,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) expert_mlp(
         for (int number = 0;; ++number) {
             int index = take(number);
             if (index == END) break;
-            if (index == NONE) {
-                for (int step = 0; step < FORESEEN_STEPS; ++step, slot.next())
-                    if (lane == 0) arrive(x_full + 8 * slot.at);
-                continue;
-            }
-            Unit unit(index, up_units, foreseen, present);
-            int first_place = table[unit.tile].y, used = table[unit.tile].z, eights = (used + 7) / 8, row[2];
+            Unit unit(index, up_units);
+            int first_place = table[unit.tile].y, used = table[unit.tile].z;
             if (unit.up) {
-#pragma unroll
-                for (int i = 0; i < 2; ++i) row[i] = lane + 32 * i < used ? order[first_place + lane + 32 * i] / TOP_K : 0;
-            } else {
-                unsigned made;
-                do {
-                    asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(made) : "l"(complete + unit.tile) : "memory");
-                } while (made < UP_SLICES);
-                asm volatile("fence.proxy.async;" ::: "memory");
-                __syncwarp();
-            }
-            if (PROBE & 1) {
-                for (int step = 0; step < unit.steps(); ++step, slot.next()) {
-                    wait_for(empty + 8 * slot.at, slot.parity ^ 1);
-                    if (lane == 0) arrive(x_full + 8 * slot.at);
-                }
-                continue;
-            }
-            if (GATHER && unit.up) {
+                // Rows of tokens come in pieces of 16 bytes. A step is told LATE steps later, when they are there.
                 constexpr int PIECES = 8 * LINES, LATE = STAGES > 8 ? 5 : STAGES > 4 ? 3 : STAGES - 2;
                 Slot made = slot;
                 auto announce = [&] {
@@ -359,17 +265,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) expert_mlp(
                     if (lane == 0) arrive(x_full + 8 * made.at);
                     made.next();
                 };
-                int pending = 0, copies = used * PIECES;
-                const char* from = tokens + lane % PIECES * 16;
-                unsigned line_at = lane % PIECES / 8 * (ROWS * 128), piece = lane % 8;
-                for (int step = 0; step < unit.steps(); ++step, slot.next()) {
+                int pending = 0, copies = used * PIECES, piece = lane % 8;
+                const char* from = x + lane % PIECES * 16;
+                unsigned line_at = lane % PIECES / 8 * (ROWS * 128);
+                for (int step = 0; step < UP_STEPS; ++step, slot.next()) {
                     wait_for(empty + 8 * slot.at, slot.parity ^ 1);
                     unsigned to = base + slot.at * SLOT + WEIGHT_BYTES + line_at;
 #pragma unroll 4
                     for (int copy = lane; copy < copies; copy += 32) {
                         int row = copy / PIECES;
-                        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to + row * 128 + ((piece ^ (row & 7)) << 4)),
-                            "l"(from + unit.channels(step) * (128 * LINES) + order[first_place + row] / TOP_K * token_row) : "memory");
+                        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                            :: "r"(to + row * 128 + ((piece ^ (row & 7)) << 4)),
+                            "l"(from + step * (128 * LINES) + order[first_place + row] / TOP_K * x_row) : "memory");
                     }
                     asm volatile("cp.async.commit_group;" ::: "memory");
                     if (++pending > LATE) {
@@ -379,24 +286,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) expert_mlp(
                 }
                 asm volatile("cp.async.wait_group 0;" ::: "memory");
                 for (; pending; --pending) announce();
-                continue;
-            }
-            for (int step = 0; step < unit.steps(); ++step, slot.next()) {
-                wait_for(empty + 8 * slot.at, slot.parity ^ 1);
-                unsigned to = base + slot.at * SLOT + WEIGHT_BYTES, barrier = x_full + 8 * slot.at;
-                if (lane == 0) expect(barrier, unit.up ? used * LINES * 128 : eights * DOWN_DEEP * 1024);
+            } else {
+                unsigned made;
+                do {
+                    asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(made) : "l"(complete + unit.tile) : "memory");
+                } while (made < UP_SLICES);
+                asm volatile("fence.proxy.async;" ::: "memory");
                 __syncwarp();
-                if (unit.up) {
-#pragma unroll
-                    for (int i = 0; i < 2; ++i)
-                        if (lane + 32 * i < used) {
-#pragma unroll
-                            for (int l = 0; l < LINES; ++l)
-                                load_tile(to + (l * ROWS + lane + 32 * i) * 128, x, barrier, (unit.channels(step) * LINES + l) * 64, row[i], policy);
-                        }
-                } else if (lane < eights * DOWN_DEEP) {
-                    int first = lane / DOWN_DEEP * 8, l = lane % DOWN_DEEP;
-                    load_tile(to + (l * ROWS + first) * 128, active, barrier, (unit.channels(step) * DOWN_DEEP + l) * 64, first_place + first, policy);
+                int loads = (used + 7) / 8 * DOWN_DEEP, first = lane / DOWN_DEEP * 8, l = lane % DOWN_DEEP;
+                for (int step = 0; step < DOWN_STEPS; ++step, slot.next()) {
+                    wait_for(empty + 8 * slot.at, slot.parity ^ 1);
+                    unsigned to = base + slot.at * SLOT + WEIGHT_BYTES, barrier = x_full + 8 * slot.at;
+                    if (lane == 0) expect(barrier, loads * 1024);
+                    __syncwarp();
+                    if (lane < loads)
+                        load_tile(to + (l * ROWS + first) * 128, active, barrier, (step * DOWN_DEEP + l) * 64, first_place + first, policy);
                 }
             }
         }
@@ -411,22 +315,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) expert_mlp(
     for (int number = 0;; ++number) {
         int index = take(number);
         if (index == END) break;
-        int steps = index == NONE ? FORESEEN_STEPS : index < up_units ? UP_STEPS : DOWN_STEPS;
+        int steps = index < up_units ? UP_STEPS : DOWN_STEPS;
         if (number % GROUPS != group) {
             slot.skip(steps);
             continue;
         }
-        if (index == NONE) {
-            // Nobody wants these weights.
-            for (int step = 0; step < steps; ++step, slot.next()) {
-                wait_for(full + 8 * slot.at, slot.parity);
-                wait_for(x_full + 8 * slot.at, slot.parity);
-                if (lane == 0) arrive(empty + 8 * slot.at);
-            }
-            if (lane == 0) arrive(turn + 8 * (1 - group));
-            continue;
-        }
-        Unit unit(index, up_units, foreseen, present);
+        Unit unit(index, up_units);
         int first_place = table[unit.tile].y, used = table[unit.tile].z;
         // Two instructions take the same rows and other lines, or the same lines and other channels.
         bool deep = DOWN_TALL == 1 && !unit.up;
@@ -436,7 +330,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) expert_mlp(
         for (int t = 0; t < 2; ++t)
 #pragma unroll
             for (int i = 0; i < SUMS; ++i) sums[t][i] = 0.0f;
-        [[maybe_unused]] int before = 0;
+        int before = 0;
         settle(sums[0]);
         settle(sums[1]);
         // The ring's slots are told apart within one round: the unit before has been multiplied.
@@ -445,7 +339,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) expert_mlp(
             wait_for(full + 8 * slot.at, slot.parity);
             wait_for(x_full + 8 * slot.at, slot.parity);
             u64 left = descriptor(base + slot.at * SLOT), right = descriptor(base + slot.at * SLOT + WEIGHT_BYTES);
-            if (!LAG) settle(sums[0]), settle(sums[1]);
             begin_multiplying();
 #pragma unroll
             for (int l = 0; l < LINES; ++l)
@@ -453,17 +346,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) expert_mlp(
                 for (int k = 0; k < 4; ++k)
 #pragma unroll
                     for (int t = 0; t < 2; ++t)
-                        if (!(PROBE & 2)) multiply(sums[t], left + (l * 2 + t) * (BOX / 16) + 2 * k, right + l * further + t * second + 2 * k);
+                        multiply(sums[t], left + (l * 2 + t) * (BOX / 16) + 2 * k, right + l * further + t * second + 2 * k);
             commit();
-            asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LAG) : "memory");
-            if (!LAG) settle(sums[0]), settle(sums[1]);
-            if (lane == 0 && (!LAG || step > 0)) arrive(empty + 8 * (LAG ? before : slot.at));
+            asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+            if (lane == 0 && step > 0) arrive(empty + 8 * before);
             before = slot.at;
         }
-        if (LAG) {
-            wait_multiplied();
-            if (lane == 0) arrive(empty + 8 * before);
-        }
+        wait_multiplied();
+        if (lane == 0) arrive(empty + 8 * before);
         settle(sums[0]);
         settle(sums[1]);
         if (lane == 0) arrive(turn + 8 * (1 - group));

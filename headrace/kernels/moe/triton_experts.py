@@ -327,8 +327,9 @@ def moe_mlp(
         return torch.empty_like(x)
     hidden, inner = x.shape[1], spec.intermediate_size
     plain = tiling is None and adapters is None and gate_up_bias is None and down_bias is None and not batch_invariant
-    if plain and cuda_mlp.takes(gate_up, x, spec) and cuda_mlp.takes(down, x, spec):
-        return _sum(cuda_mlp.products(x, experts, weights, gate_up, down), experts, plus, spec)
+    both = cuda_mlp.taken(x, experts, weights, gate_up, down, spec) if plain else None
+    if both is not None:
+        return _sum(cuda_mlp.products(x, experts, weights, *both), experts, plus, spec)
     sizes = experts.numel(), spec.num_held
     first = product_tiling(gate_up, x, *sizes, inner, tiling, paired=spec.gated, batch_invariant=batch_invariant)
     second = product_tiling(down, x, *sizes, hidden, tiling, batch_invariant=batch_invariant)

@@ -9,7 +9,7 @@ import torch
 
 from headrace.kernels.cuda_launch import CudaKernel
 from headrace.kernels.moe import cuda_mlp, moe_mlp
-from headrace.kernels.moe.cuda_mlp import choose_sizes, products, takes
+from headrace.kernels.moe.cuda_mlp import MlpSizes, choose_sizes, products, taken
 from headrace.model_spec import MoeSpec
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
@@ -28,49 +28,57 @@ def matrices(device: str, dtype: torch.dtype, spec: MoeSpec = SPEC) -> tuple[tor
 
 @pytest.mark.parametrize("experts", [32, 128, 256])
 def test_kernels_compile(experts: int, nvrtc: None) -> None:
-    for sizes, dtype in zip(cuda_mlp._SIZES, (BF16, torch.float16, BF16), strict=False):
+    for sizes, dtype in ((cuda_mlp._SIZES[0], BF16), (cuda_mlp._SIZES[1], torch.float16), (MlpSizes(64, 226, 1, 128), BF16)):
         kernel = cuda_mlp._kernel.__wrapped__(sizes, dtype, 8, experts, 2048, 768, 132)
         assert kernel.binary().startswith(b"\x7fELF")
 
 
 @pytest.mark.parametrize("experts", [32, 128, 256])
 def test_slots_have_room(experts: int) -> None:
-    """Shared memory of a block of Hopper: 227 KB, in which the sort's is."""
+    """Shared memory of a multiprocessor of Hopper: 228 KB, of which a block takes 1 KB more than it asks for, the sort's
+    included."""
     for sizes in cuda_mlp._SIZES:
-        assert sizes.stages(experts) >= 3 and sizes.shared(experts) < sizes.kilobytes << 10 <= 227 << 10
+        assert sizes.stages(experts) >= 3 and sizes.shared(experts) < sizes.kilobytes << 10
+        assert sizes.resident * (sizes.kilobytes + 1) <= 228
 
 
 def test_which_products_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of 33 tokens and more in 16 bits, as far as the sort reaches."""
     monkeypatch.setattr(cuda_mlp, "refusals", lambda device: ())
-    (first, second), x = matrices("cpu", BF16), torch.empty(9, HIDDEN, dtype=BF16)
-    assert takes(first, x, SPEC) and takes(second, x, SPEC)
-    assert not takes(first.half(), x, SPEC) and not takes(first.float(), x.float(), SPEC)
-    assert not takes(first[:, :, :-64], x[:, :-64], SPEC) and not takes(first[:48], x, SPEC)
-    assert not takes(first, x, dataclasses.replace(SPEC, act="gelu"))
-    most = choose_sizes(1 << 13, 64)
-    assert most is None and choose_sizes(1 << 9, 64) == cuda_mlp._SIZES[0]
-    assert not takes(first, torch.empty(4096, HIDDEN, dtype=BF16), SPEC)
+    (first, second), x = matrices("cpu", BF16), torch.empty(129, HIDDEN, dtype=BF16)
+    experts, factors = torch.zeros(129, 4, dtype=torch.int32), torch.ones(129, 4)
+
+    def takes(tokens: int = 33, spec: MoeSpec = SPEC, kind: torch.dtype = BF16, end: int = HIDDEN, count: int = 64) -> bool:
+        one, other = first[:count].to(kind), second[:count].to(kind)
+        return taken(x[:tokens, :end].to(kind), experts[:tokens], factors[:tokens], one, other, spec) is not None
+
+    assert takes() and takes(128, kind=torch.float16) and not takes(32)
+    assert takes(128) and choose_sizes(129 * 8, 64) is None
+    assert not takes(kind=torch.float32) and not takes(end=HIDDEN - 64) and not takes(count=48)
+    assert not takes(spec=dataclasses.replace(SPEC, act="gelu"))
+    assert taken(x[:33], experts[:33].long(), factors[:33], first, second, SPEC) is None
+    assert [choose_sizes(choices, 128) for choices in (1024, 1025, 2049)] == [*cuda_mlp._SIZES, None]
     monkeypatch.setattr(cuda_mlp, "refusals", lambda device: ("it is no Hopper",))
-    assert not takes(first, x, SPEC)
+    assert not takes()
 
 
 def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[tuple[object, ...]] = []
     monkeypatch.setattr(CudaKernel, "launch", lambda self, *arguments: launches.append((self, *arguments)))
-    monkeypatch.setattr(cuda_mlp, "tensor_map", lambda x, height, width: (tuple(x.shape), height, width))
+    monkeypatch.setattr(cuda_mlp, "tensor_map", lambda x, height, width, **promotion: (tuple(x.shape), height, width))
     (first, second), x = matrices("cpu", BF16), torch.empty(9, HIDDEN, dtype=BF16)
     experts, factors = torch.zeros(9, 4, dtype=torch.int32), torch.ones(9, 4)
     y = products(x, experts, factors, first, second)
     assert (y.shape, y.dtype) == ((36, HIDDEN), BF16)
     ((kernel, grid, *given),) = launches
     assert given[:2] == [((64 * 2 * INNER, HIDDEN), 64, 64), ((64 * HIDDEN, INNER), 64, 64)]
-    assert given[2:4] == [((9, HIDDEN), 1, 64), ((36, INNER), 8, 64)] and given[-2:] == [2 * HIDDEN, 36]
+    assert given[2] == ((36, INNER), 8, 64) and given[-2:] == [2 * HIDDEN, 36]
     assert isinstance(kernel, CudaKernel) and kernel._macros["BLOCKS"] == grid[0]  # type: ignore[index]
 
 
 @pytest.mark.gpu
 @GPU
-@pytest.mark.parametrize("tokens", [1, 2, 8, 60, 128, 300, 512])
+@pytest.mark.parametrize("tokens", [1, 2, 8, 60, 128, 256])
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 def test_against_float64(tokens: int, dtype: torch.dtype) -> None:
     """With tokens that choose freely, with tokens that all choose the same experts, and with choices of none. Bitwise the same
@@ -79,10 +87,11 @@ def test_against_float64(tokens: int, dtype: torch.dtype) -> None:
     torch.manual_seed(tokens)
     x = torch.randn(tokens, HIDDEN + 64, device="cuda", dtype=dtype)[:, :HIDDEN]
     factors = torch.rand(tokens, SPEC.top_k, device="cuda")
+    sizes = choose_sizes(tokens * SPEC.top_k, SPEC.num_experts) or MlpSizes(64, 226, 1, 128)
     free = torch.rand(tokens, SPEC.num_experts, device="cuda").topk(SPEC.top_k).indices.int()
     some = torch.where(free % 3 == 0, SPEC.num_experts, free)
     for experts in (free, free[:1].repeat(tokens, 1), SPEC.num_experts - 1 - free // 4, some):
-        y = products(x, experts, factors, first, second)
+        y = products(x, experts, factors, first, second, sizes)
         wanted = torch.zeros(tokens * SPEC.top_k, HIDDEN, dtype=torch.float64, device="cuda")
         for expert in range(SPEC.num_experts):
             choice = (experts.flatten() == expert).nonzero().flatten()
@@ -90,9 +99,9 @@ def test_against_float64(tokens: int, dtype: torch.dtype) -> None:
             active = (torch.nn.functional.silu(gate) * up).to(dtype).double()
             wanted[choice] = active @ second[expert].double().t() * factors.flatten()[choice, None].double()
         held = experts.flatten() < SPEC.num_experts
-        assert (y.double() - wanted)[held].norm() < 8e-3 * wanted.norm()
+        assert (y.double() - wanted)[held].norm() <= 8e-3 * wanted.norm()
         for _ in range(20):
-            assert torch.equal(products(x, experts, factors, first, second)[held], y[held])
+            assert torch.equal(products(x, experts, factors, first, second, sizes)[held], y[held])
 
 
 @pytest.mark.gpu
@@ -103,7 +112,7 @@ def test_sum_of_a_tokens_experts() -> None:
     x = torch.randn(40, HIDDEN, device="cuda", dtype=BF16)
     experts = torch.rand(40, SPEC.num_experts, device="cuda").topk(SPEC.top_k).indices.int()
     factors = torch.rand(40, SPEC.top_k, device="cuda")
-    assert takes(first, x, SPEC)
+    assert taken(x, experts, factors, first, second, SPEC) is not None
     got = moe_mlp(x, experts, factors, first, second, SPEC)
     wanted = moe_mlp(x, experts, factors, first, second, SPEC, batch_invariant=True)
     assert (got.double() - wanted.double()).norm() < 1e-2 * wanted.double().norm()

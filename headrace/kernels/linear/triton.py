@@ -80,23 +80,9 @@ def _finish(result, bias, output, mask, DTYPE: tl.constexpr, BIAS: tl.constexpr)
 
 @launched
 def _single(
-    x,
-    weight,
-    bias,
-    y,
-    a,
-    low,
-    places,
-    weight_row: tl.int64,
-    a_place: tl.int64,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    BIAS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, weight, bias, y, a, low, places, weight_row: tl.int64, a_place: tl.int64, IN: tl.constexpr, OUT: tl.constexpr,
+    WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, CHANNELS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """The first programs multiply by A of the row's adapter in place of the weight: ``WIDTH`` sums, which are not rounded. 0:
     without adapters."""
     announce(PDL)
@@ -179,25 +165,10 @@ def _fetch_near(weight, line, weight_row, START: tl.constexpr, IN: tl.constexpr,
 
 @launched(do_not_specialize=["rows"])
 def _several(
-    x,
-    weight,
-    bias,
-    y,
-    rows,
-    out,
-    x_row: tl.int64,
-    weight_row: tl.int64,
-    IN: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    AHEAD: tl.constexpr,
-    NEAR: tl.constexpr,
-    WARPS: tl.constexpr,
-    ROWS_P: tl.constexpr,
-    BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, weight, bias, y, rows, out, x_row: tl.int64, weight_row: tl.int64, IN: tl.constexpr, OUTPUTS: tl.constexpr,
+    CHANNELS: tl.constexpr, AHEAD: tl.constexpr, NEAR: tl.constexpr, WARPS: tl.constexpr, ROWS_P: tl.constexpr,
+    BIAS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """The warps share the channels: each sums up its own with the matrix units, and the sums are added at the end."""
     announce(PDL)
     COUNT: tl.constexpr = (IN + CHANNELS - 1) // CHANNELS

@@ -532,16 +532,9 @@ def floats(weight: PackedWeight, dtype: torch.dtype, outputs: int = 32, warps: i
     y = torch.empty(weight.outputs, weight.inputs, dtype=dtype, device=weight.words.device)
     words, scales, middles, _ = _held(weight, None)
     _packed_floats[(weight.words.shape[1], cdiv(weight.outputs, outputs))](
-        words,
-        scales,
-        middles,
-        y,
-        weight.outputs,
-        OUTPUTS=outputs,
-        **_shape(weight, dtype),
-        num_warps=warps,
+        words, scales, middles, y, weight.outputs, OUTPUTS=outputs, **_shape(weight, dtype), num_warps=warps,
         **options(y.device),
-    )
+    )  # fmt: skip
     return y
 
 

@@ -35,30 +35,10 @@ def normed(value, factor, eps, WIDTH: tl.constexpr, OFFSET: tl.constexpr):
 
 @launched(do_not_specialize=["inner"])
 def _rms_norm(
-    x,
-    residual,
-    first,
-    weight,
-    out,
-    scales,
-    total,
-    first_eps,
-    eps,
-    inner,
-    x_outer: tl.int64,
-    x_inner: tl.int64,
-    residual_outer: tl.int64,
-    residual_inner: tl.int64,
-    scale_column: tl.int64,
-    WIDTH: tl.constexpr,
-    WIDTH_P: tl.constexpr,
-    FIRST: tl.constexpr,
-    ADD: tl.constexpr,
-    OFFSET: tl.constexpr,
-    GROUP: tl.constexpr,
-    MODE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, residual, first, weight, out, scales, total, first_eps, eps, inner, x_outer: tl.int64, x_inner: tl.int64,
+    residual_outer: tl.int64, residual_inner: tl.int64, scale_column: tl.int64, WIDTH: tl.constexpr, WIDTH_P: tl.constexpr,
+    FIRST: tl.constexpr, ADD: tl.constexpr, OFFSET: tl.constexpr, GROUP: tl.constexpr, MODE: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """One row of ``WIDTH`` channels; row r of x begins at ``(r // inner) * x_outer + (r % inner) * x_inner``.
 
     With FIRST, x is normed by the weight ``first`` before it is added. With GROUP, ``out`` has e4m3 codes of the norm, and

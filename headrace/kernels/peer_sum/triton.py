@@ -96,30 +96,10 @@ def pull(own, turn, row, channel, mask, tries, DTYPE: tl.constexpr, ROOM: tl.con
 
 @launched(do_not_specialize=["rank", "tries"])
 def _peer_sum(
-    x,
-    residual,
-    first,
-    weight,
-    out,
-    total,
-    peers,
-    own,
-    turns,
-    failed,
-    alarm,
-    rank,
-    tries,
-    first_eps,
-    eps,
-    WIDTH: tl.constexpr,
-    WIDTH_P: tl.constexpr,
-    ROOM: tl.constexpr,
-    SIZE: tl.constexpr,
-    FIRST: tl.constexpr,
-    NORM: tl.constexpr,
-    OFFSET: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, residual, first, weight, out, total, peers, own, turns, failed, alarm, rank, tries, first_eps, eps, WIDTH: tl.constexpr,
+    WIDTH_P: tl.constexpr, ROOM: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, NORM: tl.constexpr,
+    OFFSET: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """One row of ``WIDTH`` channels.
 
     With NORM, the sum over ranks, normed by the weight ``first`` if there is FIRST, is added to the residual, and the result

@@ -107,11 +107,7 @@ def _scale(
 
 
 def scale(
-    x: torch.Tensor,
-    rows_scale: torch.Tensor,
-    columns_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
+    x: torch.Tensor, rows_scale: torch.Tensor, columns_scale: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor:
     """``x * rows_scale * columns_scale + bias``: ``[T, N]`` float32 by ``[T, 1]`` and ``[N, 1]``, rounded once."""
     rows, width = x.shape

@@ -100,11 +100,7 @@ def _select(
 
 
 def select(
-    sums: torch.Tensor,
-    rows: PromptRows,
-    *,
-    threshold: float | torch.Tensor,
-    prompt_lens: torch.Tensor | None = None,
+    sums: torch.Tensor, rows: PromptRows, *, threshold: float | torch.Tensor, prompt_lens: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Kernel version of ``headrace.kernels.sparse.select``; it does not wait for the device.
 

@@ -22,23 +22,24 @@ def causal_conv(
     cache: torch.Tensor,
     step: StateMetadata,
 ) -> torch.Tensor | None:
-    return _convolve("causal_conv", x, weight, bias, cache, step, activation == "silu")
+    return _convolve(x, weight, bias, cache, step, gated=False, silu=activation == "silu")
 
 
 def gated_conv(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cache: torch.Tensor, step: StateMetadata
 ) -> torch.Tensor | None:
-    return _convolve("gated_conv", x, weight, bias, cache, step)
+    return _convolve(x, weight, bias, cache, step, gated=True, silu=False)
 
 
 def _convolve(
-    name: str,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     cache: torch.Tensor,
     step: StateMetadata,
-    *options: bool,
+    *,
+    gated: bool,
+    silu: bool,
 ) -> torch.Tensor | None:
     native = kernels_for(x)
     if native is None or not x.dtype == weight.dtype == cache.dtype:
@@ -49,7 +50,7 @@ def _convolve(
     at = None if bias is None else bias.data_ptr()
     sizes = channels, taps, x.stride(0), cache.stride(0)
     tensors = x.data_ptr(), weight.data_ptr(), at, cache.data_ptr(), out.data_ptr()
-    getattr(native, name)(*tensors, byref(state_rows(step)), *sizes, *options, DTYPES[x.dtype])
+    native.causal_conv(*tensors, byref(state_rows(step)), *sizes, gated, silu, DTYPES[x.dtype])
     return out
 
 

@@ -76,8 +76,4 @@ def _scale(layer: int, scalar: Any) -> float:
     return float(scalar**-0.5)
 
 
-FAMILY = Family(
-    model_spec=model_spec,
-    decoder=Gemma3Decoder,
-    names=names,
-)
+FAMILY = Family(model_spec=model_spec, decoder=Gemma3Decoder, names=names)

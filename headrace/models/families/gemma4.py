@@ -249,8 +249,4 @@ def _mlps(config: HFConfig, layers: Sequence[AttentionSpec]) -> list[MlpSpec]:
     ]
 
 
-FAMILY = Family(
-    model_spec=model_spec,
-    decoder=Gemma4Decoder,
-    names=names,
-)
+FAMILY = Family(model_spec=model_spec, decoder=Gemma4Decoder, names=names)

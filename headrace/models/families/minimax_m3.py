@@ -133,8 +133,4 @@ def names(model: Decoder) -> NameTable:
     return table
 
 
-FAMILY = Family(
-    model_spec=model_spec,
-    decoder=M3Decoder,
-    names=names,
-)
+FAMILY = Family(model_spec=model_spec, decoder=M3Decoder, names=names)

@@ -40,7 +40,6 @@ class Gemma3Layer(GemmaLayer):
 
 class Gemma3Decoder(GemmaDecoder):
     layer_class = Gemma3Layer
-    norm_class = OffsetRMSNorm
 
 
 def names(model: Decoder) -> NameTable:

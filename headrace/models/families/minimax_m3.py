@@ -58,7 +58,6 @@ class M3Layer(DecoderLayer):
 
 class M3Decoder(Decoder):
     layer_class = M3Layer
-    norm_class = OffsetRMSNorm
 
 
 def model_spec(config: HFConfig) -> ModelSpec:

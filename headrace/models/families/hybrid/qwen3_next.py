@@ -113,7 +113,6 @@ class Qwen3NextLayer(DecoderLayer):
 
 class Qwen3NextDecoder(Decoder):
     layer_class = Qwen3NextLayer
-    norm_class = OffsetRMSNorm
 
 
 class Qwen35Layer(Qwen3NextLayer):

@@ -116,6 +116,9 @@ def load(march: str = "") -> NativeKernels | None:
         return None
 
 
-def kernels_for(x: torch.Tensor) -> NativeKernels | None:
-    """The kernels if they support x's device and dtype, else None."""
+def kernels_for(x: torch.Tensor, *others: torch.Tensor) -> NativeKernels | None:
+    """The kernels if they support x's device and dtype, which the others have too, else None."""
+    for other in others:
+        if other.dtype != x.dtype:
+            return None
     return load() if x.dtype in DTYPES and x.is_cpu else None

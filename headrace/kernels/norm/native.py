@@ -8,8 +8,7 @@ from headrace.kernels.native.library import DTYPES, kernels_for
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
-    native = kernels_for(x)
-    if native is None or weight.dtype != x.dtype:
+    if (native := kernels_for(x, weight)) is None:
         return None
     x = x.contiguous()
     out = torch.empty_like(x)
@@ -21,8 +20,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor 
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    native = kernels_for(x)
-    if native is None or not x.dtype == residual.dtype == weight.dtype:
+    if (native := kernels_for(x, residual, weight)) is None:
         return None
     x, residual = x.contiguous(), residual.contiguous()
     out, total = torch.empty_like(x), torch.empty_like(x)

@@ -10,8 +10,7 @@ from headrace.kernels.native.library import DTYPES, NativeKernels, kernels_for
 def rotate(
     q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor, rotary_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    native = kernels_for(q)
-    if native is None or k.dtype != q.dtype:
+    if (native := kernels_for(q, k)) is None:
         return None
     cos_sin = cos_sin.contiguous()
     return _rotate(native, q, cos_sin, rotary_dim), _rotate(native, k, cos_sin, rotary_dim)
@@ -26,8 +25,7 @@ def rotate_and_write(
     rows: torch.Tensor,
     slots: torch.Tensor,
 ) -> torch.Tensor | None:
-    native = kernels_for(q)
-    if native is None or not q.dtype == k.dtype == v.dtype == rows.dtype:
+    if (native := kernels_for(q, k, v, rows)) is None:
         return None
     q, k, v, cos_sin, slots = _by_heads(q), _by_heads(k), _by_heads(v), cos_sin.contiguous(), slots.contiguous()
     tokens, heads, width = q.shape

@@ -41,8 +41,7 @@ def _convolve(
     gated: bool,
     silu: bool,
 ) -> torch.Tensor | None:
-    native = kernels_for(x)
-    if native is None or not x.dtype == weight.dtype == cache.dtype:
+    if (native := kernels_for(x, weight, cache)) is None:
         return None
     x, weight = token_rows(x), weight.contiguous()
     channels, taps = weight.shape
@@ -65,8 +64,7 @@ def delta_rule(
     beta_factor: int = 1,
     pending: Pending | None = None,
 ) -> torch.Tensor | None:
-    native = kernels_for(qkv)
-    if native is None or state.dtype not in DTYPES or not qkv.dtype == decay.dtype == beta.dtype:
+    if (native := kernels_for(qkv, decay, beta)) is None or state.dtype not in DTYPES:
         return None
     heads, value_dim, key_dim = state.shape[1:]
     qkv, decay, beta = token_rows(qkv), token_rows(decay), token_rows(beta)
@@ -90,8 +88,7 @@ def state_space(
     step: StateMetadata,
     dt_limit: tuple[float, float] = (0.0, math.inf),
 ) -> torch.Tensor | None:
-    native = kernels_for(xbc)
-    if native is None or state.dtype not in DTYPES or xbc.dtype != dt.dtype:
+    if (native := kernels_for(xbc, dt)) is None or state.dtype not in DTYPES:
         return None
     heads, width, size = state.shape[1:]
     xbc, dt = token_rows(xbc), token_rows(dt)
@@ -114,8 +111,7 @@ def selective_scan(
     state: torch.Tensor,
     step: StateMetadata,
 ) -> torch.Tensor | None:
-    native = kernels_for(x)
-    if native is None or state.dtype not in DTYPES or not x.dtype == dt.dtype == b.dtype == c.dtype:
+    if (native := kernels_for(x, dt, b, c)) is None or state.dtype not in DTYPES:
         return None
     channels, size = rate.shape
     x, dt, rate = token_rows(x), token_rows(dt), rate.contiguous()
@@ -137,8 +133,7 @@ def gated_norm(
     *,
     gate_first: bool = False,
 ) -> torch.Tensor | None:
-    native = kernels_for(z)
-    if native is None or x.dtype != torch.float32 or weight.dtype != z.dtype:
+    if (native := kernels_for(z, weight)) is None or x.dtype != torch.float32:
         return None
     x, z = x.contiguous(), token_rows(z)
     out = torch.empty(z.shape, dtype=z.dtype)

@@ -3,9 +3,6 @@
 References: ``headrace.kernels.inputs.reference``.
 """
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,8 +1,5 @@
 """Writing to a paged KV cache, and copying pages out of it. Reference: ``headrace.kernels.kv_cache.reference``."""
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import torch

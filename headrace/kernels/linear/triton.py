@@ -6,8 +6,8 @@ that weights go from the memory to the units by way of registers alone, many of 
 before the kernel before is complete.
 """
 
-# A kernel's arguments have no types of Python's, and its tuples grow.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, disable-error-code=assignment
+# A kernel's tuples grow.
+# mypy: disable-error-code=assignment
 
 from __future__ import annotations
 

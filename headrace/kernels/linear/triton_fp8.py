@@ -1,8 +1,5 @@
 """Rounds rows to FP8, and applies scales to sums. References: ``headrace.kernels.linear.fp8_reference``."""
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import torch

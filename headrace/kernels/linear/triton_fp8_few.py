@@ -205,7 +205,11 @@ def _fp8_single(
 
 
 def few(
-    x: Fp8Rows, weight: Fp8Weight, bias: torch.Tensor | None, out_dtype: torch.dtype, tiling: FewTiling | SingleTiling
+    x: Fp8Rows,
+    weight: Fp8Weight,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    tiling: FewTiling | SingleTiling,
 ) -> torch.Tensor:
     """Kernel version of ``headrace.kernels.linear.fp8_reference.fp8_linear_ref``, of at most ``FEW_ROWS`` rows.
 

@@ -4,9 +4,6 @@
 Outputs are the side of which an instruction takes 64, rows of x the other. So few rows need no padding to 64.
 """
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import torch

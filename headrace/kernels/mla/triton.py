@@ -1,8 +1,5 @@
 """Norm, rotation and cache write of MLA. Reference: ``headrace.kernels.mla.reference``."""
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import torch

@@ -1,8 +1,5 @@
 """The product of a router: a token's logit for each expert, of weights in float32. Reference: ``headrace.kernels.moe``."""
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,8 +1,5 @@
 """RMS normalisation, alone and with the residual sum before it. References: ``headrace.kernels.norm.reference``."""
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import torch

@@ -10,9 +10,6 @@ A row has two places, used in turns. A program empties the one that it has read.
 which it begins after a whole kernel in between, which waits for what this rank sends after it has emptied the place.
 """
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import dataclasses

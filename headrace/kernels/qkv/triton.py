@@ -1,8 +1,5 @@
 """QK-norm, rotary embedding and the write to the KV cache in one launch. Reference: ``headrace.kernels.qkv.reference``."""
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import torch

@@ -5,8 +5,8 @@ one row's state and absorbs the row's tokens in order, so that no result depends
 other rows. Other prompts are absorbed by ``triton_tiles``.
 """
 
-# A kernel's arguments have no types of Python's, and its tuples grow.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, disable-error-code=assignment
+# A kernel's tuples grow.
+# mypy: disable-error-code=assignment
 
 from __future__ import annotations
 

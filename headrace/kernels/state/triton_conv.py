@@ -1,7 +1,6 @@
 """Causal convolutions of prompts, in tiles of 64 tokens. Reference: ``headrace.kernels.state.reference``."""
 
-# A kernel's arguments have no types of Python's, and its tuples grow.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# A kernel's tuples grow.
 # mypy: disable-error-code="assignment,misc"
 
 from __future__ import annotations

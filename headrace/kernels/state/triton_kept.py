@@ -10,8 +10,8 @@ of log-decays c, this is what token t adds and reads, so that it reads the state
 Where it is written depends on a token's position alone.
 """
 
-# A kernel's arguments have no types of Python's, and its tuples grow.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, disable-error-code=assignment
+# A kernel's tuples grow.
+# mypy: disable-error-code=assignment
 
 from __future__ import annotations
 

@@ -3,9 +3,6 @@
 A program absorbs one row's tokens in order, with the states of some channels in registers.
 """
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import torch

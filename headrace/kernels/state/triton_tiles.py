@@ -13,9 +13,6 @@ tile's log-decays, D the lower triangle of ``exp(c_i - c_j)``, and S the state b
 its U are the inputs times their steps.
 """
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import torch

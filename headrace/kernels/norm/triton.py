@@ -142,31 +142,15 @@ def _launch(
     if not x.numel():
         return
     width_p = power_of_two(width)
+    # Eight channels a thread: 16 bytes of a 16-bit type, the widest load there is.
+    warps = min(max(width_p // 256, 1), 16)
     _rms_norm[(x.numel() // width,)](
-        x,
-        x if residual is None else residual,
-        first_weight,
-        weight,
-        out if scales is None else as_bytes(out),
-        out if scales is None else scales,
-        total,
-        first_eps,
-        eps,
-        x.shape[1] if x.ndim == 3 else 1,
-        *_row_strides(x),
-        *_row_strides(x if residual is None else residual),
-        0 if scales is None else scales.stride(1),
-        WIDTH=width,
-        WIDTH_P=width_p,
-        FIRST=first is not None,
-        ADD=residual is not None,
-        OFFSET=offset,
-        GROUP=0 if scales is None else width // scales.shape[1],
-        MODE=mode(x.device),
-        # Eight channels a thread: 16 bytes of a 16-bit type, the widest load there is.
-        num_warps=min(max(width_p // 256, 1), 16),
-        **options(x.device),
-    )
+        x, x if residual is None else residual, first_weight, weight, out if scales is None else as_bytes(out),
+        out if scales is None else scales, total, first_eps, eps, x.shape[1] if x.ndim == 3 else 1, *_row_strides(x),
+        *_row_strides(x if residual is None else residual), 0 if scales is None else scales.stride(1), WIDTH=width,
+        WIDTH_P=width_p, FIRST=first is not None, ADD=residual is not None, OFFSET=offset,
+        GROUP=0 if scales is None else width // scales.shape[1], MODE=mode(x.device), num_warps=warps, **options(x.device),
+    )  # fmt: skip
 
 
 def _check_weight(weight: torch.Tensor, x: torch.Tensor) -> None:

@@ -166,31 +166,12 @@ def _launch(
         raise ValueError(f"x is {list(x.shape)}; it must have at most {ROWS} rows of at most {ROW_BYTES} bytes")
     words = torch.int16 if x.itemsize == 2 else torch.int32
     views = tuple(part.view(words) for part in buffers.ranks)
-    width_p = power_of_two(width)
+    own, width_p = norm or ResidualNorm(x, 0.0), power_of_two(width)
+    # Eight channels a thread, as in the norm's own kernel.
+    warps = min(max(width_p // 256, 1), 16)
     _peer_sum[(rows,)](
-        x,
-        residual,
-        x if norm is None or norm.first is None else norm.first,
-        x if norm is None else norm.weight,
-        out,
-        total,
-        views,
-        views[buffers.rank],
-        buffers.turns,
-        buffers.failed,
-        buffers.alarm,
-        buffers.rank,
-        tries,
-        0.0 if norm is None else norm.first_eps,
-        0.0 if norm is None else norm.eps,
-        WIDTH=width,
-        WIDTH_P=width_p,
-        ROOM=ROW_BYTES // x.itemsize,
-        SIZE=len(views),
-        FIRST=norm is not None and norm.first is not None,
-        NORM=norm is not None,
-        OFFSET=norm is not None and norm.offset,
-        # Eight channels a thread, as in the norm's own kernel.
-        num_warps=min(max(width_p // 256, 1), 16),
-        **options(x.device),
-    )
+        x, residual, x if own.first is None else own.first, own.weight, out, total, views, views[buffers.rank], buffers.turns,
+        buffers.failed, buffers.alarm, buffers.rank, tries, own.first_eps, own.eps, WIDTH=width, WIDTH_P=width_p,
+        ROOM=ROW_BYTES // x.itemsize, SIZE=len(views), FIRST=own.first is not None, NORM=norm is not None, OFFSET=own.offset,
+        num_warps=warps, **options(x.device),
+    )  # fmt: skip

@@ -302,6 +302,7 @@ class StepGraphs:
         """Samples from the logits inputs, and advances the slots."""
         if masks is not None:
             masks.copy_to(self._masks, self._logits_rows[-1])
+        self._sampler.send()
         self._launch(shape)
 
     def _launch(self, shape: Shape | SampleShape) -> bool:

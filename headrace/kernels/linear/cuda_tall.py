@@ -1,5 +1,6 @@
-"""Gate and up of many rows in 16 bits, with their activation, on Hopper GPUs: the kernel of ``tall.cu``. References:
-``torch.nn.functional.linear`` and ``headrace.kernels.activation.reference.silu_mul_ref``."""
+"""Products of many rows in 16 bits on Hopper GPUs: gate and up with their activation, and what adapters are added to. The kernel
+of ``tall.cu``. References: ``torch.nn.functional.linear``, ``headrace.kernels.activation.reference.silu_mul_ref`` and
+``headrace.kernels.lora.reference``."""
 
 from __future__ import annotations
 
@@ -10,38 +11,100 @@ import torch
 
 from headrace.kernels import support
 from headrace.kernels.cuda_launch import CudaKernel, refusals, tensor_map
+from headrace.kernels.lora import Factors, shrink_rounded
+from headrace.kernels.lora.reference import PARTS
 from headrace.kernels.support import cdiv
 
 _SOURCE = Path(__file__).with_name("tall.cu")
 _KINDS = {torch.bfloat16: 0, torch.float16: 1}
 """Numbers that ``tall.cu`` has for the dtypes."""
-_ROWS, _LINES, _CHANNELS, _STAGES, _THREADS = 256, 192, 64, 4, 384
-"""A block's tile and steps, as ``tall.cu`` has them."""
-_SHARED = 1024 + _STAGES * ((_ROWS + _LINES) * _CHANNELS * 2 + 16)
+_TILES = {True: (256, 192), False: (128, 256)}
+"""Rows and lines of a block's tile, with the activation and without it, as ``tall.cu`` has them, ..."""
+_CHANNELS, _STAGES, _THREADS = 64, 4, 384
+"""... and a block's steps and threads."""
+_SIXTEEN, _MAX_PLACES = 16, 64
+"""Columns of B in a tile, and places of adapters."""
 _BAND = 8
 """Pairs of tiles that take turns, as measured on an H200; 3 to 6 are as fast within 1 %."""
 _FILLED = 0.94
 """Share of what the blocks multiply, in as many turns as they take, that is part of the product: from here on the kernel is
 faster than cuBLAS and a kernel for the activation, as measured on an H200 with weights of 6 to 147 million numbers."""
+_FILLED_ADAPTED = {True: 0.8, False: 0.85}
+"""The same with adapters, which a kernel behind cuBLAS adds, by whether the activation follows."""
 
 
 def gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
     """``silu(gate) * up`` of the halves of ``x W^T``: ``[rows, in] -> [rows, out / 2]``, rounded where separate kernels round.
     None: this one is no faster, or does not take them."""
+    if not _takes(x, weight, True, _FILLED):
+        return None
+    return _product(x, weight, True, None)
+
+
+def adapted(x: torch.Tensor, weight: torch.Tensor, factors: Factors) -> torch.Tensor | None:
+    """``x W^T`` and what adapters add, to parts of whole tiles: ``[rows, in] -> [rows, out]``. None likewise."""
+    if any(end % _TILES[False][1] for end in factors.ends[:-1]):
+        return None
+    return _adapted(x, weight, factors, False)
+
+
+def adapted_gated(x: torch.Tensor, weight: torch.Tensor, factors: Factors) -> torch.Tensor | None:
+    """``gated`` of ``adapted``, of parts that are gate and up. None likewise."""
+    half = len(weight) // 2
+    return _adapted(x, weight, factors, True) if tuple(factors.ends) == (half, 2 * half) else None
+
+
+def _adapted(x: torch.Tensor, weight: torch.Tensor, factors: Factors, gated: bool) -> torch.Tensor | None:
+    a, b, places = factors.a, factors.b, factors.places
+    if x.ndim != 2 or places is None or not x.dtype == weight.dtype == a.dtype == b.dtype or b.shape[2] & 7:
+        return None
+    fit = len(places) == len(x) and len(a) <= _MAX_PLACES and len(factors.ends) <= PARTS and support.in_pieces(a, b)
+    if not fit or not _takes(x, weight, gated, _FILLED_ADAPTED[gated]):
+        return None
+    return _product(x, weight, gated, factors)
+
+
+def _takes(x: torch.Tensor, weight: torch.Tensor, gated: bool, filled: float) -> bool:
+    """Whether the kernel takes the product, and blocks are filled so far."""
     (rows, inputs), lines = x.shape, len(weight)
     if x.dtype not in _KINDS or lines % 16 or inputs % 8 or not support.in_pieces(x, weight) or refusals(x.device):
-        return None
-    pairs = support.resources(x.device).multiprocessors // 2
-    tiles = cdiv(rows, 2 * _ROWS) * cdiv(lines, _LINES)
-    if rows * lines <= _FILLED * cdiv(tiles, pairs) * pairs * 2 * _ROWS * _LINES:
-        return None
-    y = torch.empty(rows, lines // 2, dtype=x.dtype, device=x.device)
-    maps = tensor_map(x, _ROWS, _CHANNELS), tensor_map(weight, _LINES // 2, _CHANNELS)
-    sizes = rows, lines // 2, cdiv(inputs, _CHANNELS), _BAND
-    _kernel(x.dtype).launch((2 * min(pairs, tiles), 1, 1), *maps, y.data_ptr(), *sizes)
+        return False
+    height, width = _TILES[gated]
+    tiles, pairs = _tiles(rows, lines, gated), _pairs(x.device)
+    return rows * lines > filled * cdiv(tiles, pairs) * pairs * 2 * height * width
+
+
+def _tiles(rows: int, lines: int, gated: bool) -> int:
+    """Tiles of pairs of blocks."""
+    height, width = _TILES[gated]
+    return cdiv(rows, 2 * height) * cdiv(lines, width)
+
+
+def _pairs(device: torch.device) -> int:
+    return support.resources(device).multiprocessors // 2
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, gated: bool, factors: Factors | None) -> torch.Tensor:
+    (rows, inputs), lines = x.shape, len(weight)
+    height, width = _TILES[gated]
+    out = lines // 2 if gated else lines
+    added: list[bytes | int] = []
+    if factors is not None:
+        b, ends = factors.b, (*factors.ends, *[lines] * PARTS)
+        low = shrink_rounded(x, factors)
+        added = [tensor_map(b, width // 2, _SIXTEEN), low.data_ptr(), factors.places.data_ptr(), b.shape[2], len(factors.ends)]
+        added += ends[: PARTS - 1]
+    y = torch.empty(rows, out, dtype=x.dtype, device=x.device)
+    maps = tensor_map(x, height, _CHANNELS), tensor_map(weight, width // 2, _CHANNELS)
+    sizes = rows, out, cdiv(inputs, _CHANNELS), _BAND
+    blocks = 2 * min(_pairs(x.device), _tiles(rows, lines, gated))
+    _kernel(x.dtype, gated, factors is not None).launch((blocks, 1, 1), *maps, y.data_ptr(), *sizes, *added)
     return y
 
 
 @functools.cache
-def _kernel(kind: torch.dtype) -> CudaKernel:
-    return CudaKernel(_SOURCE, "tall_gated", "MMPiiii", {"KIND": _KINDS[kind]}, _THREADS, _SHARED, 2)
+def _kernel(kind: torch.dtype, gated: bool = True, adapted: bool = False) -> CudaKernel:
+    height, width = _TILES[gated]
+    shared = 1024 + _STAGES * ((height + width) * _CHANNELS * 2 + 16)
+    macros = {"KIND": _KINDS[kind], "GATED": int(gated), "ADAPTED": int(adapted)}
+    return CudaKernel(_SOURCE, "tall_product", "MMPiiii" + "MPPiiii" * adapted, macros, _THREADS, shared, 2)

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from headrace.kernels.lora import ExpertFactors, Factors, Segment
+from headrace.kernels.lora import Factors, Segment
+from headrace.kernels.moe.reference import ExpertFactors
 
 NO_ADAPTER = -1
 """Place of tokens that the base model serves."""

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from headrace.config import MemoryLine
-from headrace.kernels.lora import ExpertFactors
 from headrace.kernels.moe import choose_experts, held_experts, moe_mlp, router_logits
 from headrace.kernels.moe.codes import ExpertCodes
+from headrace.kernels.moe.reference import ExpertFactors
 from headrace.layers.linear import Linear, packed_memory
 from headrace.layers.lora import ExpertTables
 from headrace.layers.mlp import GatedMLP, SquaredMLP, build_mlp

@@ -131,9 +131,9 @@ def linear_adapted(
         return y
     if not batch_invariant and (whole := cuda_wide.adapted(x, weight, bias, out_dtype, factors)) is not None:
         return whole
-    if bias is None and out_dtype in (None, x.dtype) and not batch_invariant:
-        if (whole := cuda_tall.adapted(x, weight, factors)) is not None:
-            return whole
+    plain = bias is None and out_dtype in (None, x.dtype) and not batch_invariant
+    if plain and (whole := cuda_tall.adapted(x, weight, factors)) is not None:
+        return whole
     added = shrink(x, factors, batch_invariant=batch_invariant)
     y = linear(x, weight, bias, out_dtype, batch_invariant=batch_invariant, exact=exact)
     expand(added, y, batch_invariant=batch_invariant)

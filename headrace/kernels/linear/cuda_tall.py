@@ -1,5 +1,5 @@
-"""Products of many rows in 16 bits on Hopper GPUs: gate and up with their activation, and what adapters are added to. The kernel
-of ``tall.cu``. References: ``torch.nn.functional.linear``, ``headrace.kernels.activation.reference.silu_mul_ref`` and
+"""Products of many rows in 16 bits on Hopper GPUs: gate and up with their activation, and any with what adapters add. The
+kernel of ``tall.cu``. References: ``torch.nn.functional.linear``, ``headrace.kernels.activation.reference.silu_mul_ref`` and
 ``headrace.kernels.lora.reference``."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
     None: this one is no faster, or does not take them."""
     if not _takes(x, weight, True, _FILLED):
         return None
-    return _product(x, weight, True, None)
+    return _product(x, weight, True)
 
 
 def adapted(x: torch.Tensor, weight: torch.Tensor, factors: Factors) -> torch.Tensor | None:
@@ -61,7 +61,10 @@ def _adapted(x: torch.Tensor, weight: torch.Tensor, factors: Factors, gated: boo
     fit = len(places) == len(x) and len(a) <= _MAX_PLACES and len(factors.ends) <= PARTS and support.in_pieces(a, b)
     if not fit or not _takes(x, weight, gated, _FILLED_ADAPTED[gated]):
         return None
-    return _product(x, weight, gated, factors)
+    low = shrink_rounded(x, a, places)
+    ends = (*factors.ends, *[len(weight)] * PARTS)[: PARTS - 1]
+    b_map = tensor_map(b, _TILES[gated][1] // 2, _SIXTEEN)
+    return _product(x, weight, gated, b_map, low.data_ptr(), places.data_ptr(), b.shape[2], len(factors.ends), *ends)
 
 
 def _takes(x: torch.Tensor, weight: torch.Tensor, gated: bool, filled: float) -> bool:
@@ -84,21 +87,16 @@ def _pairs(device: torch.device) -> int:
     return support.resources(device).multiprocessors // 2
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor, gated: bool, factors: Factors | None) -> torch.Tensor:
+def _product(x: torch.Tensor, weight: torch.Tensor, gated: bool, *added: bytes | int) -> torch.Tensor:
+    """``added``: the kernel's arguments for what adapters add."""
     (rows, inputs), lines = x.shape, len(weight)
     height, width = _TILES[gated]
     out = lines // 2 if gated else lines
-    added: list[bytes | int] = []
-    if factors is not None:
-        b, ends = factors.b, (*factors.ends, *[lines] * PARTS)
-        low = shrink_rounded(x, factors)
-        added = [tensor_map(b, width // 2, _SIXTEEN), low.data_ptr(), factors.places.data_ptr(), b.shape[2], len(factors.ends)]
-        added += ends[: PARTS - 1]
     y = torch.empty(rows, out, dtype=x.dtype, device=x.device)
     maps = tensor_map(x, height, _CHANNELS), tensor_map(weight, width // 2, _CHANNELS)
     sizes = rows, out, cdiv(inputs, _CHANNELS), _BAND
     blocks = 2 * min(_pairs(x.device), _tiles(rows, lines, gated))
-    _kernel(x.dtype, gated, factors is not None).launch((blocks, 1, 1), *maps, y.data_ptr(), *sizes, *added)
+    _kernel(x.dtype, gated, bool(added)).launch((blocks, 1, 1), *maps, y.data_ptr(), *sizes, *added)
     return y
 
 

@@ -113,7 +113,7 @@ class Experts(nn.Module):
         ``plus`` of the same shape is added, each rank its own."""
         if self.spec.held is not None:
             experts = held_experts(experts, *self.spec.held)
-        adapters = None if self.lora is None else self.lora.factors
+        adapters = None if self.lora is None else self.lora.factors(len(x))
         return self.method.apply(self, x, experts, weights, plus, adapters, prepared)
 
     def gate_up(self) -> torch.Tensor | ExpertCodes:

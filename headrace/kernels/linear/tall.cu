@@ -189,11 +189,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) tall_product(
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 
     if (group == 0) {
-#if ADAPTED
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
-#else
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-#endif
+        // 64512 registers in all.
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(ADAPTED ? 40 : 24));
         if (threadIdx.x < (ADAPTED ? 32 : 1)) {
             asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
             asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -238,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) tall_product(
         }
         __syncwarp();
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(ADAPTED ? 232 : 240));
         int own = group - 1, thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
         // The first threads of two warps tell a block each that a step's memory is free. What was read there needs no fence,
         // which would hold the group up: the products are complete.

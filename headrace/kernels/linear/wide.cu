@@ -281,6 +281,10 @@ __device__ __forceinline__ int multiply_by_a(const Adapters& given, const Column
                 }
         };
         load_lines(start);
+        meet_adding();
+        int index = __popcll(found.own & (((u64)1 << (thread & 63)) - 1)) - found.group * 8 * EIGHTS;
+        if (thread < 64 && found.own >> thread & 1 && index >= 0 && index < 16) list[index] = thread;
+        meet_adding();
         if (unit == blockIdx.x) {
             // What comes later is fetched into the L2 cache, 128 bytes a thread.
             for (int later = unit; later < units; later += given.workers) {
@@ -291,10 +295,6 @@ __device__ __forceinline__ int multiply_by_a(const Adapters& given, const Column
             }
             asm volatile("griddepcontrol.wait;" ::: "memory");
         }
-        meet_adding();
-        int index = __popcll(found.own & (((u64)1 << (thread & 63)) - 1)) - found.group * 8 * EIGHTS;
-        if (thread < 64 && found.own >> thread & 1 && index >= 0 && index < 16) list[index] = thread;
-        meet_adding();
         const unsigned short* row[EIGHTS];
         float sums[EIGHTS][4];
 #pragma unroll
@@ -476,17 +476,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) wide_product(
         if (!added) return;
         asm volatile("griddepcontrol.wait;" ::: "memory");
         if (threadIdx.x == 160) {
-            unsigned made, before;
+            unsigned made;
             do {
                 asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(made) : "l"(cells + MADE) : "memory");
             } while (made < units);
-            // The last to know leaves the cells as they were.
-            asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(cells + KNOWN) : "memory");
-            if (before == gridDim.x / SPLIT - 1) cells[MADE] = cells[KNOWN] = 0;
         }
         // All of these warps know it, and the barriers are there.
         asm volatile("bar.sync 3, 288;" ::: "memory");
         put_products(given, columns, first_place, second_place, rows, part, count, base, turns, lows);
+        if (threadIdx.x == 160) {
+            // The last to know leaves the cells as they were.
+            unsigned before;
+            asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(cells + KNOWN) : "memory");
+            if (before == gridDim.x / SPLIT - 1) cells[MADE] = cells[KNOWN] = 0;
+        }
         return;
     }
 #endif

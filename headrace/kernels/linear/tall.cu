@@ -108,6 +108,8 @@ __device__ __forceinline__ uint4 exchanged(unsigned a, unsigned b, unsigned c, u
 }
 
 #if ADAPTED
+#include "adapted.cuh"
+
 // What adapters add to a tile, by 16 of B's columns: of each place that the pair's rows have, of its parts in this tile.
 struct Columns {
     u64 rest;  // of the places, as bits
@@ -136,20 +138,11 @@ __device__ __forceinline__ void load_columns(unsigned to, const TensorMap& map, 
 
 // The places that rows have, as bits.
 __device__ __forceinline__ u64 places_of(const int* places, int count) {
-    unsigned low = 0, high = 0;
-    for (int i = threadIdx.x & 31; i < count; i += 32) {
-        int place = places[i];
-        if (place >= 0) (place < 32 ? low : high) |= 1u << (place & 31);
-    }
-    asm volatile("redux.sync.or.b32 %0, %0, 0xffffffff;" : "+r"(low));
-    asm volatile("redux.sync.or.b32 %0, %0, 0xffffffff;" : "+r"(high));
-    return (u64)high << 32 | low;
+    Places found;
+    for (int i = threadIdx.x & 31; i < count; i += 32) found.add(places[i]);
+    return found.of_warp();
 }
 
-// Lines of 32 bytes, of which eight stand together with their pieces of 16 bytes exchanged.
-__device__ __forceinline__ u64 narrow_descriptor(unsigned address) {
-    return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)16 << 32 | (u64)3 << 62;
-}
 #endif
 
 extern "C" __global__ void __launch_bounds__(384, 1) tall_product(

@@ -118,7 +118,7 @@ class LoraTables:
             b[part.row : part.row + len(part.b), :rank].copy_(part.b)
 
     def factors(self, count: int) -> Factors | None:
-        """Of a call with so many tokens. None: none of them has an adapter."""
+        """Returns those of a call with so many tokens; None: none of them has an adapter."""
         rows = self._rows.of(count)
         return Factors(self.a, self.b, self.ends, rows.segments, rows.places) if rows.segments else None
 
@@ -132,7 +132,7 @@ class ExpertTables:
     down: LoraTables
 
     def factors(self, count: int) -> ExpertFactors | None:
-        """Of a call with so many tokens. None: none of them has an adapter."""
+        """Returns those of a call with so many tokens; None: none of them has an adapter."""
         rows, gate_up, down = self.rows.of(count), self.gate_up, self.down
         if not rows.segments:
             return None

@@ -135,14 +135,6 @@ __device__ __forceinline__ void load_columns(unsigned to, const TensorMap& map, 
         "[%0], [%1, {%3, %4, %5}], [%2], %6;"
         :: "r"(to), "l"(&map), "r"(barrier), "r"(column), "r"(line), "r"(place), "h"((unsigned short)3) : "memory");
 }
-
-// The places that rows have, as bits.
-__device__ __forceinline__ u64 places_of(const int* places, int count) {
-    Places found;
-    for (int i = threadIdx.x & 31; i < count; i += 32) found.add(places[i]);
-    return found.of_warp();
-}
-
 #endif
 
 extern "C" __global__ void __launch_bounds__(384, 1) tall_product(
@@ -158,7 +150,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) tall_product(
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     int group = threadIdx.x >> 7;
 #if ADAPTED
-    __shared__ u64 used[STAGES];  // by the stage of a tile's first step
+    // Places that a pair's rows have, of two tiles by turns, with barriers: they are known, and are not needed any more. And the
+    // same by the stage of a tile's last step.
+    __shared__ u64 of_pair[2], turns[4], used[STAGES];
+    unsigned known = shared_address(turns), taken = known + 16;
 #endif
 
     int tall = (rows + 2 * ROWS - 1) / (2 * ROWS), wide = (out + OUTPUTS - 1) / OUTPUTS, tiles = tall * wide, pairs = gridDim.x / 2;
@@ -174,6 +169,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) tall_product(
             asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(full + 8 * s) : "memory");
             asm volatile("mbarrier.init.shared::cta.b64 [%0], 4;" :: "r"(empty + 8 * s) : "memory");
         }
+#if ADAPTED
+        for (int i = 0; i < 4; ++i) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(known + 8 * i) : "memory");
+#endif
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
@@ -184,24 +182,23 @@ extern "C" __global__ void __launch_bounds__(384, 1) tall_product(
     if (group == 0) {
         // 64512 registers in all.
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(ADAPTED ? 40 : 24));
-        if (threadIdx.x < (ADAPTED ? 32 : 1)) {
+        if (threadIdx.x == 0) {
             asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
             asm volatile("griddepcontrol.wait;" ::: "memory");
             int stage = 0, row, output;
+            [[maybe_unused]] int count = 0;
             unsigned parity = 1;
             for (int tile = blockIdx.x / 2; tile < tiles; tile += pairs) {
                 find(tile, row, output);
                 int line = output + (int)rank * (GATED ? out : LINES / 2);
-#if ADAPTED
-                int first_row = row - (int)rank * ROWS;
-                u64 of_pair = places_of(places + first_row, rows - first_row < 2 * ROWS ? rows - first_row : 2 * ROWS);
-                if (threadIdx.x) continue;
-#endif
                 for (int step = 0; step < steps; ++step) {
                     unsigned to = base + stage * STAGE_BYTES, barrier = full + 8 * stage;
                     wait_for(empty + 8 * stage, parity);
 #if ADAPTED
-                    if (!step) used[stage] = of_pair;
+                    if (step == steps - 1) {
+                        wait_for(known + count % 2 * 8, count >> 1 & 1);
+                        used[stage] = of_pair[count % 2];
+                    }
 #endif
                     asm volatile(
                         "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(STAGE_BYTES) : "memory");
@@ -210,22 +207,44 @@ extern "C" __global__ void __launch_bounds__(384, 1) tall_product(
                     if (++stage == STAGES) stage = 0, parity ^= 1;
                 }
 #if ADAPTED
-                for (Columns columns(of_pair, adapter_rank); columns.all;) {
+                for (Columns columns(of_pair[count % 2], adapter_rank); columns.all;) {
                     unsigned to = base + stage * STAGE_BYTES + X_BYTES + rank * (SIXTEEN_BYTES / 2), barrier = full + 8 * stage;
-                    int count = columns.all < SIXTEENS ? columns.all : SIXTEENS;
+                    int here = columns.all < SIXTEENS ? columns.all : SIXTEENS;
                     wait_for(empty + 8 * stage, parity);
                     asm volatile(
-                        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(count * SIXTEEN_BYTES) : "memory");
+                        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(here * SIXTEEN_BYTES) : "memory");
                     // Columns behind the last are outside of B: zeros. So is the half of a tile that is not the part's.
-                    for (int k = 0; k < count; ++k, columns.next())
+                    for (int k = 0; k < here; ++k, columns.next())
                         load_columns(
                             to + k * SIXTEEN_BYTES, b, barrier, GATED && columns.part() != rank ? 1 << 20 : columns.column(), line,
                             columns.place());
                     if (++stage == STAGES) stage = 0, parity ^= 1;
                 }
+                arrive(taken + count++ % 2 * 8);
 #endif
             }
         }
+#if ADAPTED
+        if (threadIdx.x >> 5 == 1) {
+            asm volatile("griddepcontrol.wait;" ::: "memory");
+            int count = 0, row, output;
+            for (int tile = blockIdx.x / 2; tile < tiles; tile += pairs, ++count) {
+                find(tile, row, output);
+                Places found;
+#pragma unroll 4
+                for (int i = threadIdx.x & 31; i < 2 * ROWS; i += 32) {
+                    int at = row - (int)rank * ROWS + i;
+                    found.add(at < rows ? places[at] : -1);
+                }
+                u64 bits = found.of_warp();
+                if (threadIdx.x == 32) {
+                    wait_for(taken + count % 2 * 8, count >> 1 & 1 ^ 1);
+                    of_pair[count % 2] = bits;
+                    arrive(known + count % 2 * 8);
+                }
+            }
+        }
+#endif
         __syncwarp();
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(ADAPTED ? 232 : 240));
@@ -251,13 +270,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) tall_product(
             int before = 0;
 #if ADAPTED
             int at = row + own * (ROWS / 2) + own_row, place = at < rows ? places[at] : -1;
-            u64 of_pair = 0;
+            u64 present = 0;
 #endif
             for (int step = 0; step < steps; ++step) {
                 unsigned from = base + stage * STAGE_BYTES;
                 wait_for(full + 8 * stage, parity);
 #if ADAPTED
-                if (!step) of_pair = used[stage];
+                if (step == steps - 1) present = used[stage];
 #endif
                 asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
                 u64 mine = descriptor(from + own * (X_BYTES / 2)), lines = descriptor(from + X_BYTES);
@@ -271,28 +290,49 @@ extern "C" __global__ void __launch_bounds__(384, 1) tall_product(
                 before = stage;
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
-            asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-            release(before);
 #if ADAPTED
+            // A's products in two sixteens at a time, which are on their way while a step is multiplied.
             int part = GATED ? 0 : (output >= end_0) + (output >= end_1);
-            for (Columns columns(of_pair, adapter_rank); columns.all;) {
-                unsigned from = base + stage * STAGE_BYTES, mine = from + own * (X_BYTES / 2);
-                int count = columns.all < SIXTEENS ? columns.all : SIXTEENS;
-                wait_for(full + 8 * stage, parity);
+            Columns columns(present, adapter_rank);
+            uint4 products[2][HALVES];
+            int left = columns.all;
+            auto load = [&] {
 #pragma unroll
-                for (int k = 0; k < SIXTEENS; ++k) {
-                    if (k == count) break;
+                for (int i = 0; i < 2; ++i) {
                     const unsigned short* numbers = low + ((long long)at * parts + part + columns.part()) * adapter_rank;
 #pragma unroll
                     for (int h = 0; h < HALVES; ++h) {
-                        int half = first_half + h, column = columns.column() + half * 8;
-                        uint4 eight = make_uint4(0, 0, 0, 0);
-                        if (place == columns.place() && column < adapter_rank) eight = *(const uint4*)(numbers + column);
-                        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
-                            :: "r"(mine + own_row * 128 + ((k * 2 + half ^ own_row & 7) << 4)), "r"(eight.x), "r"(eight.y), "r"(eight.z),
-                            "r"(eight.w) : "memory");
+                        int column = columns.column() + (first_half + h) * 8;
+                        products[i][h] = make_uint4(0, 0, 0, 0);
+                        if (columns.all && place == columns.place() && column < adapter_rank)
+                            products[i][h] = *(const uint4*)(numbers + column);
                     }
-                    columns.next();
+                    if (columns.all) columns.next();
+                }
+            };
+            load();
+#endif
+            asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+            release(before);
+#if ADAPTED
+            while (left) {
+                unsigned from = base + stage * STAGE_BYTES, mine = from + own * (X_BYTES / 2);
+                int count = left < SIXTEENS ? left : SIXTEENS;
+                wait_for(full + 8 * stage, parity);
+#pragma unroll
+                for (int k = 0; k < SIXTEENS; k += 2) {
+                    if (k >= count) break;
+                    if (k) load();
+#pragma unroll
+                    for (int i = 0; i < 2; ++i)
+#pragma unroll
+                        for (int h = 0; h < HALVES; ++h) {
+                            const uint4& eight = products[i][h];
+                            int piece = (k + i) * 2 + first_half + h;
+                            asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
+                                :: "r"(mine + own_row * 128 + ((piece ^ own_row & 7) << 4)), "r"(eight.x), "r"(eight.y), "r"(eight.z),
+                                "r"(eight.w) : "memory");
+                        }
                 }
                 asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
                 asm volatile("bar.sync %0, 128;" :: "r"(group) : "memory");
@@ -307,6 +347,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) tall_product(
                             multiply(
                                 sums[t], descriptor(mine) + t * 512 + 2 * k, narrow_descriptor(from + X_BYTES + k * SIXTEEN_BYTES), 1);
                 commit();
+                left -= count;
+                if (left) load();
                 wait_multiplied();
 #pragma unroll
                 for (int t = 0; t < HEIGHT; ++t) settle(sums[t]);

@@ -141,9 +141,12 @@ __device__ __forceinline__ int multiply_by_a(const Adapters& given, const Column
             // What comes later is fetched into the L2 cache, 128 bytes a thread.
             for (int later = unit; later < units; later += given.workers) {
                 Unit next = find(later);
-                int channel = next.share * SHARE + thread % 8 * 64;
-                if (thread / 8 < lines_of(next) && channel < given.inputs)
-                    asm volatile("prefetch.global.L2 [%0];" :: "l"(line_of(next, thread / 8) + channel));
+#pragma unroll
+                for (int from = 0; from < SHARE; from += 512) {
+                    int channel = next.share * SHARE + from + thread % 8 * 64;
+                    if (thread / 8 < lines_of(next) && channel < given.inputs)
+                        asm volatile("prefetch.global.L2 [%0];" :: "l"(line_of(next, thread / 8) + channel));
+                }
             }
             asm volatile("griddepcontrol.wait;" ::: "memory");
         }

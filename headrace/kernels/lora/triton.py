@@ -57,9 +57,8 @@ class ShrinkTiling:
     """Channels of x: few tiles of tokens alone would leave most of a GPU idle."""
     ahead: bool
     """A program reads all of its A while the kernel before still runs, and then all of its x at once."""
-    channels: int = 128
     stages: int = 3
-    warps: int = 4
+    """Tiles on their way."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,17 +291,16 @@ def shrink(
     if tokens:
         _shrink[(cdiv(tokens, tiling.tokens), shares, num_places * cdiv(width, tiling.columns))](
             x, a, places, low, tokens, x.stride(0), a.stride(0), IN=in_features, WIDTH=width, SHARE=tiling.share,
-            TOKENS=tiling.tokens, CHANNELS=tiling.channels, COLUMNS=tiling.columns, AHEAD=tiling.ahead, PRECISION=_precision(x),
-            num_warps=tiling.warps, num_stages=tiling.stages, **options(x.device),
+            TOKENS=tiling.tokens, CHANNELS=_CHANNELS, COLUMNS=tiling.columns, AHEAD=tiling.ahead, PRECISION=_precision(x),
+            num_warps=4, num_stages=tiling.stages, **options(x.device),
         )  # fmt: skip
     return low
 
 
 def shrink_rounded(x: torch.Tensor, a: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """``headrace.kernels.lora.shrink_rounded``"""
-    (tokens, in_features), width = x.shape, a.shape[1]
-    rows = 32 if tokens > _MANY_TOKENS else 16
-    tiling = ShrinkTiling(rows, _at_most(_COLUMNS, width), _whole(in_features), False)
+    width = a.shape[1]
+    tiling = ShrinkTiling(64, _at_most(_COLUMNS, width), _whole(x.shape[1]), False, 5)
     return shrink(x, a, places, tiling, dtype=x.dtype)[0]
 
 

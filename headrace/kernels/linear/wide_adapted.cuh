@@ -23,7 +23,7 @@ struct Adapters {
 };
 
 constexpr int RUNS = RESIDENT > 2 ? 2 : 4;  // of 32 channels, which a warp has in registers
-constexpr int SPAN = 128 * RUNS, SHARE = 512;
+constexpr int SPAN = 128 * RUNS, SHARE = GATED && ROWS > 32 ? 1024 : 512;  // channels at a time, and of a block in all
 constexpr int EIGHTS = ROWS < 16 || RESIDENT > 1 ? 1 : 2;  // of rows, whose products with A are made at a time
 constexpr int SHARES_AT_ONCE = RESIDENT > 2 ? 4 : 8;
 constexpr int MADE = 0, KNOWN = 32;

@@ -90,7 +90,7 @@ def test_which_adapters_it_adds(launches: list[tuple[object, ...]]) -> None:
 
     assert taken((4096, 1024, 1024)) and taken((4096,), 8, 64) and taken((4096, 2000))
     assert not (taken((4000, 2096)) or taken((4096,), 4) or taken((4096,), places=65) or taken((4096,), kind=torch.float32))
-    assert not (taken((4096,), rows=300) or taken((1024,) * 4) or len(launches) != 3)
+    assert not (taken((4096,), rows=2048) or taken((1024,), rows=2600) or taken((1024,) * 4) or len(launches) != 3)
 
 
 def test_other_devices() -> None:
@@ -125,16 +125,17 @@ def test_shapes(rows: int, inputs: int, lines: int, kind: torch.dtype, monkeypat
 
 @pytest.mark.gpu
 @GPU
-@pytest.mark.parametrize(("parts", "rows", "inputs"), [
-    ((512, 256, 240), 1, 8), ((512, 256, 240), 2085, 1088), ((1024,), 257, 520), ((208, 208), 1, 8), ((208, 208), 700, 64),
-    ((3072, 3072), 2085, 1088),
+@pytest.mark.parametrize(("parts", "rows", "inputs", "places", "rank", "kind"), [
+    ((512, 256, 240), 1, 8, 3, 8, BF16), ((512, 256, 240), 2085, 1088, 8, 16, BF16), ((1024,), 257, 520, 40, 24, torch.float16),
+    ((208, 208), 1, 8, 3, 8, BF16), ((208, 208), 700, 64, 40, 24, torch.float16), ((3072, 3072), 2085, 1088, 8, 16, BF16),
+    ((3072, 3072), 2085, 1088, 64, 64, BF16),
 ])  # fmt: skip
-@pytest.mark.parametrize(("places", "rank", "kind"), [(3, 8, BF16), (8, 16, BF16), (40, 24, torch.float16)])
 def test_adapters(
     parts: tuple[int, ...], rows: int, inputs: int, places: int, rank: int, kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows have any adapters; those without one come out as they do without adapters, bit by bit."""
     monkeypatch.setattr(cuda_tall, "_FILLED_ADAPTED", (0.0, 0.0))
+    monkeypatch.setattr(cuda_tall, "_FEW_ROWS", 0)
     factors, (x, weight) = tables(places, parts, inputs, rank, rows, kind, "cuda"), operands(rows, inputs, sum(parts), kind)
     gated = len(parts) == 2
     run, base, row = (

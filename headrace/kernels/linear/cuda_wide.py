@@ -32,7 +32,7 @@ _LINE, _OUTPUTS, _THREADS, _FIXED = 128, 64, 160, 1024 + 256
 _SHARED_KB = 216
 """Shared memory of a multiprocessor for whole blocks of 72, 108 or 216 KB."""
 _MAX_PLACES, _SIXTEEN, _SHARE, _ADDING = 64, 16, 512, 128
-"""Places of adapters, ranks that an instruction takes, channels over which a block multiplies by A, at least, and its threads that
+"""Places of adapters, ranks that an instruction takes, least channels over which a block multiplies by A, and its threads that
 do."""
 
 

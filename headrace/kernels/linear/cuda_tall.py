@@ -11,6 +11,7 @@ import torch
 
 from headrace.kernels import support
 from headrace.kernels.cuda_launch import CudaKernel, refusals, tensor_map
+from headrace.kernels.linear.cuda_wide import adds
 from headrace.kernels.lora import Factors, shrink_rounded
 from headrace.kernels.lora.reference import PARTS
 from headrace.kernels.support import cdiv
@@ -22,8 +23,8 @@ _TILES = {True: (256, 192), False: (128, 256)}
 """Rows and lines of a block's tile, with the activation and without it, as ``tall.cu`` has them, ..."""
 _CHANNELS, _STAGES, _THREADS = 64, 4, 384
 """... and a block's steps and threads."""
-_SIXTEEN, _MAX_PLACES = 16, 64
-"""Columns of B in a tile, and places of adapters."""
+_SIXTEEN = 16
+"""Columns of B in a tile."""
 _BAND = 8
 """Pairs of tiles that take turns, as measured on an H200; 3 to 6 are as fast within 1 %."""
 _FILLED = 0.94
@@ -58,13 +59,10 @@ def adapted_gated(x: torch.Tensor, weight: torch.Tensor, factors: Factors) -> to
 
 
 def _adapted(x: torch.Tensor, weight: torch.Tensor, factors: Factors, gated: bool) -> torch.Tensor | None:
-    a, b, places = factors.a, factors.b, factors.places
-    if x.ndim != 2 or places is None or not x.dtype == weight.dtype == a.dtype == b.dtype or b.shape[2] & 7:
+    b, places = factors.b, factors.places
+    if places is None or x.ndim != 2 or not adds(x, weight, factors) or not _takes(x, weight, gated, _FILLED_ADAPTED[gated]):
         return None
-    fit = len(places) == len(x) and len(a) <= _MAX_PLACES and len(factors.ends) <= PARTS and support.in_pieces(a, b)
-    if not fit or not _takes(x, weight, gated, _FILLED_ADAPTED[gated]):
-        return None
-    low = shrink_rounded(x, a, places)
+    low = shrink_rounded(x, factors.a, places)
     ends = (*factors.ends, *[len(weight)] * PARTS)[: PARTS - 1]
     b_map = tensor_map(b, _TILES[gated][1] // 2, _SIXTEEN)
     return _product(x, weight, gated, b_map, low.data_ptr(), places.data_ptr(), b.shape[2], len(factors.ends), *ends)

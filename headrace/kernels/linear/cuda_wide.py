@@ -177,12 +177,17 @@ def adapted_gated(x: torch.Tensor, weight: torch.Tensor, factors: Factors) -> to
 
 
 def _adds(x: torch.Tensor, weight: torch.Tensor, factors: Factors) -> bool:
-    """Whether the kernel can add them. B's rows are loaded by the tensor memory accelerator."""
+    """Whether the kernel can add them."""
+    return x.ndim == 2 and 1 < len(x) <= MAX_ROWS and adds(x, weight, factors) and takes(x, weight)
+
+
+def adds(x: torch.Tensor, weight: torch.Tensor, factors: Factors) -> bool:
+    """Whether B's columns can be further channels of x ``[rows, in]``: the tensor memory accelerator loads them."""
     a, b, places = factors.a, factors.b, factors.places
-    if x.ndim != 2 or not 1 < len(x) <= MAX_ROWS or places is None or not x.dtype == weight.dtype == a.dtype == b.dtype:
+    if places is None or x.itemsize != 2 or not x.dtype == weight.dtype == a.dtype == b.dtype:
         return False
     fit = len(places) == len(x) and len(a) <= _MAX_PLACES and len(factors.ends) <= PARTS and not b.shape[2] & 7
-    return fit and x.itemsize == 2 and support.in_pieces(a, b) and takes(x, weight)
+    return fit and support.in_pieces(a, b)
 
 
 def fp8_linear(

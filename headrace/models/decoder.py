@@ -238,7 +238,7 @@ class Decoder(nn.Module):
         """Returns whether ``forward_wanted`` can compute the step."""
         step = ctx.step
         usual = step.sparse is None and step.visible_ends is None and ctx.kinds is None and self.fused is None
-        return usual and not inputs.extras and not inputs.adapters and cast(DecoderLayer, self.layers[-1]).selects
+        return usual and not inputs.extras and cast(DecoderLayer, self.layers[-1]).selects
 
     @torch.inference_mode()
     def forward_wanted(self, inputs: ModelInputs, ctx: ForwardContext, wanted: WantedTokens) -> torch.Tensor:
@@ -246,6 +246,8 @@ class Decoder(nn.Module):
         others."""
         states, last = HiddenStates(inputs.embedded(self.embed)), self.spec.num_layers - 1
         self.run_layers(states, inputs, ctx, range(last))
+        if self.adapter_targets is not None:
+            self.adapter_targets.rows.want(wanted.tokens)
         self.run_layers(states, inputs, dataclasses.replace(ctx, wanted=wanted), range(last, last + 1))
         return self.last_norm(states.x, states.residual)
 

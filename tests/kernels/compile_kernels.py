@@ -48,7 +48,7 @@ from headrace.kernels.linear.fp8_reference import GROUP, Fp8Weight
 from headrace.kernels.linear.fp8_tilings import FewTiling, SingleTiling, WideTiling
 from headrace.kernels.linear.wna16_reference import MAX_TILES, PackedWeight
 from headrace.kernels.lora import triton as lora
-from headrace.kernels.lora.reference import ExpertFactors, Factors
+from headrace.kernels.lora.reference import Factors
 from headrace.kernels.mla import triton as mla
 from headrace.kernels.moe import codes as expert_codes
 from headrace.kernels.moe import triton as moe
@@ -56,6 +56,7 @@ from headrace.kernels.moe import triton_experts as experts_kernels
 from headrace.kernels.moe import triton_rounding as rounding
 from headrace.kernels.moe import triton_router as router
 from headrace.kernels.moe import triton_sort as sorting
+from headrace.kernels.moe.reference import ExpertFactors
 from headrace.kernels.norm import ResidualNorm
 from headrace.kernels.norm import triton as norm
 from headrace.kernels.pages import triton as pages

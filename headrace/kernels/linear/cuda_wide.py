@@ -32,7 +32,8 @@ _LINE, _OUTPUTS, _THREADS, _FIXED = 128, 64, 160, 1024 + 256
 _SHARED_KB = 216
 """Shared memory of a multiprocessor for whole blocks of 72, 108 or 216 KB."""
 _MAX_PLACES, _SIXTEEN, _SHARE, _ADDING = 64, 16, 512, 128
-"""Places of adapters, ranks that an instruction takes, channels over which a block multiplies by A, and its threads that do."""
+"""Places of adapters, ranks that an instruction takes, least channels over which a block multiplies by A, and its threads that
+do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,12 +178,17 @@ def adapted_gated(x: torch.Tensor, weight: torch.Tensor, factors: Factors) -> to
 
 
 def _adds(x: torch.Tensor, weight: torch.Tensor, factors: Factors) -> bool:
-    """Whether the kernel can add them. B's rows are loaded by the tensor memory accelerator."""
+    """Whether the kernel can add them."""
+    return x.ndim == 2 and 1 < len(x) <= MAX_ROWS and adds(x, weight, factors) and takes(x, weight)
+
+
+def adds(x: torch.Tensor, weight: torch.Tensor, factors: Factors) -> bool:
+    """Whether B's columns can be further channels of x ``[rows, in]``: the tensor memory accelerator loads them."""
     a, b, places = factors.a, factors.b, factors.places
-    if x.ndim != 2 or not 1 < len(x) <= MAX_ROWS or places is None or not x.dtype == weight.dtype == a.dtype == b.dtype:
+    if places is None or x.itemsize != 2 or not x.dtype == weight.dtype == a.dtype == b.dtype:
         return False
     fit = len(places) == len(x) and len(a) <= _MAX_PLACES and len(factors.ends) <= PARTS and not b.shape[2] & 7
-    return fit and x.itemsize == 2 and support.in_pieces(a, b) and takes(x, weight)
+    return fit and support.in_pieces(a, b)
 
 
 def fp8_linear(

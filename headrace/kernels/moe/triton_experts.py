@@ -17,9 +17,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headrace.kernels import support
 from headrace.kernels.kv_cache.triton_fp8 import NATIVE, gain, mode, quantized, scale_of
-from headrace.kernels.lora.reference import ExpertFactors
 from headrace.kernels.moe import cuda_experts
 from headrace.kernels.moe.codes import BLOCK, MIDDLE, X_GROUP, ExpertCodes
+from headrace.kernels.moe.reference import ExpertFactors
 from headrace.kernels.moe.tiling import Kind, MoeTiling, batch_invariant_tiling, choose_tiling
 from headrace.kernels.moe.triton_adapters import ExpertsLow, constants, shrink, tensors, with_added
 from headrace.kernels.moe.triton_codecs import (

@@ -1,4 +1,4 @@
-"""How batch-invariant products in 16 bits cut up the channels that they sum: by the weight's shape alone."""
+"""Splits of the channels that batch-invariant products in 16 bits sum. They depend on the weight's shape alone."""
 
 from __future__ import annotations
 

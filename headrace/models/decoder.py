@@ -97,6 +97,7 @@ class DecoderLayer(nn.Module):
     state_name = "linear_attn"
     """Attribute of the state mixer, which names it in checkpoints."""
     norm_class: type[RMSNorm] = RMSNorm
+    """Class of its norms, and of the final one."""
     group: Group = ALONE
     """The tensor-parallel ranks, of which each has a part of the layer."""
 
@@ -186,8 +187,6 @@ class Decoder(nn.Module):
     """A causal language model with uninitialised parameters. Tied embeddings and ``lm_head`` share one parameter."""
 
     layer_class: type[DecoderLayer] = DecoderLayer
-    norm_class: type[RMSNorm] = RMSNorm
-    """Class of the final norm."""
     group: Group = ALONE
     """The tensor-parallel ranks, of which each has a model of its part."""
 
@@ -198,7 +197,7 @@ class Decoder(nn.Module):
         rows, start = (spec.vocab_size, None) if shard is None else (shard.vocab_rows, shard.vocab_start)
         self.embed_tokens = Embedding(rows, spec.hidden_size, start=start, dtype=dtype, device=device)
         self.layers = nn.ModuleList(self.layer_class(spec, index, dtype, device) for index in range(spec.num_layers))
-        self.norm = self.norm_class(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
+        self.norm = self.layer_class.norm_class(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
         self.lm_head = Linear(
             spec.hidden_size, spec.head_rows, dtype=dtype, device="meta" if spec.tie_word_embeddings else device
         )

@@ -240,7 +240,7 @@ def others() -> None:
         to = (cache.keys, cache.values) if stored == torch.uint8 else (rows[..., :128], rows[..., 128:])
         given = packed[:, : 40 * 128] if values else packed
         qkv.norm_rotate_and_cache(given, 32, *to, slots, **rotated, **options, **(scales if stored == torch.uint8 else {}))
-    for count, tiles in ((1, None), (3, None), (4, linear.LinearTiling(8, 512, 8, 2, 8))):
+    for count, tiles in ((1, None), (3, None), (4, linear.LinearTiling(8, 512, 8, 2))):
         linear.linear(x[:count], torch.zeros(1024, 4096, dtype=BF16), x[0, :1024], tiles)
     logits, keys = torch.zeros(2, 50_000), torch.zeros(2, 3, dtype=torch.int64)
     sample.sample(logits, torch.ones(2, dtype=torch.float64), keys, slots[:2])

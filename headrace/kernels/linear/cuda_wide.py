@@ -79,6 +79,7 @@ _TILINGS = (
 """Largest numbers of rows, and the tilings to choose from: the first line that fits counts. As measured on an H200 with the
 products of Qwen3 8B in 16 bits, and in FP8 with 64 rows, in the chain of a layer (see benchmarks/)."""
 _SMALL_TILINGS = (
+    (8, (CudaTiling(16, 1, 108), CudaTiling(16, 1, 72))),
     (16, (CudaTiling(16, 1, 108),)),
     (32, (CudaTiling(32, 1, 108), CudaTiling(32, 2, 108))),
     _TILINGS[2],
@@ -101,7 +102,7 @@ def choose_tiling(rows: int, out_features: int, multiprocessors: int, *, small: 
 
 
 _FEW_OUTPUTS = 4096
-"""Outputs of a small weight up to which 9 rows of 16 bits are enough, in place of 17."""
+"""Outputs of a small weight up to which 8 rows of 16 bits are enough, in place of 17. With more, 8 rows alone are as few."""
 _GATED = CudaTiling(64, 1, 72)
 """The tiling that finishes gate and up at once: half of a tile's outputs are a gate's. It was the fastest with any rows."""
 
@@ -110,7 +111,7 @@ def choose(x: torch.Tensor, weight: torch.Tensor) -> CudaTiling | None:
     """The tiling for the product of x ``[rows, in]`` where the kernel is the fastest; None: another is, or it does not take
     them."""
     small = weight.numel() < MIN_NUMBERS
-    least = 2 if not small else 9 if len(weight) <= _FEW_OUTPUTS and x.itemsize == 2 else 17
+    least = 2 if not small else 8 if x.itemsize == 2 and (len(x) == 8 or len(weight) <= _FEW_OUTPUTS) else 17
     if not least <= len(x) <= MAX_ROWS or weight.numel() < SMALL_NUMBERS or not takes(x, weight):
         return None
     multiprocessors = support.resources(x.device).multiprocessors

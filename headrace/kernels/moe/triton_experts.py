@@ -4,9 +4,6 @@ Tokens are never moved: a sort gives their order by expert (``triton_sort``), an
 graph serves any routing.
 """
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import dataclasses

@@ -347,7 +347,8 @@ class WeightControl:
             lacking = [name for name in found.missing if self._dropped or name not in found.fixed]
         if lacking:
             what = self._damage[1] if self._damage is not None else "the update is not complete (weights_must_be_complete)"
-            raise WeightsError(f"{what}; {len(lacking)} tensors were not written: {', '.join(lacking[:_SHOWN])}", 409)
+            tensors = "1 tensor was" if len(lacking) == 1 else f"{len(lacking)} tensors were"
+            raise WeightsError(f"{what}; {tensors} not written: {', '.join(lacking[:_SHOWN])}", 409)
         if command.checksums:
             self._compare(command.checksums)
         if found.written:

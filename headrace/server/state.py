@@ -20,7 +20,7 @@ from fastapi import Request
 
 import headrace
 from headrace.core.request import AdapterRef
-from headrace.core.weights import WeightState, WeightStatus
+from headrace.core.weights import WeightState
 from headrace.engine.info import EngineInfo
 from headrace.errors import ConfigError, ConflictError, EngineDeadError, EngineError, QueueFullError, RequestError
 from headrace.frontend.adapters import LoRARequest
@@ -251,12 +251,13 @@ class Serving(ServerState):
         """Returns the field that /health has while generation is paused."""
         return {"paused": True} if self.settings.enable_rl_api and self.llm.weights.status().pause is not None else {}
 
-    @property
-    def awaits_weights(self) -> WeightStatus | None:
-        """The state of weights that only an update can make whole, which the RL API takes; None: nothing waits for one."""
+    def damage(self) -> dict[str, str] | None:
+        """The answer of /health where only an update can make the weights whole, and the RL API takes one; else None."""
         weights = self.llm.weights.status()
         waits = weights.state in ("torn", "lost", "hollow") and self._lacks_weights
-        return weights if waits and self.settings.enable_rl_api and not (self.draining or self.loading) else None
+        if not waits or not self.settings.enable_rl_api or self.draining or self.loading:
+            return None
+        return {"status": weights.state, "reason": first_line(weights.reason)}
 
     @property
     def _lacks_weights(self) -> bool:
@@ -276,6 +277,12 @@ class Serving(ServerState):
             seconds = max(self.settings.retry_after, WEIGHTS_RETRY_SECONDS if self._lacks_weights else 0)
             raise unavailable(reason, seconds)
 
+    def check_running(self) -> None:
+        """Raises: ApiError 503 with the reason: the engine does not run. One that runs may be asleep, or have weights that are
+        not whole."""
+        if not self._lacks_weights:
+            self.check_ready()
+
     async def until_ready(self) -> None:
         """Waits for an engine that starts or restarts, at most ``ready_timeout`` seconds.
 
@@ -292,7 +299,7 @@ class Serving(ServerState):
     def model(self) -> ServedModel:
         """Facts that are known once the engine runs."""
         if self._facts is None:
-            self.check_ready()
+            self.check_running()
             self._facts = ServedModel(self.llm, self.settings)
         return self._facts
 
@@ -410,4 +417,15 @@ def ready(request: Request) -> Serving:
     """The Serving of the app that got this request. Raises: ApiError 503 with the reason for which it does not serve."""
     state = serving(request)
     state.check_ready()
+    return state
+
+
+def described(request: Request) -> Serving:
+    """The same for routes that describe the model, which trainers ask before they write weights.
+
+    Raises:
+        ApiError: 503 with the reason for which the engine does not run.
+    """
+    state = serving(request)
+    state.check_running()
     return state

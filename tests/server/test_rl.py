@@ -181,6 +181,9 @@ def test_trl(http: httpx.Client, folder: Path) -> None:
     health = http.get("/health")
     assert health.status_code == 200 and health.json()["status"] == "torn" and "torn" in health.json()["reason"]
     assert http.get("/ready").status_code == 503 and http.get("/live").json() == {"status": "ok"}
+    # What trainers ask for before they write weights.
+    assert http.get("/health_generate").json()["status"] == "torn" and http.get("/get_server_info").status_code == 200
+    assert http.get("/v1/models").json()["data"][0]["max_model_len"] > 0
     again = joined(http)
     sync(http, again, weights_of(folder, 3), "step-3")
     assert http.get("/health").json() == {"status": "ok"}
@@ -241,7 +244,7 @@ def test_prime_rl(http: httpx.Client, folder: Path, root: Path) -> None:
     ):
         assert text in post(http, "/update_weights", body, 400)["error"]["message"]
     for path, param, text in (
-        ("/pause?mode=halt", "mode", "mode must be one of abort, wait, keep"),
+        ("/pause?mode=halt", "mode", "mode must be one of abort, keep, wait"),
         ("/pause?kv=recompute", "kv", "mode=keep"),
         ("/pause?modes=keep", "modes", "did you mean mode?"),
         ("/wake_up?tag=weights", "tag", "did you mean tags?"),
@@ -300,6 +303,10 @@ def test_slime(http: httpx.Client, folder: Path, root: Path) -> None:
         assert http.get("/flush_cache").status_code == 200
     path = saved(root / "weight_v000008", weights_of(folder, 6))
     post(http, "/update_weights_from_disk", {"model_path": str(path), "weight_version": "8"})
+    (path / "model.safetensors").unlink()
+    save_file(dict(items[1:]), path / "model.safetensors")
+    message = post(http, "/update_weights_from_disk", {"model_path": str(path), "weight_version": "8"})["message"]
+    assert message == f"the weights were updated; kept, as they were not sent: {items[0][0]}"
     shutil.rmtree(path)
     assert http.get("/get_weight_version").json() == {"weight_version": "8"}
     post(http, "/continue_generation", {})
@@ -395,6 +402,8 @@ def test_sums_of_weights(http: httpx.Client, folder: Path, root: Path) -> None:
         sums.append(post(http, "/weight_checker", {"action": "checksum"})["checksums"])
     assert sums[0] == sums[2] and all(sums[0][name] != sums[1][name] for name in sums[0])
     assert post(http, "/weight_checker", {"action": "compare", "baseline": sums[2]})["equal"] is True
+    refused = post(http, "/weight_checker", {"action": "compare"}, 400)["error"]
+    assert refused["param"] == "baseline" and "is missing" in refused["message"]
     compared = post(http, "/weight_checker", {"action": "compare", "baseline": sums[1]})
     assert len(compared["differing"]) == len(sums[1])
 

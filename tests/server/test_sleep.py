@@ -83,6 +83,7 @@ def test_vllms_names(http: httpx.Client) -> None:
         assert get(http, "/is_sleeping") == {"is_sleeping": True}
         assert f"asleep (level {level})" in get(http, "/health", 503)["error"]["message"]
         assert get(http, "/live") == {"status": "sleeping"}
+        assert len(get(http, "/v1/models")["data"]) == 1, "what the model is does not depend on its memory"
         refused = http.post("/v1/completions", json=ASK)
         assert refused.status_code == 503 and refused.headers["Retry-After"] == "5"
         assert "asleep" in post(http, "/resume", status=409)["error"]["message"]
@@ -106,6 +107,7 @@ def test_vllms_names(http: httpx.Client) -> None:
     assert tokens(http) == before
     for path in ("/sleep?level=3", "/sleep?mode=halt", "/sleep?tags=all", "/wake_up?tags=lora"):
         post(http, path, status=400)
+    assert "a parameter of the query" in post(http, "/sleep", {"level": 2}, 400)["error"]["message"]
 
 
 def test_sglangs_names(http: httpx.Client, folder: Path) -> None:

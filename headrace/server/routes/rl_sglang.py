@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from headrace.core.weights import GroupSource, GroupSpec, PauseMode
+from headrace.core.weights import GroupSource, GroupSpec, PauseMode, WeightResult
 from headrace.errors import RequestError, listed
 from headrace.frontend.weights import tensor_specs
 from headrace.server.errors import JSON, ApiError, shown
@@ -115,16 +115,23 @@ async def continue_generation(request: Request) -> str:
     """Finishes the open update, and goes on with requests."""
     await rl_body(request, RlBody)
     weights = serving(request).llm.weights
+    kept = ""
     if weights.status().updating or weights.status().state in ("torn", "lost", "hollow"):
-        await _finish(serving(request), None)
+        kept = await _finish(serving(request), None)
     await weights.resume()
-    return "generation goes on"
+    return "generation goes on" + kept
 
 
-async def _finish(state: Serving, version: str | None) -> None:
-    """``version``: None: the one that came with the tensors."""
-    await state.llm.weights.finish(version or state.next_version)
+async def _finish(state: Serving, version: str | None) -> str:
+    """``version``: None: the one that came with the tensors. Returns what the answer says of tensors that were not sent."""
+    result = await state.llm.weights.finish(version or state.next_version)
     state.next_version = None
+    return _kept(result)
+
+
+def _kept(result: WeightResult) -> str:
+    more = f" and {others} more" if (others := result.num_kept - len(result.kept)) else ""
+    return f"; kept, as they were not sent: {', '.join(result.kept)}{more}" if result.num_kept else ""
 
 
 @router.post("/begin_weight_update")
@@ -146,8 +153,7 @@ async def _begin(state: Serving) -> None:
 async def end_weight_update(request: Request) -> str:
     """Ends the update. 400 after a failure, until an update has written all weights."""
     body = await rl_body(request, _End)
-    await _finish(serving(request), body.weight_version)
-    return "the update is finished"
+    return "the update is finished" + await _finish(serving(request), body.weight_version)
 
 
 @router.get("/flush_cache")
@@ -168,8 +174,7 @@ async def update_weights_from_disk(request: Request) -> str:
     folder = weight_directory(state, body.model_path, "model_path")
     if body.abort_all_requests:
         state.llm.abort_all()
-    await state.llm.weights.update_from_disk(folder, body.weight_version)
-    return "the weights were updated"
+    return "the weights were updated" + _kept(await state.llm.weights.update_from_disk(folder, body.weight_version))
 
 
 @router.post("/init_weights_update_group")

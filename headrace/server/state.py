@@ -254,16 +254,10 @@ class Serving(ServerState):
     def damage(self) -> dict[str, str] | None:
         """The answer of /health where only an update can make the weights whole, and the RL API takes one; else None."""
         weights = self.llm.weights.status()
-        waits = weights.state in ("torn", "lost", "hollow") and self._lacks_weights
+        waits = weights.state in ("torn", "lost", "hollow") and self.llm.health().lacks_weights
         if not waits or not self.settings.enable_rl_api or self.draining or self.loading:
             return None
         return {"status": weights.state, "reason": first_line(weights.reason)}
-
-    @property
-    def _lacks_weights(self) -> bool:
-        """Whether the engine runs, and only its weights keep it from serving."""
-        reason = self.llm.weights.status().reason
-        return bool(reason) and self.llm.health().reason == reason
 
     def check_live(self) -> None:
         """Raises: ApiError 503 if the server cannot serve again: its engine did not start, or died repeatedly."""
@@ -274,13 +268,13 @@ class Serving(ServerState):
         """Raises: ApiError 503 with the reason."""
         ok, reason = self.health()
         if not ok:
-            seconds = max(self.settings.retry_after, WEIGHTS_RETRY_SECONDS if self._lacks_weights else 0)
+            seconds = max(self.settings.retry_after, WEIGHTS_RETRY_SECONDS if self.llm.health().lacks_weights else 0)
             raise unavailable(reason, seconds)
 
     def check_running(self) -> None:
         """Raises: ApiError 503 with the reason: the engine does not run. One that runs may be asleep, or have weights that are
         not whole."""
-        if not self._lacks_weights:
+        if not self.llm.health().lacks_weights:
             self.check_ready()
 
     async def until_ready(self) -> None:
@@ -289,7 +283,9 @@ class Serving(ServerState):
         Raises: ApiError 503 with the reason: that was not enough, or the engine does not come.
         """
         deadline = time.monotonic() + self.settings.ready_timeout
-        while not (self.health()[0] or self.draining or self.failure is not None or self.llm.failed or self._lacks_weights):
+        while not (
+            self.health()[0] or self.draining or self.failure is not None or self.llm.failed or self.llm.health().lacks_weights
+        ):
             if (left := deadline - time.monotonic()) <= 0:
                 break
             await asyncio.sleep(min(left, _READY_POLL_SECONDS))

@@ -245,14 +245,15 @@ def test_packed(tmp_path: Path, quantization: str, tied: bool) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("quantization", ["int4", "int8", "fp8", "fp8_per_block"])
 def test_packed_memory_is_what_the_model_holds(quantization: str, tied: bool) -> None:
-    """And no more than was estimated before."""
+    """And no more than was estimated before: hardly less where compiled kernels hold integers, without copies."""
     hf_config = config(tie_word_embeddings=tied)
     model, report = load(hf_config, "dummy", [], dtype="bfloat16", quantization=quantization)
     unique = {tensor.data_ptr(): tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]}
     assert report.nbytes == sum(unique.values())
-    estimate = weight_bytes(model.spec, "bfloat16", quantization, "cpu")
+    copies = "second copy of packed weights" in {line.name for line in report.memory}
+    estimate = weight_bytes(model.spec, "bfloat16", quantization, "cpu", copies=copies)
     assert report.nbytes <= estimate
-    if "second copy of packed weights" in {line.name for line in report.memory}:
+    if quantization in ("int4", "int8"):
         assert report.nbytes > 0.95 * estimate
 
 

@@ -173,6 +173,16 @@ def test_the_number_format_of_the_checkpoint(tmp_path: Path, scheme: dict[str, A
     assert found["checkpoint format"].reason == "its matrices are dequantised to float32"
 
 
+def test_a_number_format_that_is_not_read_is_the_whole_reason(tmp_path: Path) -> None:
+    """And not that a native model, or one of transformers, does not do all."""
+    write_config(tmp_path, quantization_config={"quant_method": "gptq", "bits": 3, "group_size": 32})
+    save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError) as caught:
+        planned(EngineArgs(model=str(tmp_path), skip_tokenizer_init=True))
+    reason = "quantization_config (gptq): bits 3 is not supported; supported are: 4, 8"
+    assert caught.value.message == f"{tmp_path}/config.json: {reason}"
+
+
 def test_bytes_of_the_weights_in_other_formats(folder: str) -> None:
     info, _ = planned(EngineArgs(model=folder, load_format="dummy", dtype="float32", device="cpu"))
     lines = {line.name.removeprefix("weights in "): line for line in info.decisions if line.name.startswith("weights in ")}

@@ -62,6 +62,11 @@ def test_gpus_that_are_not_here(folder: str, monkeypatch: pytest.MonkeyPatch) ->
     assert "no CUDA device" not in decisions["attention_backend"]["reason"]
     assert "H200 (not this machine)" in report["environment"]["device"]
     assert {line["name"]: line["nbytes"] for line in report["memory"]}["KV cache"] > 2**36
+    result = CliRunner().invoke(app, [*args, "--devices", "h200", "--quantization", "fp8"])
+    decisions = {line["name"]: line for line in json.loads(result.stdout)["decisions"]}
+    rounded = decisions["format of layers.*.mlp.down_proj (6 layers)"]
+    assert rounded["value"] == "FP8, a scale for each output"
+    assert rounded["reason"].startswith("stored as BF16, rounded to FP8; by Triton")
     for words, complaint in (
         (["--devices", "h2000"], "did you mean h200?"),
         (["--devices", "h200:0"], "must be a GPU or GPU:COUNT"),

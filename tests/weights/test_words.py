@@ -25,7 +25,7 @@ from headrace.weights.names import Slice
 from headrace.weights.safetensors import SafetensorsCheckpoint
 from headrace.weights.scaled import ScaledCheckpoint
 
-from .models import config, expected_parameters, files, parameters_of, spec, tensors
+from .models import config, expected_parameters, files, parameters_of, planned, spec, tensors, without_errors
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
@@ -214,6 +214,10 @@ def test_a_model_whose_matrices_differ(tmp_path: Path) -> None:
         "3 further matrices are stored as floats; zero points are read as checkpoint_format says they are stored; "
         "1 scales of the KV cache are not needed: it computes its own"
     )
+    for quantization in ("stored", "int4"):
+        _, report = load(tmp_path, hf_config, held, quantization=quantization)
+        found = files(hf_config, "safetensors", [tmp_path / "model.safetensors"])
+        assert planned(hf_config, found, quantization, "float32") == without_errors(report)
     held["model.layers.0.self_attn.q_proj.bias"][3] = 1
     with pytest.raises(ConfigError, match=r"no place for: model\.layers\.0\.self_attn\.q_proj\.bias"):
         load(tmp_path, hf_config, held)

@@ -123,7 +123,7 @@ def until(condition: Any) -> None:
 
 
 def joined(http: httpx.Client) -> Trainer:
-    """What TRL's client sends at its start."""
+    """Sends the requests of TRL's client at its start."""
     config = http.get("/server_info?config_format=json").json()["vllm_config"]
     assert config["model_config"]["dtype"] == "torch.float32"
     assert config["lora_config"] is None and config["weight_transfer_config"]["backend"] == "gloo"
@@ -138,7 +138,7 @@ def joined(http: httpx.Client) -> Trainer:
 
 
 def sync(http: httpx.Client, trainer: Trainer, weights: Weights, number: str) -> Any:
-    """What TRL's client sends for each of its steps; ``is_checkpoint_format`` only says how tensors are named."""
+    """Sends the requests of TRL's client for each of its steps; ``is_checkpoint_format`` only says how tensors are named."""
     post(http, "/pause?mode=keep")
     assert http.get("/is_paused").json() == {"is_paused": True}
     post(http, "/start_weight_update", {"is_checkpoint_format": True})

@@ -131,7 +131,7 @@ def test_vllms_names(http: httpx.Client) -> None:
 
 
 def test_sglangs_names(http: httpx.Client, folder: Path) -> None:
-    """As slime calls them, colocated with its trainer."""
+    """Calls the routes in the order in which slime does beside its trainer."""
     before = tokens(http)
     post(http, "/pause_generation", {})
     get(http, "/flush_cache")

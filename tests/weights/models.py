@@ -53,7 +53,7 @@ def tensors(hf_config: PretrainedConfig, seed: int = 0) -> dict[str, torch.Tenso
 
 
 def planned(hf_config: PretrainedConfig, found: ModelFiles, quantization: str, dtype: str = "bfloat16") -> list[Decision]:
-    """What loading on a CPU would report, without loading."""
+    """Returns the decisions that loading on a CPU would report, without loading."""
     model = registry.build(spec(hf_config), dtype, "meta")
     cpu = torch.device("cpu")
     return list(planned_formats(model, registry.name_table(model.spec), found, device=cpu, quantization=quantization))

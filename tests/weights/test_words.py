@@ -192,7 +192,7 @@ def load(folder: Path, hf_config: Any, held: dict[str, torch.Tensor], **options:
 
 
 def test_a_model_whose_matrices_differ(tmp_path: Path) -> None:
-    """Of one fused matrix, k has other groups and bits than q, and v is stored as floats; the output head is quantised."""
+    """In one fused matrix, k has other groups and bits than q, and v is stored as floats; the output head is quantised."""
     scheme = GPTQ | {
         "lm_head": True,
         "dynamic": {r"+:.*\.k_proj": {"bits": 8, "group_size": 64}, r"-:.*\.v_proj": {}},
@@ -270,8 +270,8 @@ def test_codes_are_multiplied_as_they_are_stored(quantization: str, tmp_path: Pa
 
 
 def test_codes_are_kept_for_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As are those in another order of inputs, of a matrix that is alone; parts of a fused matrix in orders of their own become
-    floats."""
+    """Codes in another order of inputs are kept too, of a matrix that is alone; parts of a fused matrix in orders of their own
+    become floats."""
     hf_config = config(quantization_config=GPTQ | {"group_size": 128, "lm_head": True})
     held, meant = quantised(hf_config, {"_proj": {"group": 128}, "lm_head": {"group": 128}})
     for name, seed in (("0.self_attn.o_proj", 1), ("1.self_attn.q_proj", 2)):

@@ -294,7 +294,7 @@ def test_slime(http: httpx.Client, folder: Path, root: Path) -> None:
         more = {"group_name": "slime-pp_0", "flush_cache": False, "weight_version": "7"}
         assert post(http, "/update_weights_from_distributed", body | more)["success"] is True
         trainer.wait()
-    post(http, "/continue_generation", {})
+    post(http, "/continue_generation", {"torch_empty_cache": True})
     assert versions(post(http, "/v1/completions", ASK)) == [("7", 0, 6)]
     rollout = Rollout(http, LONG)
     until(lambda: running_requests(http))
@@ -333,11 +333,11 @@ def test_slime(http: httpx.Client, folder: Path, root: Path) -> None:
     # With a begin and an end, tensors of several calls are one update, whatever sleeps meanwhile.
     post(http, "/release_memory_occupation")
     post(http, "/begin_weight_update")
-    for bucket in (dict(items[:5]), dict(items[5:])):
+    for bucket, form, most in ((dict(items[:5]), "flattened_bucket", 2**40), (dict(items[5:]), None, None)):
         body = announced(bucket)
         body = {"names": body["names"], "dtypes": body["dtype_names"], "shapes": body["shapes"], "group_name": "slime-pp_0"}
-        trainer.beside(lambda bucket=bucket: trainer.send(bucket))
-        post(http, "/update_weights_from_distributed", body)
+        trainer.beside(lambda bucket=bucket, most=most: trainer.send(bucket, most))
+        post(http, "/update_weights_from_distributed", body | {"load_format": form})
         trainer.wait()
     post(http, "/end_weight_update", {"weight_version": "8"})
     post(http, "/resume_memory_occupation")

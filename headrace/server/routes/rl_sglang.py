@@ -37,6 +37,8 @@ _WORKER = "0"
 """Id of this server as a worker of its own."""
 _SECTIONS = ("all", "core", "memory", "spec", "lora", "disagg", "queues")
 """Parts of SGLang's report of loads."""
+_WHOLE = 2**62
+"""Bytes that no pack of tensors has: all tensors of a call come in one."""
 
 
 class _Pause(RlBody):
@@ -50,6 +52,12 @@ class _Disk(RlBody):
     load_format: Literal["auto", "safetensors"] | None = None
     flush_cache: bool = True
     abort_all_requests: bool = False
+    torch_empty_cache: bool = False
+    recapture_cuda_graph: bool = False
+
+
+class _Continue(RlBody):
+    torch_empty_cache: bool = True
 
 
 class _Group(RlBody):
@@ -67,6 +75,7 @@ class _Distributed(RlBody):
     shapes: list[list[int]]
     group_name: str
     weight_version: Version | None = None
+    load_format: Literal["auto", "flattened_bucket"] | None = None
     flush_cache: bool = True
     abort_all_requests: bool = False
 
@@ -112,8 +121,8 @@ async def pause_generation(request: Request) -> str:
 @router.post("/continue_generation")
 @in_sglangs_form
 async def continue_generation(request: Request) -> str:
-    """Finishes the open update, and goes on with requests."""
-    await rl_body(request, RlBody)
+    """Finishes the open update, and goes on with requests. torch_empty_cache changes nothing: updates are written in place."""
+    await rl_body(request, _Continue)
     weights = serving(request).llm.weights
     kept = ""
     if weights.status().updating or weights.status().state in ("torn", "lost", "hollow"):
@@ -168,8 +177,8 @@ async def flush_cache(request: Request) -> str:
 @router.post("/update_weights_from_disk")
 @in_sglangs_form
 async def update_weights_from_disk(request: Request) -> str:
-    """An update from the safetensors files of a directory below --weight-root. flush_cache changes nothing: KV of other weights
-    is never found."""
+    """An update from the safetensors files of a directory below --weight-root. flush_cache changes nothing, since KV of other
+    weights is never found, nor do torch_empty_cache and recapture_cuda_graph: weights are written in place."""
     body, state = await rl_body(request, _Disk), serving(request)
     folder = weight_directory(state, body.model_path, "model_path")
     if body.abort_all_requests:
@@ -213,7 +222,8 @@ async def update_weights_from_distributed(request: Request) -> str:
     if body.abort_all_requests:
         state.llm.abort_all()
     weights = state.llm.weights
-    source = GroupSource(body.group_name, tensor_specs(body.names, body.dtypes, body.shapes))
+    packed_bytes = _WHOLE if body.load_format == "flattened_bucket" else None
+    source = GroupSource(body.group_name, tensor_specs(body.names, body.dtypes, body.shapes), packed_bytes)
     if weights.status().state == "serving":
         await weights.update(source, body.weight_version)
     else:

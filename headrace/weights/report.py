@@ -79,6 +79,6 @@ def decisions(conversions: Mapping[str, Conversion], *, planned: bool = False) -
     for (kind, how, reason), errors in alike.items():
         worst = float(torch.tensor(errors).max())  # NaN if one is.
         error = "no rounding of weights" if worst == 0 else f"relative error at most {worst:.1e}"
-        count = f" ({len(errors)} layers)" if "*" in kind else ""
+        count = f" ({len(errors)} layer{'s' * (len(errors) > 1)})" if "*" in kind else ""
         out.append(Decision(f"format of {kind}{count}", how, reason if planned else f"{reason}; {error}"))
     return tuple(out)

@@ -150,7 +150,7 @@ def test_tilings_that_were_fastest() -> None:
 @pytest.mark.parametrize(("kv_heads", "group"), [(8, 4), (2, 8), (4, 1), (2, 5)])
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
 def test_rows(lengths: list[int], kv_heads: int, group: int, tiling: DecodeTiling) -> None:
-    """Full pages and one token; rows of the graph's that are nobody's; keys and values that are written, and nothing else."""
+    """Full pages and one token; padding rows of a graph; keys and values that are written, and nothing else."""
     for dtype, bare in ((BF16, False), (torch.float16, True)):
         rows = Rows.make(lengths, kv_heads, group, dtype=dtype, bare=bare)
         expected, cache = rows.expected()

@@ -36,7 +36,7 @@ class MlpSizes:
     """Sizes of a block."""
 
     rows: int
-    """Rows of a tile: 8, 16, 32 or 64."""
+    """Rows of a tile: 16 or 32."""
     kilobytes: int
     """Shared memory, at most; it settles how many slots are in flight."""
     lines: int = 2

@@ -1,4 +1,4 @@
-// Both products of tiles of up to 64 tokens with their experts' weights in 16 bits, for Hopper GPUs (sm_90a), compiled by NVRTC.
+// Both products of tiles of up to 32 tokens with their experts' weights in 16 bits, for Hopper GPUs (sm_90a), compiled by NVRTC.
 //
 // Each block sorts the tokens' choices by their experts. Blocks then take units of work from a counter: first 64 outputs of an
 // expert's gate and up for a tile's tokens, of all tiles, then DOWN_LINES outputs of an expert's down for what these have made. One
@@ -6,7 +6,7 @@
 // unit. Two groups of four warps multiply in turns, so that one finishes its unit while the other goes on. A tile's counter says
 // when its rows are complete; all blocks run at the same time, and units that wait come behind those that they wait for.
 //
-// Constants: KIND (0 bfloat16, 1 float16), ROWS (of a tile: 8, 16, 32 or 64), LINES (1 or 2: of 128 bytes of channels in a slot, of each
+// Constants: KIND (0 bfloat16, 1 float16), ROWS (of a tile: 16 or 32), LINES (1 or 2: of 128 bytes of channels in a slot, of each
 // of 128 outputs of gate and up), DOWN_LINES (64 or 128), STAGES (at least 3), TOP_K, EXPERTS (a multiple of 32, at most 256), HIDDEN
 // and INNER (multiples of 128 and 64), BLOCKS (of the launch), RESIDENT (of a multiprocessor), CHOICES (at most; a multiple of 256).
 
@@ -34,28 +34,17 @@ static_assert(SLOT % 1024 == 0 && INNER % 64 == 0 && HIDDEN % DOWN_LINES == 0, "
 #endif
 // Adds the product of 64 lines and the rows over 32 bytes of channels to the sums.
 __device__ __forceinline__ void multiply(float (&d)[SUMS], u64 weight, u64 x) {
-#if ROWS == 8
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n8" INPUTS " {%0, %1, %2, %3}, %4, %5, p, 1, 1, 0, 0;\n}\n"
-        : D4(d, 0) : "l"(weight), "l"(x));
-#elif ROWS == 16
+#if ROWS == 16
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n16" INPUTS " {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, p, 1, 1, 0, 0;\n}\n"
         : D4(d, 0), D4(d, 4) : "l"(weight), "l"(x));
-#elif ROWS == 32
+#else
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n32" INPUTS " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
         "%16, %17, p, 1, 1, 0, 0;\n}\n"
         : D16(d, 0) : "l"(weight), "l"(x));
-#else
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64" INPUTS " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1, 0, 0;\n}\n"
-        : D16(d, 0), D16(d, 16) : "l"(weight), "l"(x));
 #endif
 }
 

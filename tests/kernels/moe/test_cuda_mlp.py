@@ -9,7 +9,7 @@ import torch
 
 from headrace.kernels.cuda_launch import CudaKernel
 from headrace.kernels.moe import cuda_mlp, moe_mlp
-from headrace.kernels.moe.cuda_mlp import MlpSizes, choose_sizes, products, taken
+from headrace.kernels.moe.cuda_mlp import choose_sizes, products, taken
 from headrace.model_spec import MoeSpec
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
@@ -28,7 +28,7 @@ def matrices(device: str, dtype: torch.dtype, spec: MoeSpec = SPEC) -> tuple[tor
 
 @pytest.mark.parametrize("experts", [32, 128, 256])
 def test_kernels_compile(experts: int, nvrtc: None) -> None:
-    for sizes, dtype in ((cuda_mlp._SIZES[0], BF16), (cuda_mlp._SIZES[1], torch.float16), (MlpSizes(64, 226, 1, 128), BF16)):
+    for sizes, dtype in zip(cuda_mlp._SIZES, (BF16, torch.float16), strict=True):
         kernel = cuda_mlp._kernel.__wrapped__(sizes, dtype, 8, experts, 2048, 768, 132)
         assert kernel.binary().startswith(b"\x7fELF")
 
@@ -87,11 +87,10 @@ def test_against_float64(tokens: int, dtype: torch.dtype) -> None:
     torch.manual_seed(tokens)
     x = torch.randn(tokens, HIDDEN + 64, device="cuda", dtype=dtype)[:, :HIDDEN]
     factors = torch.rand(tokens, SPEC.top_k, device="cuda")
-    sizes = choose_sizes(tokens * SPEC.top_k, SPEC.num_experts) or MlpSizes(64, 226, 1, 128)
     free = torch.rand(tokens, SPEC.num_experts, device="cuda").topk(SPEC.top_k).indices.int()
     some = torch.where(free % 3 == 0, SPEC.num_experts, free)
     for experts in (free, free[:1].repeat(tokens, 1), SPEC.num_experts - 1 - free // 4, some):
-        y = products(x, experts, factors, first, second, sizes)
+        y = products(x, experts, factors, first, second)
         wanted = torch.zeros(tokens * SPEC.top_k, HIDDEN, dtype=torch.float64, device="cuda")
         for expert in range(SPEC.num_experts):
             choice = (experts.flatten() == expert).nonzero().flatten()
@@ -101,7 +100,7 @@ def test_against_float64(tokens: int, dtype: torch.dtype) -> None:
         held = experts.flatten() < SPEC.num_experts
         assert (y.double() - wanted)[held].norm() <= 8e-3 * wanted.norm()
         for _ in range(20):
-            assert torch.equal(products(x, experts, factors, first, second, sizes)[held], y[held])
+            assert torch.equal(products(x, experts, factors, first, second)[held], y[held])
 
 
 @pytest.mark.gpu

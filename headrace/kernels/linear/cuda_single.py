@@ -28,7 +28,7 @@ def multiply(
     out_dtype: torch.dtype,
     tiling: Tiling,
     *,
-    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    scales: tuple[torch.Tensor | None, torch.Tensor] | None = None,
     gated: bool = False,
 ) -> torch.Tensor:
     outputs, inputs = weight.shape
@@ -39,16 +39,17 @@ def multiply(
     piece = _PIECE // weight.itemsize
     pieces = weight.view(len(weight), inputs // piece, piece).permute(1, 0, 2)
     mine = inputs // piece // tiling.warps
-    kernel = _kernel(tiling, _KINDS[weight.dtype], _OUT_KINDS[out_dtype], inputs, groups)
-    x_scale, w_scale = (0, 0) if scales is None else (scales[0].data_ptr(), scales[1].data_ptr())
+    rounds = 0 if x.itemsize == weight.itemsize else 1 + _KINDS[x.dtype]
+    kernel = _kernel(tiling, _KINDS[weight.dtype], _OUT_KINDS[out_dtype], inputs, groups, rounds)
+    x_scale, w_scale = (0 if scale is None else scale.data_ptr() for scale in scales or (None, None))
     grid = (-(-outputs // own), 1, 1)
     kernel.launch(grid, tensor_map(pieces, mine, own, piece), x.data_ptr(), x_scale, w_scale, 0, y.data_ptr(), outputs)
     return y
 
 
 @functools.cache
-def _kernel(tiling: Tiling, kind: int, out_kind: int, inputs: int, groups: int) -> CudaKernel:
-    macros = {"KIND": kind, "OUT_KIND": out_kind, "INPUTS": inputs, "LINES": tiling.lines, "GROUPS": groups, "WARPS": tiling.warps}
+def _kernel(tiling: Tiling, kind: int, out_kind: int, inputs: int, groups: int, rounds: int = 0) -> CudaKernel:
+    macros = {"KIND": kind, "OUT_KIND": out_kind, "INPUTS": inputs, "LINES": tiling.lines, "GROUPS": groups, "WARPS": tiling.warps, "ROUNDS": rounds}
     size = 1 if kind == 2 else 2
     shared = (tiling.lines + 1) * inputs * size + tiling.warps * (groups * 32 + 8) + 8
     return CudaKernel(_SOURCE, "single", "MPPPPPi", macros, 32 * tiling.warps, shared)

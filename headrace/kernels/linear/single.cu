@@ -9,7 +9,8 @@
 // Of its eight columns, two are x at the channels of a piece, one for each half of the rows.
 //
 // Constants: KIND (of the weight and x: 0 bfloat16, 1 float16, 2 e4m3 with scales), OUT_KIND (0 bfloat16, 1 float16, 2 float32), INPUTS
-// (channels), LINES / GROUPS is 2, 4 or 8, GROUPS (2: gate and up, of which a block has as many lines and stores silu(gate) * up; else 1), WARPS.
+// (channels), LINES / GROUPS is 2, 4 or 8, GROUPS (2: gate and up, of which a block has as many lines and stores silu(gate) * up; else 1), WARPS, ROUNDS (with e4m3: 0, x has codes and a scale; else numbers of 16 bits that each block
+// rounds, 1 bfloat16, 2 float16).
 
 #define PACKED_KIND OUT_KIND
 #include "hopper.cuh"
@@ -65,6 +66,34 @@ __device__ __forceinline__ float rounded(float value) {
 #endif
 }
 
+#if ROUNDS
+// A number of 16 bits.
+__device__ __forceinline__ float wide_of(unsigned bits) {
+#if ROUNDS == 2
+    float wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"((u16)bits));
+    return wide;
+#else
+    return __uint_as_float(bits << 16);
+#endif
+}
+
+// Codes of two numbers by their scale, as headrace/kernels/kv_cache/triton_fp8.py rounds them: the quotient is the product with the
+// inverse, corrected, and NaN becomes 0.
+__device__ __forceinline__ unsigned code_of(float low, float high, float scale, float inverse) {
+    float ratios[2] = {low, high};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        float value = ratios[i], ratio = __fmul_rn(value, inverse);
+        ratio = __fmaf_rn(__fmaf_rn(ratio, scale, -value), -inverse, ratio);
+        ratios[i] = ratio != ratio ? 0.0f : ratio;
+    }
+    u16 codes;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(ratios[1]), "f"(ratios[0]));
+    return codes;
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS) single(
     const __grid_constant__ TensorMap weight,  // channels of a piece, lines, pieces
     const char* x, const float* x_scale, const float* scales, const u16* bias, char* y, int outputs
@@ -103,13 +132,53 @@ extern "C" __global__ void __launch_bounds__(THREADS) single(
     }
     __syncthreads();
     asm volatile("griddepcontrol.wait;" ::: "memory");
+#if ROUNDS
+    // Eight numbers a turn; the largest has the largest bits without its sign, and a NaN is larger.
+    constexpr int TURNS = INPUTS / 8 / THREADS;
+    static_assert(TURNS * 8 * THREADS == INPUTS, "threads round as many numbers");
+    uint4 held[TURNS];
+    unsigned peak = 0;
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) held[turn] = ((const uint4*)x)[turn * THREADS + threadIdx.x];
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+        unsigned words[4] = {held[turn].x, held[turn].y, held[turn].z, held[turn].w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) peak = max(max(peak, words[i] & 0x7FFF), words[i] >> 16 & 0x7FFF);
+    }
+    peak = __reduce_max_sync(~0u, peak);
+    unsigned peaks_at = base + AT_SUMS;
+    if (lane == 0) asm volatile("st.shared.u32 [%0], %1;" :: "r"(peaks_at + warp * 4), "r"(peak) : "memory");
+    __syncthreads();
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+        unsigned one;
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(one) : "r"(peaks_at + w * 4) : "memory");
+        peak = max(peak, one);
+    }
+    float x_factor = __fdiv_rn(wide_of(peak), 448.0f);
+    x_factor = x_factor < 1e-12f ? 1e-12f : x_factor;
+    float inverse = __fdiv_rn(1.0f, x_factor);
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+        unsigned words[4] = {held[turn].x, held[turn].y, held[turn].z, held[turn].w}, codes[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) codes[i] = code_of(wide_of(words[i] & 0xFFFF), wide_of(words[i] >> 16), x_factor, inverse);
+        asm volatile("st.shared.v2.u32 [%0], {%1, %2};"
+            :: "r"(base + AT_X + (turn * THREADS + threadIdx.x) * 8), "r"(codes[0] | codes[1] << 16), "r"(codes[2] | codes[3] << 16) : "memory");
+    }
+    __syncthreads();
+#else
     if (threadIdx.x == 0) {
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(x_barrier), "n"(INPUTS * SIZE) : "memory");
         asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
             :: "r"(base + AT_X), "l"(x), "n"(INPUTS * SIZE), "r"(x_barrier) : "memory");
     }
+#endif
 #if KIND == 2
+#if !ROUNDS
     float x_factor = storing ? *x_scale : 1.0f;
+#endif
 #pragma unroll
     for (int group = 0; group < GROUPS; ++group) factors[group] *= x_factor;
 #endif
@@ -121,7 +190,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) single(
 #pragma unroll
     for (int group = 0; group < GROUPS; ++group) sums[group][0] = sums[group][1] = sums[group][2] = sums[group][3] = 0.0f;
     wait_for(barrier, 0);
+#if !ROUNDS
     wait_for(x_barrier, 0);
+#endif
 #pragma unroll 4
     for (int step = 0; step < STEPS; ++step) {
 #pragma unroll

@@ -37,11 +37,13 @@ class DecodeTiling:
     """Blocks that may share the pages of a row's KV head, as a cluster: 1 to 8."""
     least: int = 1
     """Pages of each warp, with which a further block joins."""
+    gathers: bool = False
+    """Blocks are no cluster, and meet in the memory of the device."""
 
     def shared(self, group: int) -> int:
         """Bytes of shared memory of a block."""
         ring = self.warps * self.stages * (PAGE * WIDTH * 4 + 8)
-        sums = self.split * (group * WIDTH * 4 + 64) if self.split > 1 else 0
+        sums = self.split * (group * WIDTH * 4 + 64) if self.split > 1 and not self.gathers else 0
         return _ALIGNMENT + ring + sums + MAX_GROUP * (WIDTH + 8) * 2 + 4 * WIDTH + 8
 
 
@@ -102,20 +104,33 @@ def decode_attention(
     kernel = _kernel(tiling, num_heads // kv_heads, out.dtype, q_weight is not None, cos_sin is not None)
     weights = (0 if weight is None else weight.data_ptr() for weight in (q_weight, k_weight))
     angles = (0, 0) if cos_sin is None else (cos_sin.data_ptr(), cos_sin.stride(0))
+    meeting = (0, 0)
+    if tiling.gathers:
+        meeting = _meeting(out.device, num_rows * kv_heads * tiling.split * (num_heads // kv_heads * WIDTH * 4 + 64))
     # Pages, heads, lines of keys and values, tokens, and the channels of a line.
     lines = rows.view(*rows.shape[:3], _LINES, WIDTH // 2).permute(0, 2, 3, 1, 4)
     kernel.launch(
         (tiling.split * kv_heads, num_rows, 1), tensor_map(lines, _LINES, PAGE, WIDTH // 2, promotion=128),
         qkv.data_ptr(), out.data_ptr(), rows.data_ptr(), block_tables.data_ptr(), seq_lens.data_ptr(), slots.data_ptr(),
         angles[0], *weights, eps, scale * math.log2(math.e), block_tables.stride(0), qkv.stride(0), angles[1], kv_heads,
-        *rows.stride()[:3], int(early),
+        *rows.stride()[:3], int(early), *meeting,
     )  # fmt: skip
+
+
+_spaces = {}
+
+
+def _meeting(device, nbytes):
+    if device not in _spaces:
+        _spaces[device] = torch.zeros(4 << 20, dtype=torch.uint8, device=device), torch.zeros(4096, dtype=torch.int32, device=device)
+    return _spaces[device][0].data_ptr(), _spaces[device][1].data_ptr()
 
 
 @functools.cache
 def _kernel(tiling: DecodeTiling, group: int, kind: torch.dtype, norms: bool, rotates: bool) -> CudaKernel:
     macros = {"KIND": _KINDS[kind], "GROUP": group, "WARPS": tiling.warps, "STAGES": tiling.stages, "SPLIT": tiling.split}
-    macros |= {"LEAST": tiling.least, "NORMS": int(norms), "ROTATES": int(rotates)}
+    macros |= {"GATHERS": int(tiling.gathers), "LEAST": tiling.least, "NORMS": int(norms), "ROTATES": int(rotates)}
     return CudaKernel(
-        _SOURCE, "decode_attention", "MPPPPPPPPPffiiiiqqqi", macros, 32 * tiling.warps, tiling.shared(group), tiling.split
+        _SOURCE, "decode_attention", "MPPPPPPPPPffiiiiqqqiPP", macros, 32 * tiling.warps, tiling.shared(group),
+        1 if tiling.gathers else tiling.split,
     )

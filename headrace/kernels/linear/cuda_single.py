@@ -20,6 +20,9 @@ _PIECE = 128
 class Tiling:
     lines: int
     warps: int
+    stages: int = 3
+    run: int = 4
+    resident: int = 2
 
 
 def multiply(
@@ -38,18 +41,22 @@ def multiply(
     y = torch.empty(1, outputs, dtype=out_dtype, device=x.device)
     piece = _PIECE // weight.itemsize
     pieces = weight.view(len(weight), inputs // piece, piece).permute(1, 0, 2)
-    mine = inputs // piece // tiling.warps
     rounds = 0 if x.itemsize == weight.itemsize else 1 + _KINDS[x.dtype]
-    kernel = _kernel(tiling, _KINDS[weight.dtype], _OUT_KINDS[out_dtype], inputs, groups, rounds)
+    tiles = -(-outputs // own)
+    blocks = min(132 * tiling.resident, tiles)
+    turns = -(-tiles // blocks)
+    assert turns * own <= 32 * tiling.warps
+    kernel = _kernel(tiling, _KINDS[weight.dtype], _OUT_KINDS[out_dtype], inputs, groups, rounds, turns)
     x_scale, w_scale = (0 if scale is None else scale.data_ptr() for scale in scales or (None, None))
-    grid = (-(-outputs // own), 1, 1)
-    kernel.launch(grid, tensor_map(pieces, mine, own, piece), x.data_ptr(), x_scale, w_scale, 0, y.data_ptr(), outputs)
+    kernel.launch((blocks, 1, 1), tensor_map(pieces, tiling.run, own, piece), x.data_ptr(), x_scale, w_scale, y.data_ptr(), outputs, tiles)
     return y
 
 
 @functools.cache
-def _kernel(tiling: Tiling, kind: int, out_kind: int, inputs: int, groups: int, rounds: int = 0) -> CudaKernel:
-    macros = {"KIND": kind, "OUT_KIND": out_kind, "INPUTS": inputs, "LINES": tiling.lines, "GROUPS": groups, "WARPS": tiling.warps, "ROUNDS": rounds}
+def _kernel(tiling: Tiling, kind: int, out_kind: int, inputs: int, groups: int, rounds: int, turns: int) -> CudaKernel:
+    macros = {"KIND": kind, "OUT_KIND": out_kind, "INPUTS": inputs, "LINES": tiling.lines, "GROUPS": groups, "WARPS": tiling.warps}
+    macros |= {"ROUNDS": rounds, "STAGES": tiling.stages, "RUN": tiling.run, "RESIDENT": tiling.resident}
     size = 1 if kind == 2 else 2
-    shared = (tiling.lines + 1) * inputs * size + tiling.warps * (groups * 32 + 8) + 8
-    return CudaKernel(_SOURCE, "single", "MPPPPPi", macros, 32 * tiling.warps, shared)
+    shared = tiling.warps * tiling.stages * tiling.run * tiling.lines * 128 + inputs * size + (tiling.warps * tiling.stages + 1) * 8
+    shared += max(turns, 1) * groups * 8 * tiling.warps * 4
+    return CudaKernel(_SOURCE, "single", "MPPPPii", macros, 32 * tiling.warps, shared)

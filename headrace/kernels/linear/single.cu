@@ -1,28 +1,30 @@
 // The product of one row with a weight, for Hopper GPUs (sm_90a), compiled by NVRTC.
 //
-// A block makes LINES numbers. It asks for its lines of the weight at once, as soon as there is room for it on a multiprocessor and long
-// before the kernel before is complete: as much as fits into shared memory is on its way while that one runs. Each warp has channels of its
-// own, of which the matrix units add up the products, and warps' sums are added at the end.
+// Blocks, all of them at once on the multiprocessors, take tiles of lines of the weight in turn. Each warp has channels of its own, and a
+// ring of stages that the tensor memory accelerator fills: it is full before the kernel before is complete, and never runs empty. The
+// matrix units add up the products of a warp, and warps' sums are added at the end.
 //
 // Lines lie in pieces of 128 bytes, eight pieces in a step: LINES / GROUPS lines of PARTS neighbouring pieces of channels. A thread has
 // 16 bytes of a piece, whose words 0, 2, ... a matrix instruction takes as its first eight rows, and words 1, 3, ... as the other eight.
 // Of its eight columns, two are x at the channels of a piece, one for each half of the rows.
 //
 // Constants: KIND (of the weight and x: 0 bfloat16, 1 float16, 2 e4m3 with scales), OUT_KIND (0 bfloat16, 1 float16, 2 float32), INPUTS
-// (channels), LINES / GROUPS is 2, 4 or 8, GROUPS (2: gate and up, of which a block has as many lines and stores silu(gate) * up; else 1), WARPS, ROUNDS (with e4m3: 0, x has codes and a scale; else numbers of 16 bits that each block
-// rounds, 1 bfloat16, 2 float16).
+// (channels), LINES (of a tile; LINES / GROUPS is 2, 4 or 8), GROUPS (2: gate and up, of which a tile has as many lines and the block
+// stores silu(gate) * up; else 1), WARPS, STAGES, RUN (pieces of a line in a stage), RESIDENT (blocks of a multiprocessor), ROUNDS (with
+// e4m3: 0, x has codes and a scale; else numbers of 16 bits that each block rounds, 1 bfloat16, 2 float16).
 
 #define PACKED_KIND OUT_KIND
 #include "hopper.cuh"
 typedef unsigned short u16;
-typedef unsigned char u8;
 
 constexpr int SIZE = KIND == 2 ? 1 : 2, PIECE = 128 / SIZE;  // bytes of a number, channels of a piece
 constexpr int OWN = LINES / GROUPS, PARTS = 8 / OWN;
-constexpr int PIECES = INPUTS / PIECE, MINE = PIECES / WARPS, STEPS = MINE / PARTS;
-constexpr int GROUP_BYTES = MINE * OWN * 128, WARP_BYTES = GROUPS * GROUP_BYTES, THREADS = 32 * WARPS;
-constexpr int AT_X = WARPS * WARP_BYTES, AT_SUMS = AT_X + INPUTS * SIZE, AT_BARRIERS = AT_SUMS + WARPS * GROUPS * 32;
-static_assert(MINE * WARPS * PIECE == INPUTS && STEPS * PARTS == MINE, "warps have as many whole steps");
+constexpr int PIECES = INPUTS / PIECE, MINE = PIECES / WARPS, LOADS = MINE / RUN, STEPS = RUN / PARTS;
+constexpr int GROUP_BYTES = RUN * OWN * 128, STAGE_BYTES = GROUPS * GROUP_BYTES, THREADS = 32 * WARPS;
+constexpr int WORDS = KIND == 2 ? 4 : 2;  // of x, in an instruction or two
+// Where everything is, behind the rings: x, barriers, sums.
+constexpr int AT_X = WARPS * STAGES * STAGE_BYTES, AT_BARRIERS = AT_X + INPUTS * SIZE, AT_SUMS = AT_BARRIERS + (WARPS * STAGES + 1) * 8;
+static_assert(MINE * WARPS * PIECE == INPUTS && LOADS * RUN == MINE && STEPS * PARTS == RUN, "warps have as many whole stages");
 
 __device__ __forceinline__ uint4 load_pieces(unsigned place) {
     uint4 four;
@@ -94,42 +96,48 @@ __device__ __forceinline__ unsigned code_of(float low, float high, float scale, 
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS) single(
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) single(
     const __grid_constant__ TensorMap weight,  // channels of a piece, lines, pieces
-    const char* x, const float* x_scale, const float* scales, const u16* bias, char* y, int outputs
+    const char* x, const float* x_scale, const float* scales, char* y,
+    int outputs, int tiles
 ) {
     extern __shared__ __align__(1024) char memory[];
     unsigned base = shared_address(memory);
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, quad = lane >> 2, place = lane & 3;
-    int first = blockIdx.x * OWN;
-    unsigned mine = base + warp * WARP_BYTES, barrier = base + AT_BARRIERS + warp * 8, x_barrier = base + AT_BARRIERS + WARPS * 8;
+    unsigned ring = base + warp * (STAGES * STAGE_BYTES), barriers = base + AT_BARRIERS + warp * (STAGES * 8);
+    unsigned x_barrier = base + AT_BARRIERS + WARPS * STAGES * 8, sums_at = base + AT_SUMS;
+    int turns = (tiles - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x, total = turns * LOADS;
+    u64 once;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    if (lane == 0) {
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(barrier) : "memory");
-        if (warp == 0) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(x_barrier) : "memory");
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        u64 once;
-        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "n"(WARP_BYTES) : "memory");
+    int asked_line = blockIdx.x * OWN, asked_load = 0;
+    auto ask = [&](int stage) {
+        unsigned barrier = barriers + 8 * stage;
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "n"(STAGE_BYTES) : "memory");
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group)
             asm volatile(
                 "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2], %6;"
-                :: "r"(mine + group * GROUP_BYTES), "l"(&weight), "r"(barrier), "r"(0), "r"(first + group * outputs), "r"(warp * MINE), "l"(once)
-                : "memory");
-    }
-    int line = threadIdx.x % OWN, output = first + line;
-    bool storing = threadIdx.x < OWN && output < outputs;
-    float factors[GROUPS], more[GROUPS];
+                :: "r"(ring + stage * STAGE_BYTES + group * GROUP_BYTES), "l"(&weight), "r"(barrier), "r"(0),
+                "r"(asked_line + group * outputs), "r"(warp * MINE + asked_load * RUN), "l"(once) : "memory");
+        if (++asked_load == LOADS) asked_load = 0, asked_line += gridDim.x * OWN;
+    };
+    if (lane == 0) {
 #pragma unroll
-    for (int group = 0; group < GROUPS; ++group) {
-        factors[group] = 1.0f, more[group] = 0.0f;
-        if (!storing) continue;
-#if KIND == 2
-        factors[group] = scales[output + group * outputs];
-#endif
+        for (int s = 0; s < STAGES; ++s) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(barriers + 8 * s) : "memory");
+        if (warp == 0) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(x_barrier) : "memory");
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#pragma unroll
+        for (int s = 0; s < STAGES; ++s)
+            if (s < total) ask(s);
     }
+    // At the end, each thread stores an output.
+    int output = (blockIdx.x + threadIdx.x / OWN * gridDim.x) * OWN + threadIdx.x % OWN;
+    bool storing = threadIdx.x < turns * OWN && output < outputs;
+    float factors[GROUPS];
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) factors[group] = KIND == 2 && storing ? scales[output + group * outputs] : 1.0f;
     __syncthreads();
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #if ROUNDS
@@ -147,13 +155,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) single(
         for (int i = 0; i < 4; ++i) peak = max(max(peak, words[i] & 0x7FFF), words[i] >> 16 & 0x7FFF);
     }
     peak = __reduce_max_sync(~0u, peak);
-    unsigned peaks_at = base + AT_SUMS;
-    if (lane == 0) asm volatile("st.shared.u32 [%0], %1;" :: "r"(peaks_at + warp * 4), "r"(peak) : "memory");
+    if (lane == 0) asm volatile("st.shared.u32 [%0], %1;" :: "r"(sums_at + warp * 4), "r"(peak) : "memory");
     __syncthreads();
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) {
         unsigned one;
-        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(one) : "r"(peaks_at + w * 4) : "memory");
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(one) : "r"(sums_at + w * 4) : "memory");
         peak = max(peak, one);
     }
     float x_factor = __fdiv_rn(wide_of(peak), 448.0f);
@@ -185,42 +192,60 @@ extern "C" __global__ void __launch_bounds__(THREADS) single(
 
     // Of the eight pieces of a step, the threads of a quad have one; pieces of 16 bytes are exchanged by the number of the piece.
     int piece = quad >> 1 | (quad & 1) << 2, upper = quad & 1;
-    unsigned from = mine + piece * 128, x_from = base + AT_X + (warp * MINE + (quad >> 1) % PARTS) * 128;
-    float sums[GROUPS][4];
-#pragma unroll
-    for (int group = 0; group < GROUPS; ++group) sums[group][0] = sums[group][1] = sums[group][2] = sums[group][3] = 0.0f;
-    wait_for(barrier, 0);
+    unsigned x_from = base + AT_X + (warp * MINE + (quad >> 1) % PARTS) * 128;
+    unsigned factor[LOADS * STEPS * 2][WORDS];
 #if !ROUNDS
     wait_for(x_barrier, 0);
 #endif
-#pragma unroll 4
-    for (int step = 0; step < STEPS; ++step) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            int where = half * 4 + place;
-            uint4 x = load_pieces(x_from + step * (PARTS * 128) + where * 16);
+    for (int i = 0; i < LOADS * STEPS * 2; ++i) {
+        uint4 four = load_pieces(x_from + i / 2 * (PARTS * 128) + (i % 2 * 4 + place) * 16);
 #if KIND == 2
-            unsigned shift = upper * 16;
-            unsigned b0 = widened(x.x >> shift), b1 = widened(x.y >> shift), b2 = widened(x.z >> shift), b3 = widened(x.w >> shift);
+        unsigned shift = upper * 16;
+        factor[i][0] = widened(four.x >> shift), factor[i][1] = widened(four.y >> shift);
+        factor[i][2] = widened(four.z >> shift), factor[i][3] = widened(four.w >> shift);
 #else
-            unsigned b0 = upper ? x.y : x.x, b1 = upper ? x.w : x.z;
+        factor[i][0] = upper ? four.y : four.x, factor[i][1] = upper ? four.w : four.z;
 #endif
+    }
+    unsigned from = ring + piece * 128;
+    int stage = 0, parity = 0, asked = STAGES;
+#pragma unroll 1
+    for (int turn = 0; turn < turns; ++turn) {
+        float sums[GROUPS][2][4];
 #pragma unroll
-            for (int group = 0; group < GROUPS; ++group) {
-                uint4 w = load_pieces(from + group * GROUP_BYTES + step * 1024 + (where ^ piece) * 16);
+        for (int group = 0; group < GROUPS; ++group)
+#pragma unroll
+            for (int i = 0; i < 8; ++i) sums[group][i / 4][i % 4] = 0.0f;
+#pragma unroll
+        for (int load = 0; load < LOADS; ++load) {
+            wait_for(barriers + 8 * stage, parity);
+#pragma unroll
+            for (int i = 0; i < STEPS * 2; ++i) {
+                const unsigned* b = factor[load * STEPS * 2 + i];
+#pragma unroll
+                for (int group = 0; group < GROUPS; ++group) {
+                    unsigned at = from + stage * STAGE_BYTES + group * GROUP_BYTES + i / 2 * 1024;
+                    uint4 w = load_pieces(at + ((i % 2 * 4 + place) ^ piece) * 16);
 #if KIND == 2
-                multiply(sums[group], widened(w.x), widened_upper(w.x), widened(w.y), widened_upper(w.y), b0, b1);
-                multiply(sums[group], widened(w.z), widened_upper(w.z), widened(w.w), widened_upper(w.w), b2, b3);
+                    multiply(sums[group][0], widened(w.x), widened_upper(w.x), widened(w.y), widened_upper(w.y), b[0], b[1]);
+                    multiply(sums[group][1], widened(w.z), widened_upper(w.z), widened(w.w), widened_upper(w.w), b[2], b[3]);
 #else
-                multiply(sums[group], w.x, w.y, w.z, w.w, b0, b1);
+                    multiply(sums[group][i % 2], w.x, w.y, w.z, w.w, b[0], b[1]);
 #endif
+                }
             }
+            __syncwarp();
+            if (asked < total && lane == 0) ask(stage);
+            ++asked;
+            if (++stage == STAGES) stage = 0, parity ^= 1;
+        }
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group) {
+            float sum = (sums[group][0][0] + sums[group][1][0]) + (sums[group][0][3] + sums[group][1][3]);
+            if (place == piece / OWN) store_shared(sums_at + (((turn * GROUPS + group) * 8 + piece) * WARPS + warp) * 4, sum);
         }
     }
-    unsigned sums_at = base + AT_SUMS;
-#pragma unroll
-    for (int group = 0; group < GROUPS; ++group)
-        if (place == piece / OWN) store_shared(sums_at + ((group * 8 + piece) * WARPS + warp) * 4, sums[group][0] + sums[group][3]);
     __syncthreads();
     if (!storing) return;
     float result[GROUPS];
@@ -231,11 +256,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) single(
         for (int part = 0; part < PARTS; ++part)
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) {
+                int column = (threadIdx.x / OWN * GROUPS + group) * 8 + part * OWN + threadIdx.x % OWN;
                 float one;
-                asm volatile("ld.shared.f32 %0, [%1];" : "=f"(one) : "r"(sums_at + ((group * 8 + part * OWN + line) * WARPS + w) * 4));
+                asm volatile("ld.shared.f32 %0, [%1];" : "=f"(one) : "r"(sums_at + (column * WARPS + w) * 4));
                 sum += one;
             }
-        result[group] = sum * factors[group] + more[group];
+        result[group] = sum * factors[group];
     }
 #if GROUPS == 2
     float value = rounded(silu(rounded(result[0]))) * rounded(result[1]);

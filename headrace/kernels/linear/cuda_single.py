@@ -23,6 +23,7 @@ class Tiling:
     stages: int = 3
     run: int = 4
     resident: int = 2
+    draws: bool = False
 
 
 def multiply(
@@ -43,20 +44,36 @@ def multiply(
     pieces = weight.view(len(weight), inputs // piece, piece).permute(1, 0, 2)
     rounds = 0 if x.itemsize == weight.itemsize else 1 + _KINDS[x.dtype]
     tiles = -(-outputs // own)
-    blocks = min(132 * tiling.resident, tiles)
-    turns = -(-tiles // blocks)
-    assert turns * own <= 32 * tiling.warps
-    kernel = _kernel(tiling, _KINDS[weight.dtype], _OUT_KINDS[out_dtype], inputs, groups, rounds, turns)
+    most = min(132 * tiling.resident, tiles)
+    turns = -(-tiles // most)
+    blocks = -(-tiles // turns)
+    loads = inputs // piece // tiling.warps // tiling.run
+    fixed = tiling.stages // loads + 1
+    draws = tiling.draws and tiling.stages % loads == 0 and tiles > fixed * most
+    if draws:
+        blocks, flush = most, 16
+    else:
+        fixed = flush = turns
+    assert flush * own <= 32 * tiling.warps
+    kernel = _kernel(tiling, _KINDS[weight.dtype], _OUT_KINDS[out_dtype], inputs, groups, rounds, fixed, draws, flush)
     x_scale, w_scale = (0 if scale is None else scale.data_ptr() for scale in scales or (None, None))
-    kernel.launch((blocks, 1, 1), tensor_map(pieces, tiling.run, own, piece), x.data_ptr(), x_scale, w_scale, y.data_ptr(), outputs, tiles)
+    kernel.launch((blocks, 1, 1), tensor_map(pieces, tiling.run, own, piece), x.data_ptr(), x_scale, w_scale, y.data_ptr(), outputs, tiles,
+        _cells(x.device).data_ptr(),
+    )
     return y
 
 
 @functools.cache
-def _kernel(tiling: Tiling, kind: int, out_kind: int, inputs: int, groups: int, rounds: int, turns: int) -> CudaKernel:
+def _cells(device):
+    return torch.zeros(64, dtype=torch.int32, device=device)
+
+
+@functools.cache
+def _kernel(tiling, kind, out_kind, inputs, groups, rounds, fixed, draws, flush) -> CudaKernel:
     macros = {"KIND": kind, "OUT_KIND": out_kind, "INPUTS": inputs, "LINES": tiling.lines, "GROUPS": groups, "WARPS": tiling.warps}
     macros |= {"ROUNDS": rounds, "STAGES": tiling.stages, "RUN": tiling.run, "RESIDENT": tiling.resident}
+    macros |= {"FIXED": fixed, "DRAWS": int(draws), "FLUSH": flush}
     size = 1 if kind == 2 else 2
     shared = tiling.warps * tiling.stages * tiling.run * tiling.lines * 128 + inputs * size + (tiling.warps * tiling.stages + 1) * 8
-    shared += max(turns, 1) * groups * 8 * tiling.warps * 4
-    return CudaKernel(_SOURCE, "single", "MPPPPii", macros, 32 * tiling.warps, shared)
+    shared += flush * groups * 8 * tiling.warps * 4 + 32 * 4 + flush * tiling.lines * 4
+    return CudaKernel(_SOURCE, "single", "MPPPPiiP", macros, 32 * tiling.warps, shared)

@@ -11,7 +11,9 @@
 // Constants: KIND (of the weight and x: 0 bfloat16, 1 float16, 2 e4m3 with scales), OUT_KIND (0 bfloat16, 1 float16, 2 float32), INPUTS
 // (channels), LINES (of a tile; LINES / GROUPS is 2, 4 or 8), GROUPS (2: gate and up, of which a tile has as many lines and the block
 // stores silu(gate) * up; else 1), WARPS, STAGES, RUN (pieces of a line in a stage), RESIDENT (blocks of a multiprocessor), ROUNDS (with
-// e4m3: 0, x has codes and a scale; else numbers of 16 bits that each block rounds, 1 bfloat16, 2 float16).
+// e4m3: 0, x has codes and a scale; else numbers of 16 bits that each block rounds, 1 bfloat16, 2 float16), FIXED (turns of a block whose
+// tiles are fixed), DRAWS (1: behind these, blocks draw their tiles, since multiprocessors are not equally fast), FLUSH (turns whose sums
+// are kept).
 
 #define PACKED_KIND OUT_KIND
 #include "hopper.cuh"
@@ -24,6 +26,7 @@ constexpr int GROUP_BYTES = RUN * OWN * 128, STAGE_BYTES = GROUPS * GROUP_BYTES,
 constexpr int WORDS = KIND == 2 ? 4 : 2;  // of x, in an instruction or two
 // Where everything is, behind the rings: x, barriers, sums.
 constexpr int AT_X = WARPS * STAGES * STAGE_BYTES, AT_BARRIERS = AT_X + INPUTS * SIZE, AT_SUMS = AT_BARRIERS + (WARPS * STAGES + 1) * 8;
+constexpr int QUEUE = 32, AT_QUEUE = AT_SUMS + FLUSH * GROUPS * 8 * WARPS * 4, AT_SCALES = AT_QUEUE + QUEUE * 4;
 static_assert(MINE * WARPS * PIECE == INPUTS && LOADS * RUN == MINE && STEPS * PARTS == RUN, "warps have as many whole stages");
 
 __device__ __forceinline__ uint4 load_pieces(unsigned place) {
@@ -99,19 +102,40 @@ __device__ __forceinline__ unsigned code_of(float low, float high, float scale, 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) single(
     const __grid_constant__ TensorMap weight,  // channels of a piece, lines, pieces
     const char* x, const float* x_scale, const float* scales, char* y,
-    int outputs, int tiles
+    int outputs, int tiles,
+    unsigned* drawn  // 0 before and after
 ) {
     extern __shared__ __align__(1024) char memory[];
     unsigned base = shared_address(memory);
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, quad = lane >> 2, place = lane & 3;
     unsigned ring = base + warp * (STAGES * STAGE_BYTES), barriers = base + AT_BARRIERS + warp * (STAGES * 8);
     unsigned x_barrier = base + AT_BARRIERS + WARPS * STAGES * 8, sums_at = base + AT_SUMS;
-    int turns = (tiles - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x, total = turns * LOADS;
     u64 once;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    int asked_line = blockIdx.x * OWN, asked_load = 0;
+    unsigned queue_at = base + AT_QUEUE, scales_at = base + AT_SCALES;
+    // Tiles past the end are the last of a block.
+    auto tile_of = [&](int turn) {
+        if (turn < FIXED) return (int)(blockIdx.x + turn * gridDim.x);
+        if (!DRAWS) return tiles;
+        unsigned entry;
+        do {
+            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(entry) : "r"(queue_at + turn % QUEUE * 4) : "memory");
+        } while (entry >> 20 != (unsigned)turn);
+        return (int)(entry & 0xFFFFF);
+    };
+    int asked_turn = 0, asked_load = 0, asked_tile = blockIdx.x;
+    [[maybe_unused]] unsigned pending = 0;
     auto ask = [&](int stage) {
+        if (asked_tile >= tiles) return;
+#if DRAWS
+        // The first warp has drawn the next turn's tile meanwhile, and draws that of the one after.
+        if (warp == 0 && asked_load == 0 && asked_turn >= FIXED - 1) {
+            unsigned next = asked_turn + 1, tile = min(pending + FIXED * gridDim.x, (unsigned)tiles);
+            asm volatile("st.shared.u32 [%0], %1;" :: "r"(queue_at + next % QUEUE * 4), "r"(next << 20 | tile) : "memory");
+            if (tile < tiles) pending = atomicInc(drawn, tiles - (FIXED - 1) * gridDim.x - 1);
+        }
+#endif
         unsigned barrier = barriers + 8 * stage;
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "n"(STAGE_BYTES) : "memory");
 #pragma unroll
@@ -119,8 +143,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) single(
             asm volatile(
                 "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2], %6;"
                 :: "r"(ring + stage * STAGE_BYTES + group * GROUP_BYTES), "l"(&weight), "r"(barrier), "r"(0),
-                "r"(asked_line + group * outputs), "r"(warp * MINE + asked_load * RUN), "l"(once) : "memory");
-        if (++asked_load == LOADS) asked_load = 0, asked_line += gridDim.x * OWN;
+                "r"(asked_tile * OWN + group * outputs), "r"(warp * MINE + asked_load * RUN), "l"(once) : "memory");
+        if (++asked_load < LOADS) return;
+        asked_load = 0, ++asked_turn;
+        asked_tile = tile_of(asked_turn);
     };
     if (lane == 0) {
 #pragma unroll
@@ -130,16 +156,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) single(
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #pragma unroll
         for (int s = 0; s < STAGES; ++s)
-            if (s < total) ask(s);
+            ask(s);
     }
-    // At the end, each thread stores an output.
-    int output = (blockIdx.x + threadIdx.x / OWN * gridDim.x) * OWN + threadIdx.x % OWN;
-    bool storing = threadIdx.x < turns * OWN && output < outputs;
-    float factors[GROUPS];
-#pragma unroll
-    for (int group = 0; group < GROUPS; ++group) factors[group] = KIND == 2 && storing ? scales[output + group * outputs] : 1.0f;
+    // Scales of a tile come to shared memory while it is multiplied.
+    auto ask_scales = [&](int turn, int tile) {
+#if KIND == 2
+        int group = lane / OWN, output = tile * OWN + lane % OWN;
+        if (warp == 0 && lane < LINES && output < outputs)
+            asm volatile("cp.async.ca.shared.global [%0], [%1], 4;"
+                :: "r"(scales_at + (turn % FLUSH * LINES + lane) * 4), "l"(scales + output + group * outputs) : "memory");
+#endif
+    };
+#if DRAWS
+    if (threadIdx.x < QUEUE) asm volatile("st.shared.u32 [%0], %1;" :: "r"(queue_at + threadIdx.x * 4), "r"(0u) : "memory");
+#endif
     __syncthreads();
     asm volatile("griddepcontrol.wait;" ::: "memory");
+#if DRAWS
+    if (threadIdx.x == 0) pending = atomicInc(drawn, tiles - (FIXED - 1) * gridDim.x - 1);
+#endif
 #if ROUNDS
     // Eight numbers a turn; the largest has the largest bits without its sign, and a NaN is larger.
     constexpr int TURNS = INPUTS / 8 / THREADS;
@@ -182,12 +217,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) single(
             :: "r"(base + AT_X), "l"(x), "n"(INPUTS * SIZE), "r"(x_barrier) : "memory");
     }
 #endif
-#if KIND == 2
-#if !ROUNDS
-    float x_factor = storing ? *x_scale : 1.0f;
-#endif
-#pragma unroll
-    for (int group = 0; group < GROUPS; ++group) factors[group] *= x_factor;
+#if KIND == 2 && !ROUNDS
+    float x_factor = *x_scale;
 #endif
 
     // Of the eight pieces of a step, the threads of a quad have one; pieces of 16 bytes are exchanged by the number of the piece.
@@ -209,9 +240,52 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) single(
 #endif
     }
     unsigned from = ring + piece * 128;
-    int stage = 0, parity = 0, asked = STAGES;
+    // Stores what up to FLUSH turns have summed up, a thread an output.
+    auto flush = [&](int turns) {
+        asm volatile("cp.async.wait_all;" ::: "memory");
+        __syncthreads();
+        int turn = threadIdx.x / OWN, line = threadIdx.x % OWN;
+        if (turn >= turns % FLUSH + (turns % FLUSH ? 0 : FLUSH)) return;
+        turn += (turns - 1) / FLUSH * FLUSH;
+        int output = tile_of(turn) * OWN + line;
+        if (output >= outputs) return;
+        float result[GROUPS];
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group) {
+            float sum = 0.0f, one;
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+                for (int w = 0; w < WARPS; ++w) {
+                    int column = (turn % FLUSH * GROUPS + group) * 8 + part * OWN + line;
+                    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(one) : "r"(sums_at + (column * WARPS + w) * 4) : "memory");
+                    sum += one;
+                }
+#if KIND == 2
+            asm volatile("ld.shared.f32 %0, [%1];" : "=f"(one) : "r"(scales_at + (turn % FLUSH * LINES + group * OWN + line) * 4) : "memory");
+            sum *= one * x_factor;
+#endif
+            result[group] = sum;
+        }
+#if GROUPS == 2
+        float value = rounded(silu(rounded(result[0]))) * rounded(result[1]);
+#else
+        float value = result[0];
+#endif
+#if OUT_KIND == 2
+        ((float*)y)[output] = value;
+#else
+        ((u16*)y)[output] = (u16)packed(value, 0.0f);
+#endif
+    };
+    int stage = 0, parity = 0, turn = 0;
 #pragma unroll 1
-    for (int turn = 0; turn < turns; ++turn) {
+    for (int tile = blockIdx.x; tile < tiles; tile = tile_of(++turn)) {
+        if (turn && turn % FLUSH == 0) {
+            flush(turn);
+            __syncthreads();
+        }
+        ask_scales(turn, tile);
         float sums[GROUPS][2][4];
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group)
@@ -236,41 +310,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) single(
                 }
             }
             __syncwarp();
-            if (asked < total && lane == 0) ask(stage);
-            ++asked;
+            if (lane == 0) ask(stage);
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group) {
             float sum = (sums[group][0][0] + sums[group][1][0]) + (sums[group][0][3] + sums[group][1][3]);
-            if (place == piece / OWN) store_shared(sums_at + (((turn * GROUPS + group) * 8 + piece) * WARPS + warp) * 4, sum);
+            if (place == piece / OWN) store_shared(sums_at + (((turn % FLUSH * GROUPS + group) * 8 + piece) * WARPS + warp) * 4, sum);
         }
     }
-    __syncthreads();
-    if (!storing) return;
-    float result[GROUPS];
-#pragma unroll
-    for (int group = 0; group < GROUPS; ++group) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int part = 0; part < PARTS; ++part)
-#pragma unroll
-            for (int w = 0; w < WARPS; ++w) {
-                int column = (threadIdx.x / OWN * GROUPS + group) * 8 + part * OWN + threadIdx.x % OWN;
-                float one;
-                asm volatile("ld.shared.f32 %0, [%1];" : "=f"(one) : "r"(sums_at + (column * WARPS + w) * 4));
-                sum += one;
-            }
-        result[group] = sum * factors[group];
-    }
-#if GROUPS == 2
-    float value = rounded(silu(rounded(result[0]))) * rounded(result[1]);
-#else
-    float value = result[0];
-#endif
-#if OUT_KIND == 2
-    ((float*)y)[output] = value;
-#else
-    ((u16*)y)[output] = (u16)packed(value, 0.0f);
-#endif
+    flush(turn);
 }

@@ -122,7 +122,10 @@ _spaces = {}
 
 def _meeting(device, nbytes):
     if device not in _spaces:
-        _spaces[device] = torch.zeros(4 << 20, dtype=torch.uint8, device=device), torch.zeros(4096, dtype=torch.int32, device=device)
+        _spaces[device] = (
+            torch.zeros(4 << 20, dtype=torch.uint8, device=device),
+            torch.zeros(4096, dtype=torch.int32, device=device),
+        )
     return _spaces[device][0].data_ptr(), _spaces[device][1].data_ptr()
 
 
@@ -131,6 +134,11 @@ def _kernel(tiling: DecodeTiling, group: int, kind: torch.dtype, norms: bool, ro
     macros = {"KIND": _KINDS[kind], "GROUP": group, "WARPS": tiling.warps, "STAGES": tiling.stages, "SPLIT": tiling.split}
     macros |= {"GATHERS": int(tiling.gathers), "LEAST": tiling.least, "NORMS": int(norms), "ROTATES": int(rotates)}
     return CudaKernel(
-        _SOURCE, "decode_attention", "MPPPPPPPPPffiiiiqqqiPP", macros, 32 * tiling.warps, tiling.shared(group),
+        _SOURCE,
+        "decode_attention",
+        "MPPPPPPPPPffiiiiqqqiPP",
+        macros,
+        32 * tiling.warps,
+        tiling.shared(group),
         1 if tiling.gathers else tiling.split,
     )

@@ -13,7 +13,7 @@
 // stores silu(gate) * up; else 1), WARPS, STAGES, RUN (pieces of a line in a stage), RESIDENT (blocks of a multiprocessor), ROUNDS (with
 // e4m3: 0, x has codes and a scale; else numbers of 16 bits that each block rounds, 1 bfloat16, 2 float16), FIXED (turns of a block whose
 // tiles are fixed), DRAWS (1: behind these, blocks draw their tiles, since multiprocessors are not equally fast), FLUSH (turns whose sums
-// are kept).
+// are kept), BIAS (kind of a bias + 1, as OUT_KIND; 0: none).
 
 #define PACKED_KIND OUT_KIND
 #include "hopper.cuh"
@@ -26,7 +26,7 @@ constexpr int GROUP_BYTES = RUN * OWN * 128, STAGE_BYTES = GROUPS * GROUP_BYTES,
 constexpr int WORDS = KIND == 2 ? 4 : 2;  // of x, in an instruction or two
 // Where everything is, behind the rings: x, barriers, sums.
 constexpr int AT_X = WARPS * STAGES * STAGE_BYTES, AT_BARRIERS = AT_X + INPUTS * SIZE, AT_SUMS = AT_BARRIERS + (WARPS * STAGES + 1) * 8;
-constexpr int QUEUE = 32, AT_QUEUE = AT_SUMS + FLUSH * GROUPS * 8 * WARPS * 4, AT_SCALES = AT_QUEUE + QUEUE * 4;
+constexpr int QUEUE = 32, TILE_BITS = 20, AT_QUEUE = AT_SUMS + FLUSH * GROUPS * 8 * WARPS * 4, AT_SCALES = AT_QUEUE + QUEUE * 4;
 static_assert(MINE * WARPS * PIECE == INPUTS && LOADS * RUN == MINE && STEPS * PARTS == RUN, "warps have as many whole stages");
 
 __device__ __forceinline__ uint4 load_pieces(unsigned place) {
@@ -59,30 +59,23 @@ __device__ __forceinline__ void multiply(float (&d)[4], unsigned a0, unsigned a1
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// A number of 16 bits: float16, or bfloat16.
+template <int HALF> __device__ __forceinline__ float wide_of(unsigned bits) {
+    float wide;
+    if (!HALF) return __uint_as_float(bits << 16);
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"((u16)bits));
+    return wide;
+}
+
 __device__ __forceinline__ float rounded(float value) {
 #if OUT_KIND == 2
     return value;
-#elif OUT_KIND == 1
-    float wide;
-    asm("{\n.reg .b16 t;\ncvt.rn.f16.f32 t, %1;\ncvt.f32.f16 %0, t;\n}\n" : "=f"(wide) : "f"(value));
-    return wide;
 #else
-    return __uint_as_float(packed(value, 0.0f) << 16);
+    return wide_of<OUT_KIND>(packed(value, 0.0f) & 0xFFFF);
 #endif
 }
 
 #if ROUNDS
-// A number of 16 bits.
-__device__ __forceinline__ float wide_of(unsigned bits) {
-#if ROUNDS == 2
-    float wide;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"((u16)bits));
-    return wide;
-#else
-    return __uint_as_float(bits << 16);
-#endif
-}
-
 // Codes of two numbers by their scale, as headrace/kernels/kv_cache/triton_fp8.py rounds them: the quotient is the product with the
 // inverse, corrected, and NaN becomes 0.
 __device__ __forceinline__ unsigned code_of(float low, float high, float scale, float inverse) {
@@ -101,7 +94,7 @@ __device__ __forceinline__ unsigned code_of(float low, float high, float scale, 
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) single(
     const __grid_constant__ TensorMap weight,  // channels of a piece, lines, pieces
-    const char* x, const float* x_scale, const float* scales, char* y,
+    const char* x, const float* x_scale, const float* scales, const char* bias, char* y,
     int outputs, int tiles,
     unsigned* drawn  // 0 before and after
 ) {
@@ -113,16 +106,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) single(
     u64 once;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    unsigned queue_at = base + AT_QUEUE, scales_at = base + AT_SCALES;
-    // Tiles past the end are the last of a block.
+    [[maybe_unused]] unsigned queue_at = base + AT_QUEUE, scales_at = base + AT_SCALES;
+    // One past the end is a block's last. An entry of the queue has its turn beside the tile.
     auto tile_of = [&](int turn) {
         if (turn < FIXED) return (int)(blockIdx.x + turn * gridDim.x);
-        if (!DRAWS) return tiles;
+#if DRAWS
         unsigned entry;
         do {
-            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(entry) : "r"(queue_at + turn % QUEUE * 4) : "memory");
-        } while (entry >> 20 != (unsigned)turn);
-        return (int)(entry & 0xFFFFF);
+            asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(entry) : "r"(queue_at + turn % QUEUE * 4) : "memory");
+        } while (entry >> TILE_BITS != (unsigned)turn);
+        return (int)(entry & ((1 << TILE_BITS) - 1));
+#else
+        return tiles;
+#endif
     };
     int asked_turn = 0, asked_load = 0, asked_tile = blockIdx.x;
     [[maybe_unused]] unsigned pending = 0;
@@ -132,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) single(
         // The first warp has drawn the next turn's tile meanwhile, and draws that of the one after.
         if (warp == 0 && asked_load == 0 && asked_turn >= FIXED - 1) {
             unsigned next = asked_turn + 1, tile = min(pending + FIXED * gridDim.x, (unsigned)tiles);
-            asm volatile("st.shared.u32 [%0], %1;" :: "r"(queue_at + next % QUEUE * 4), "r"(next << 20 | tile) : "memory");
+            asm volatile("st.volatile.shared.u32 [%0], %1;" :: "r"(queue_at + next % QUEUE * 4), "r"(next << TILE_BITS | tile) : "memory");
             if (tile < tiles) pending = atomicInc(drawn, tiles - (FIXED - 1) * gridDim.x - 1);
         }
 #endif
@@ -155,8 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) single(
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #pragma unroll
-        for (int s = 0; s < STAGES; ++s)
-            ask(s);
+        for (int s = 0; s < STAGES; ++s) ask(s);
     }
     // Scales of a tile come to shared memory while it is multiplied.
     auto ask_scales = [&](int turn, int tile) {
@@ -168,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) single(
 #endif
     };
 #if DRAWS
-    if (threadIdx.x < QUEUE) asm volatile("st.shared.u32 [%0], %1;" :: "r"(queue_at + threadIdx.x * 4), "r"(0u) : "memory");
+    if (threadIdx.x < QUEUE) asm volatile("st.volatile.shared.u32 [%0], %1;" :: "r"(queue_at + threadIdx.x * 4), "r"(0u) : "memory");
 #endif
     __syncthreads();
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -198,14 +193,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) single(
         asm volatile("ld.shared.u32 %0, [%1];" : "=r"(one) : "r"(sums_at + w * 4) : "memory");
         peak = max(peak, one);
     }
-    float x_factor = __fdiv_rn(wide_of(peak), 448.0f);
+    float x_factor = __fdiv_rn(wide_of<ROUNDS - 1>(peak), 448.0f);
     x_factor = x_factor < 1e-12f ? 1e-12f : x_factor;
     float inverse = __fdiv_rn(1.0f, x_factor);
 #pragma unroll
     for (int turn = 0; turn < TURNS; ++turn) {
         unsigned words[4] = {held[turn].x, held[turn].y, held[turn].z, held[turn].w}, codes[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) codes[i] = code_of(wide_of(words[i] & 0xFFFF), wide_of(words[i] >> 16), x_factor, inverse);
+        for (int i = 0; i < 4; ++i) codes[i] = code_of(wide_of<ROUNDS - 1>(words[i] & 0xFFFF), wide_of<ROUNDS - 1>(words[i] >> 16), x_factor, inverse);
         asm volatile("st.shared.v2.u32 [%0], {%1, %2};"
             :: "r"(base + AT_X + (turn * THREADS + threadIdx.x) * 8), "r"(codes[0] | codes[1] << 16), "r"(codes[2] | codes[3] << 16) : "memory");
     }
@@ -264,6 +259,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) single(
 #if KIND == 2
             asm volatile("ld.shared.f32 %0, [%1];" : "=f"(one) : "r"(scales_at + (turn % FLUSH * LINES + group * OWN + line) * 4) : "memory");
             sum *= one * x_factor;
+#endif
+#if BIAS == 3
+            sum += ((const float*)bias)[output];
+#elif BIAS
+            sum += wide_of<BIAS - 1>(((const u16*)bias)[output]);
 #endif
             result[group] = sum;
         }

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from headrace.kernels.attention.unfinished import Unfinished
-from headrace.kernels.cuda_launch import CudaKernel, refusals, tensor_map
+from headrace.kernels.cuda_launch import CudaKernel, counters, refusals, tensor_map
 from headrace.model_spec import AttentionSpec
 
 WIDTH, PAGE = 128, 16
@@ -106,7 +106,11 @@ def decode_attention(
     angles = (0, 0) if cos_sin is None else (cos_sin.data_ptr(), cos_sin.stride(0))
     meeting = (0, 0)
     if tiling.gathers:
-        meeting = _meeting(out.device, num_rows * kv_heads * tiling.split * (num_heads // kv_heads * WIDTH * 4 + 64))
+        if num_rows * kv_heads > len(turns := counters("decode", out.device)):
+            raise ValueError(f"{num_rows} rows of {kv_heads} KV heads do not gather: at most {len(turns)} do")
+        numbers = num_rows * kv_heads * tiling.split * (num_heads // kv_heads * WIDTH + 16)
+        parts = torch.empty(numbers, dtype=torch.float32, device=out.device)
+        meeting = parts.data_ptr(), turns.data_ptr()
     # Pages, heads, lines of keys and values, tokens, and the channels of a line.
     lines = rows.view(*rows.shape[:3], _LINES, WIDTH // 2).permute(0, 2, 3, 1, 4)
     kernel.launch(
@@ -115,18 +119,6 @@ def decode_attention(
         angles[0], *weights, eps, scale * math.log2(math.e), block_tables.stride(0), qkv.stride(0), angles[1], kv_heads,
         *rows.stride()[:3], int(early), *meeting,
     )  # fmt: skip
-
-
-_spaces = {}
-
-
-def _meeting(device, nbytes):
-    if device not in _spaces:
-        _spaces[device] = (
-            torch.zeros(4 << 20, dtype=torch.uint8, device=device),
-            torch.zeros(4096, dtype=torch.int32, device=device),
-        )
-    return _spaces[device][0].data_ptr(), _spaces[device][1].data_ptr()
 
 
 @functools.cache

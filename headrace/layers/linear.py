@@ -70,6 +70,10 @@ class Linear(nn.Module):
             return self.method.apply_adapted_gated(self, x, factors)
         return self.method.apply_gated(self, x)
 
+    def streams(self, rows: int) -> bool:
+        """Whether the product of so many rows fills the shared memory of all multiprocessors with weights."""
+        return self.method.streams(self, rows)
+
     def memory(self) -> list[MemoryLine]:
         return self.method.memory(self)
 
@@ -164,6 +168,10 @@ class LinearMethod(ABC):
     def apply_rounded_gated(self, layer: Linear, x: Fp8Rows) -> torch.Tensor | None:
         """``silu_mul`` of ``apply_rounded`` of a layer without a bias, or None."""
         return None
+
+    def streams(self, layer: Linear, rows: int) -> bool:
+        """``Linear.streams``."""
+        return False
 
     def apply_adapted(self, layer: Linear, x: Activations, factors: Factors) -> torch.Tensor:
         """``apply``, or ``apply_rounded``, and what adapters add: ``[T, out_features]``."""

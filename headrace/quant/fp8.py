@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from headrace.kernels import support
-from headrace.kernels.linear.fp8 import fp8_linear, fp8_linear_gated
+from headrace.kernels.linear.fp8 import fp8_linear, fp8_linear_gated, streams
 from headrace.kernels.linear.fp8_reference import (
     E4M3_MAX,
     GROUP,
@@ -104,6 +104,9 @@ class Fp8Method(PackedMethod):
 
     def apply_rounded_gated(self, layer: Linear, x: Fp8Rows) -> torch.Tensor | None:
         return None if layer.batch_invariant else fp8_linear_gated(x, self.weight)
+
+    def streams(self, layer: Linear, rows: int) -> bool:
+        return rows == 1 and not layer.batch_invariant and streams(self.weight)
 
     def _product(self, layer: Linear, x: Activations) -> torch.Tensor:
         return fp8_linear(x, self.weight, layer.bias, layer.out_dtype, batch_invariant=layer.batch_invariant)

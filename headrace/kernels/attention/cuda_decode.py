@@ -19,7 +19,8 @@ WIDTH, PAGE = 128, 16
 """Channels of a head, and tokens of a page."""
 MAX_GROUP = 8
 MIN_ROWS = 2
-"""Rows from which the kernel is faster than Triton's, whose splits need no cluster."""
+"""Rows from which the kernel is faster than Triton's. One row is too behind a projection that takes all shared memory itself:
+elsewhere its blocks, which need much of it, would wait for a multiprocessor to be empty."""
 _SOURCE = Path(__file__).with_name("decode.cu")
 _KINDS = {torch.bfloat16: 0, torch.float16: 1}
 _ALIGNMENT, _LINES = 1024, 4
@@ -54,7 +55,7 @@ def takes(num_rows: int, spec: AttentionSpec, rows: torch.Tensor, unfinished: Un
         num_rows: of the step.
         rows: the layer's cache, ``[pages, tokens, kv_heads, N]``.
     """
-    qkv, _, cos_sin, rotary_dim, q_weight, k_weight, _, offset = unfinished
+    qkv, _, cos_sin, rotary_dim, q_weight, k_weight, _, offset, streamed = unfinished
     _, tokens, _, width = rows.shape
     sizes = (spec.head_dim, spec.v_head_dim, tokens, width) == (WIDTH, WIDTH, PAGE, 2 * WIDTH) and spec.group_size <= MAX_GROUP
     plain = spec.window is None and spec.soft_cap is None and sinks is None and not offset
@@ -62,7 +63,7 @@ def takes(num_rows: int, spec: AttentionSpec, rows: torch.Tensor, unfinished: Un
     strides = all(not stride % 8 for stride in (*rows.stride()[:3], qkv.stride(0)))
     whole = strides and rows.stride(3) == 1 and not rows.data_ptr() % 16 and not qkv.data_ptr() % 16
     kinds = qkv.dtype == rows.dtype and rows.dtype in _KINDS
-    return num_rows >= MIN_ROWS and sizes and plain and heads and whole and kinds and not refusals(rows.device)
+    return (streamed or num_rows >= MIN_ROWS) and sizes and plain and heads and whole and kinds and not refusals(rows.device)
 
 
 @functools.cache
@@ -72,6 +73,8 @@ def choose_tiling(programs: int, multiprocessors: int) -> DecodeTiling:
         return DecodeTiling(4, 3, 1)
     if 2 * programs > multiprocessors:
         return DecodeTiling(4, 3, 2)
+    if 16 * programs <= multiprocessors:
+        return DecodeTiling(8, 3, 4, 3, gathers=True)
     split = 2 if 4 * programs > multiprocessors else 4
     return DecodeTiling(8, 3, split, split // 2)
 
@@ -98,7 +101,7 @@ def decode_attention(
         early: pages may be read before the kernel before is complete: no kernel since the last launch of this one has written
             pages of this cache, lengths or block tables.
     """
-    qkv, slots, cos_sin, _, q_weight, k_weight, eps, _ = unfinished
+    qkv, slots, cos_sin, _, q_weight, k_weight, eps, *_ = unfinished
     num_rows, num_heads, _ = out.shape
     kv_heads = rows.shape[2]
     kernel = _kernel(tiling, num_heads // kv_heads, out.dtype, q_weight is not None, cos_sin is not None)

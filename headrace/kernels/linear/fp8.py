@@ -88,3 +88,8 @@ def fp8_linear(
 def fp8_linear_gated(x: Fp8Rows, weight: Fp8Weight) -> torch.Tensor | None:
     """``silu(gate) * up`` of the halves of ``fp8_linear``: ``[T, K] -> [T, N / 2]``; None: no kernel computes both faster."""
     return cuda_single.fp8_linear(x, weight, None, x.dtype, gated=True)
+
+
+def streams(weight: Fp8Weight) -> bool:
+    """Whether the product of one row fills the shared memory of all multiprocessors with the weight."""
+    return not weight.in_blocks and cuda_single.choose(weight.codes[:1], weight.codes) is not None

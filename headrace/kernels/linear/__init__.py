@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.kernels import gpu, support
-from headrace.kernels.linear import cuda_rows, cuda_single, cuda_tall, cuda_wide, native
+from headrace.kernels.linear import cuda_rows, cuda_tall, cuda_wide, native
 from headrace.kernels.linear.reference import linear_by_head_ref, linear_float32_ref, linear_ref
 from headrace.kernels.lora import Factors, expand, expand_gated, shrink
 
@@ -66,8 +66,6 @@ def linear(
     if x.ndim == 2 and weight.dtype == x.dtype and gpu.takes(x):
         if (tiling := cuda_wide.choose(x, weight)) is not None:
             return cuda_wide.linear(x, weight, bias, out_dtype, tiling=tiling)
-        if (single := cuda_single.linear(x, weight, bias, out_dtype)) is not None:
-            return single
         if few_rows(x, weight):
             return kernels.linear(x, weight, bias, out_dtype=out_dtype)
         if bias is None and out_dtype in (None, x.dtype) and (rows := cuda_rows.choose(x, weight)) is not None:
@@ -90,8 +88,6 @@ def linear_gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
         return None
     if (tiling := cuda_rows.choose(x, weight, gated=True)) is not None:
         return cuda_rows.linear(x, weight, tiling, gated=True)
-    if len(x) == 1:
-        return cuda_single.gated(x, weight)
     y = cuda_wide.gated(x, weight)
     return cuda_tall.gated(x, weight) if y is None else y
 

@@ -92,4 +92,4 @@ def fp8_linear_gated(x: Fp8Rows, weight: Fp8Weight) -> torch.Tensor | None:
 
 def streams(weight: Fp8Weight) -> bool:
     """Whether the product of one row fills the shared memory of all multiprocessors with the weight."""
-    return not weight.in_blocks and cuda_single.choose(weight.codes[:1], weight.codes) is not None
+    return cuda_single.choose(weight) is not None

@@ -1,4 +1,4 @@
-// The product of one row with a weight, for Hopper GPUs (sm_90a), compiled by NVRTC.
+// The product of one row with a weight in e4m3, for Hopper GPUs (sm_90a), compiled by NVRTC.
 //
 // Blocks, all of them at once on the multiprocessors, take tiles of lines of the weight in turn. Each warp has channels of its own, and a
 // ring of stages that the tensor memory accelerator fills: it is full before the kernel before is complete, and never runs empty. The
@@ -8,24 +8,22 @@
 // 16 bytes of a piece, whose words 0, 2, ... a matrix instruction takes as its first eight rows, and words 1, 3, ... as the other eight.
 // Of its eight columns, two are x at the channels of a piece, one for each half of the rows.
 //
-// Constants: KIND (of the weight and x: 0 bfloat16, 1 float16, 2 e4m3 with scales), OUT_KIND (0 bfloat16, 1 float16, 2 float32), INPUTS
-// (channels), LINES (of a tile; LINES / GROUPS is 2, 4 or 8), GROUPS (2: gate and up, of which a tile has as many lines and the block
-// stores silu(gate) * up; else 1), WARPS, STAGES, RUN (pieces of a line in a stage), RESIDENT (blocks of a multiprocessor), ROUNDS (with
-// e4m3: 0, x has codes and a scale; else numbers of 16 bits that each block rounds, 1 bfloat16, 2 float16), FIXED (turns of a block whose
-// tiles are fixed), DRAWS (1: behind these, blocks draw their tiles, since multiprocessors are not equally fast), FLUSH (turns whose sums
-// are kept), BIAS (kind of a bias + 1, as OUT_KIND; 0: none).
+// Constants: OUT_KIND (0 bfloat16, 1 float16, 2 float32), INPUTS (channels), LINES (of a tile; LINES / GROUPS is 2, 4 or 8), GROUPS (2:
+// gate and up, of which a tile has as many lines and the block stores silu(gate) * up; else 1), WARPS, STAGES, RUN (pieces of a line in a
+// stage), RESIDENT (blocks of a multiprocessor), ROUNDS (0: x has codes and a scale; else numbers of 16 bits that each block rounds, 1
+// bfloat16, 2 float16), FIXED (turns of a block whose tiles are fixed), DRAWS (1: behind these, blocks draw their tiles, since
+// multiprocessors are not equally fast), FLUSH (turns whose sums are kept), BIAS (kind of a bias + 1, as OUT_KIND; 0: none).
 
 #define PACKED_KIND OUT_KIND
 #include "hopper.cuh"
 typedef unsigned short u16;
 
-constexpr int SIZE = KIND == 2 ? 1 : 2, PIECE = 128 / SIZE;  // bytes of a number, channels of a piece
+constexpr int PIECE = 128;  // bytes, as many channels
 constexpr int OWN = LINES / GROUPS, PARTS = 8 / OWN;
 constexpr int PIECES = INPUTS / PIECE, MINE = PIECES / WARPS, LOADS = MINE / RUN, STEPS = RUN / PARTS;
 constexpr int GROUP_BYTES = RUN * OWN * 128, STAGE_BYTES = GROUPS * GROUP_BYTES, THREADS = 32 * WARPS;
-constexpr int WORDS = KIND == 2 ? 4 : 2;  // of x, in an instruction or two
 // Where everything is, behind the rings: x, barriers, sums.
-constexpr int AT_X = WARPS * STAGES * STAGE_BYTES, AT_BARRIERS = AT_X + INPUTS * SIZE, AT_SUMS = AT_BARRIERS + (WARPS * STAGES + 1) * 8;
+constexpr int AT_X = WARPS * STAGES * STAGE_BYTES, AT_BARRIERS = AT_X + INPUTS, AT_SUMS = AT_BARRIERS + (WARPS * STAGES + 1) * 8;
 constexpr int QUEUE = 32, TILE_BITS = 20, AT_QUEUE = AT_SUMS + FLUSH * GROUPS * 8 * WARPS * 4, AT_SCALES = AT_QUEUE + QUEUE * 4;
 static_assert(MINE * WARPS * PIECE == INPUTS && LOADS * RUN == MINE && STEPS * PARTS == RUN, "warps have as many whole stages");
 
@@ -48,14 +46,8 @@ __device__ __forceinline__ unsigned widened_upper(unsigned codes) {
     return both;
 }
 
-#if KIND == 0
-#define INPUT_KINDS "bf16.bf16"
-#else
-#define INPUT_KINDS "f16.f16"
-#endif
-
 __device__ __forceinline__ void multiply(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." INPUT_KINDS ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
@@ -155,12 +147,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) single(
     }
     // Scales of a tile come to shared memory while it is multiplied.
     auto ask_scales = [&](int turn, int tile) {
-#if KIND == 2
         int group = lane / OWN, output = tile * OWN + lane % OWN;
         if (warp == 0 && lane < LINES && output < outputs)
             asm volatile("cp.async.ca.shared.global [%0], [%1], 4;"
                 :: "r"(scales_at + (turn % FLUSH * LINES + lane) * 4), "l"(scales + output + group * outputs) : "memory");
-#endif
     };
 #if DRAWS
     if (threadIdx.x < QUEUE) asm volatile("st.volatile.shared.u32 [%0], %1;" :: "r"(queue_at + threadIdx.x * 4), "r"(0u) : "memory");
@@ -207,32 +197,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) single(
     __syncthreads();
 #else
     if (threadIdx.x == 0) {
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(x_barrier), "n"(INPUTS * SIZE) : "memory");
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(x_barrier), "n"(INPUTS) : "memory");
         asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-            :: "r"(base + AT_X), "l"(x), "n"(INPUTS * SIZE), "r"(x_barrier) : "memory");
+            :: "r"(base + AT_X), "l"(x), "n"(INPUTS), "r"(x_barrier) : "memory");
     }
 #endif
-#if KIND == 2 && !ROUNDS
+#if !ROUNDS
     float x_factor = *x_scale;
 #endif
 
     // Of the eight pieces of a step, the threads of a quad have one; pieces of 16 bytes are exchanged by the number of the piece.
     int piece = quad >> 1 | (quad & 1) << 2, upper = quad & 1;
     unsigned x_from = base + AT_X + (warp * MINE + (quad >> 1) % PARTS) * 128;
-    unsigned factor[LOADS * STEPS * 2][WORDS];
+    unsigned factor[LOADS * STEPS * 2][4];
 #if !ROUNDS
     wait_for(x_barrier, 0);
 #endif
 #pragma unroll
     for (int i = 0; i < LOADS * STEPS * 2; ++i) {
         uint4 four = load_pieces(x_from + i / 2 * (PARTS * 128) + (i % 2 * 4 + place) * 16);
-#if KIND == 2
         unsigned shift = upper * 16;
         factor[i][0] = widened(four.x >> shift), factor[i][1] = widened(four.y >> shift);
         factor[i][2] = widened(four.z >> shift), factor[i][3] = widened(four.w >> shift);
-#else
-        factor[i][0] = upper ? four.y : four.x, factor[i][1] = upper ? four.w : four.z;
-#endif
     }
     unsigned from = ring + piece * 128;
     // Stores what up to FLUSH turns have summed up, a thread an output.
@@ -256,10 +242,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) single(
                     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(one) : "r"(sums_at + (column * WARPS + w) * 4) : "memory");
                     sum += one;
                 }
-#if KIND == 2
             asm volatile("ld.shared.f32 %0, [%1];" : "=f"(one) : "r"(scales_at + (turn % FLUSH * LINES + group * OWN + line) * 4) : "memory");
             sum *= one * x_factor;
-#endif
 #if BIAS == 3
             sum += ((const float*)bias)[output];
 #elif BIAS
@@ -301,12 +285,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) single(
                 for (int group = 0; group < GROUPS; ++group) {
                     unsigned at = from + stage * STAGE_BYTES + group * GROUP_BYTES + i / 2 * 1024;
                     uint4 w = load_pieces(at + ((i % 2 * 4 + place) ^ piece) * 16);
-#if KIND == 2
                     multiply(sums[group][0], widened(w.x), widened_upper(w.x), widened(w.y), widened_upper(w.y), b[0], b[1]);
                     multiply(sums[group][1], widened(w.z), widened_upper(w.z), widened(w.w), widened_upper(w.w), b[2], b[3]);
-#else
-                    multiply(sums[group][i % 2], w.x, w.y, w.z, w.w, b[0], b[1]);
-#endif
                 }
             }
             __syncwarp();

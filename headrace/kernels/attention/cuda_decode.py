@@ -35,7 +35,7 @@ class DecodeTiling:
     stages: int
     """Pages of a warp in flight."""
     split: int
-    """Blocks that may share the pages of a row's KV head, as a cluster: 1 to 8."""
+    """Blocks that may share the pages of a row's KV head; as a cluster, 1 to 8."""
     least: int = 1
     """Pages of each warp, with which a further block joins."""
     gathers: bool = False

@@ -7,7 +7,8 @@
 // first; with GATHERS they are none, so that they start wherever there is room, and the last to be done merges what all have stored.
 //
 // The first pages are asked for before the kernel before is complete (EARLY), which no kernel since the last of these may have written:
-// so the first launch of a step, which reads nothing early, lets the next kernel start only when it has waited itself.
+// so this kernel lets the next one start only when it has waited itself. With GATHERS, only a step's first launch does, which reads
+// nothing early.
 //
 // Constants: KIND (0 bfloat16, 1 float16), GROUP (query heads of a KV head, 1 to 8), WARPS, STAGES (pages of a warp in flight), SPLIT
 // (blocks that may share a row's pages: 1 to 8 if they are clusters), LEAST, GATHERS, NORMS (1: q and k are normed), ROTATES.
@@ -158,7 +159,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(
     extern __shared__ char memory[];
     unsigned base = (shared_address(memory) + 1023) & ~1023u;
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+#if GATHERS
+    // The blocks that have something to do whatever the row's length are the first to find room.
+    int rank = blockIdx.x / heads, head = blockIdx.x % heads, row = blockIdx.y;
+#else
     int rank = SPLIT > 1 ? blockIdx.x % SPLIT : 0, head = blockIdx.x / SPLIT, row = blockIdx.y;
+#endif
     int worker = rank * WARPS + warp, quad = lane >> 2, place = lane & 3;
     [[maybe_unused]] unsigned merging = base + AT_BARRIERS + WARPS * STAGES * 8;
     unsigned ring = base + warp * RING, barriers = base + AT_BARRIERS + warp * STAGES * 8;
@@ -179,8 +185,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(
     q_factors = ((const uint2*)q_weight)[lane];
     k_factors = ((const uint2*)k_weight)[lane];
 #endif
-    if (early) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    else asm volatile("griddepcontrol.wait;" ::: "memory");
+    // With 8 rows, whose blocks are clusters, steps are slower so.
+    if (early && GATHERS) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    if (!early) asm volatile("griddepcontrol.wait;" ::: "memory");
     // The row's pages go round the workers. The new token is behind them, and the worker's whose turn it is.
     int context = lengths[row] - 1, pages = (context + PAGE - 1) / PAGE;
     int blocks = 1;

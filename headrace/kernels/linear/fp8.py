@@ -52,10 +52,10 @@ def fp8_linear(
         batch_invariant: a row comes out bitwise the same in any batch; on Hopper alone.
     """
     dtype = out_dtype or x.dtype
-    single = None if batch_invariant else cuda_single.fp8_linear(x, weight, bias, dtype)
-    if single is not None:
-        return single
-    x = x if isinstance(x, Fp8Rows) else round_rows(x, weight.group)
+    if not batch_invariant and (y := cuda_single.fp8_linear(x, weight, bias, dtype)) is not None:
+        return y
+    if isinstance(x, torch.Tensor):
+        return fp8_linear(round_rows(x, weight.group), weight, bias, dtype, batch_invariant=batch_invariant)
     rows = x.rows
     if not rows:
         return x.scales.new_empty(0, len(weight.codes), dtype=dtype)

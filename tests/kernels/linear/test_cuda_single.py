@@ -144,8 +144,10 @@ def test_shapes(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None
         assert torch.equal(fp8_linear(floats, weight, None, kind), fp8_linear(round_rows(floats, shape[0]), weight, None, kind))
     even = shape[1] // 2 * 2
     both = fp8_linear_gated(rounded, weight._replace(codes=weight.codes[:even], scales=weight.scales[:even]))
-    assert both is not None
-    torch.testing.assert_close(both, silu_mul(wanted[:, :even].bfloat16()), atol=2e-2, rtol=2e-2)
+    # Lines of an odd number of pieces are not shared by gate and up.
+    assert (both is None) == (shape[0] == 5120)
+    if both is not None:
+        torch.testing.assert_close(both, silu_mul(wanted[:, :even].bfloat16()), atol=2e-2, rtol=2e-2)
     assert not counters("single", x.device).any()
 
 

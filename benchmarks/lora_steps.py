@@ -7,6 +7,7 @@ are random. Each row of the table is one batch in which all sequences have no ad
 of them; decode steps replay CUDA graphs of exactly so many rows, and a prompt of --prompt tokens is one step. Answers are those
 of the workloads batch8 and batch64: prompts of 256 tokens with 256 more each. Times are the best of --repeats. Before them come
 the first step of a prompt beside decode rows, all with adapters, and the longest decode step while another adapter is read.
+With --adapters 0 the engine takes none, and all of its steps are the base model's.
 """
 
 from __future__ import annotations
@@ -65,8 +66,9 @@ class Bench:
         from transformers import AutoConfig
 
         self._llm = LLM(
-            str(options.model), load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False, enable_lora=True,
-            max_loras=options.adapters, max_lora_rank=options.rank, max_num_seqs=max(options.batch),
+            str(options.model), load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False,
+            enable_lora=options.adapters > 0, max_loras=max(options.adapters, 1), max_lora_rank=options.rank,
+            max_num_seqs=max(options.batch),
             max_model_len=options.prompt + 64, max_num_batched_tokens=options.prompt, graph_capture_seconds=0,
         )  # fmt: skip
         config = AutoConfig.from_pretrained(options.model)
@@ -82,7 +84,8 @@ class Bench:
 
     def capture(self, batches: list[int]) -> None:
         graphs = self._core.executor.runner._graphs  # type: ignore[attr-defined]
-        shapes = [Shape(rows, 0, 1, adapters) for rows, adapters in itertools.product(batches, (False, True))]
+        kinds = (False, True) if self.adapters else (False,)
+        shapes = [Shape(rows, 0, 1, adapters) for rows, adapters in itertools.product(batches, kinds)]
         with torch.inference_mode():
             for shape in (*shapes, *(SampleShape(rows, False) for rows in batches)):
                 graphs._try_to_capture(shape, padding=True)
@@ -196,21 +199,24 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as directory:
         bench = Bench(options, Path(directory))
-        kinds = {"base": [None], "one": bench.adapters[:1], "all": bench.adapters}
+        kinds: dict[str, list[AdapterRef | None]] = {"base": [None]}
+        if bench.adapters:
+            kinds |= {"one": bench.adapters[:1], "all": bench.adapters}
 
         def add(what: str, run: Callable[[list[AdapterRef | None]], float], names: list[str]) -> None:
             times = {name: run(kinds[name]) for name in names}
             rows.append({"what": what, **times, **{f"{name} / base": times["base"] / times[name] for name in names[1:]}})
             print(" ".join(f"{k} {v if isinstance(v, str) else round(v, 3)}" for k, v in rows[-1].items()), flush=True)
 
-        print(f"first step of a prompt beside decode rows {bench.beside():.1f}, again {bench.beside():.1f}", flush=True)
-        print("reading {:.2f} s, median step {:.2f}, longest {:.2f}".format(*bench.reading()), flush=True)
+        if bench.adapters:
+            print(f"first step of a prompt beside decode rows {bench.beside():.1f}, again {bench.beside():.1f}", flush=True)
+            print("reading {:.2f} s, median step {:.2f}, longest {:.2f}".format(*bench.reading()), flush=True)
         for batch in options.batch:
-            names = ["base", "one", "all"] if batch > 1 else ["base", "one"]
+            names = list(kinds) if batch > 1 else list(kinds)[:2]
             add(f"decode {batch}", lambda adapters, batch=batch: bench.decode(batch, adapters), names)  # type: ignore[misc]
             if batch > 1:
                 add(f"answers {batch}", lambda adapters, batch=batch: bench.answers(batch, adapters), names)  # type: ignore[misc]
-        add(f"prefill {options.prompt}", lambda adapters: bench.prefill(options.prompt, adapters), ["base", "one"])
+        add(f"prefill {options.prompt}", lambda adapters: bench.prefill(options.prompt, adapters), list(kinds)[:2])
     if options.json is not None:
         options.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}, indent=1) + "\n")
 

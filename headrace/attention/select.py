@@ -130,12 +130,7 @@ def refusals(
 
 
 def choose(
-    spec: AttentionSpec,
-    device: str,
-    dtype: str,
-    kv_dtype: str | None = None,
-    modes: Modes = NO_MODES,
-    requested: str = "auto",
+    spec: AttentionSpec, device: str, dtype: str, kv_dtype: str | None = None, modes: Modes = NO_MODES, requested: str = "auto"
 ) -> BackendChoice:
     """The backend for a layer.
 

@@ -67,10 +67,5 @@ def _show_all(context: typer.Context, wanted: bool) -> None:
 
 HELP_ALL = Annotated[
     bool,
-    typer.Option(
-        "--help-all",
-        help="Show all options, and more about these.",
-        callback=_show_all,
-        is_eager=True,
-    ),
+    typer.Option("--help-all", help="Show all options, and more about these.", callback=_show_all, is_eager=True),
 ]

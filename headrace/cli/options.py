@@ -33,15 +33,7 @@ from headrace.constrain.fields import folded
 from headrace.errors import ConfigError, RequestError
 from headrace.host.clock import process_start
 from headrace.host.user_files import check_output
-from headrace.options import (
-    DEBUGGING,
-    PANELS,
-    Option,
-    check_value,
-    from_json,
-    is_declared,
-    options,
-)
+from headrace.options import DEBUGGING, PANELS, Option, check_value, from_json, is_declared, options
 from headrace.processes.spawn import Spawned, spawn
 from headrace.sampling_params import SamplingParams, StructuredOutputsParams
 from headrace.sources.locate import locate

@@ -30,11 +30,7 @@ class GrammarMatcher:
     """
 
     def __init__(
-        self,
-        matcher: LLMatcher,
-        vocab_size: int,
-        end_token_ids: Iterable[int] = (),
-        digits: frozenset[int] | None = None,
+        self, matcher: LLMatcher, vocab_size: int, end_token_ids: Iterable[int] = (), digits: frozenset[int] | None = None
     ) -> None:
         """``digits``: tokens of digits alone, for JSON, which ends wherever equal tokens or digits follow each other; empty:
         outputs that repeat themselves end where they are complete; None: they do not end so soon. ``_LOST`` tokens end all of

@@ -34,12 +34,7 @@ class StateSchedule:
     """
 
     def __init__(
-        self,
-        kv: KVCacheManager,
-        states: StateBlocks,
-        cache: CacheConfig,
-        config: SchedulerConfig,
-        clock: Callable[[], float],
+        self, kv: KVCacheManager, states: StateBlocks, cache: CacheConfig, config: SchedulerConfig, clock: Callable[[], float]
     ) -> None:
         if config.decode_tokens > 1:
             raise ConfigError("drafts are for models without state layers: a state cannot be cut back to fewer tokens")

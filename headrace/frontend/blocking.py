@@ -23,6 +23,7 @@ from headrace.frontend.pending import PendingRequests
 from headrace.frontend.progress import ProgressBar
 from headrace.frontend.replicated import ReplicatedEngine, start_replicas
 from headrace.frontend.streams import new_output
+from headrace.host.garbage import frozen_meanwhile
 from headrace.metrics.stats import EngineStats
 from headrace.outputs import OutputDelta, RequestOutput
 from headrace.startup.source import FileSource
@@ -167,7 +168,7 @@ class BlockingClient:
             text = None if tokenizer is None else tokenizer.token_text
             try:
                 progress_bar = ProgressBar(len(requests), shown=progress)
-                with progress_bar.bar, deferred_interrupt() as interrupted:
+                with progress_bar.bar, frozen_meanwhile(), deferred_interrupt() as interrupted:
                     for delta in self._deltas(engine, requests, outputs, interrupted):
                         output = outputs[delta.request_id]
                         output.add(delta, text)

@@ -159,11 +159,7 @@ class InputProcessor:
         """Texts that spell a special token or a marker of the model's answers."""
         return self._grammars.special_texts
 
-    def chat_prompt(
-        self,
-        messages: Any,
-        **options: Any,
-    ) -> TokensPrompt | MultiModalPrompt:
+    def chat_prompt(self, messages: Any, **options: Any) -> TokensPrompt | MultiModalPrompt:
         """Normalise, render and tokenise a conversation. Loads its media, and waits for them: ``loaded_chat_prompt`` does not.
 
         Args:

@@ -12,14 +12,7 @@ from headrace.frontend.pending import prompt_list
 from headrace.frontend.pooling import EmbedOptions, PoolingBatch, PoolingInputs, ScoreOptions
 from headrace.frontend.progress import bar_shown
 from headrace.options import shown
-from headrace.outputs import (
-    ClassificationOutput,
-    EmbeddingOutput,
-    PoolingOutput,
-    PoolingRequestOutput,
-    ScoringOutput,
-    T,
-)
+from headrace.outputs import ClassificationOutput, EmbeddingOutput, PoolingOutput, PoolingRequestOutput, ScoringOutput, T
 
 Make = Callable[[PoolingInputs, str, AdapterRef | None], PoolingBatch[T]]
 """(what makes requests, prefix of their ids, their adapter) -> the requests of a call."""

@@ -122,12 +122,7 @@ class _JobProcess:
     """One of them, which starts with its first job."""
 
     def __init__(
-        self,
-        module: str,
-        decode: Callable[[Data], Any],
-        limits: ProcessLimits,
-        purpose: str,
-        setup: Callable[[], bytes] | None,
+        self, module: str, decode: Callable[[Data], Any], limits: ProcessLimits, purpose: str, setup: Callable[[], bytes] | None
     ) -> None:
         self._module = module
         self._decode = decode

@@ -1,6 +1,6 @@
 """Kernels in CUDA C++: NVRTC compiles them when they are first needed, and the driver launches them.
 
-NVRTC comes with PyTorch's builds for CUDA. It needs no compiler of the host's, and sources include no file but ``hopper.cuh``.
+NVRTC comes with PyTorch's builds for CUDA. It needs no compiler of the host's, and sources include no files but headers here.
 Binaries are kept in the user's cache directory, under a digest of all that they depend on.
 
 All kernels here are for Hopper, and start while the previous kernel still runs (``triton_pdl.py`` says what they owe it).
@@ -26,7 +26,7 @@ from headrace.kernels import support
 from headrace.sources.user_cache import cache_directory, keep
 
 ARCHITECTURE = "sm_90a"
-_HEADER = Path(__file__).with_name("hopper.cuh")
+_HEADERS = sorted(Path(__file__).parent.rglob("*.cuh"))
 _OPTIONS = (f"--gpu-architecture={ARCHITECTURE}", "-std=c++17", "-default-device")
 
 compiling: ContextVar[Executor | None] = ContextVar("compiling", default=None)
@@ -122,7 +122,7 @@ class CudaKernel:
             if self._binary is None:
                 source = self._source.read_bytes()
                 options = (*_OPTIONS, *(f"-D{name}={value}" for name, value in sorted(self._macros.items())))
-                digest = hashlib.sha256(source + _HEADER.read_bytes())
+                digest = hashlib.sha256(b"".join([source, *_headers()]))
                 digest.update("\0".join((nvrtc_version(), *options)).encode())
                 file = binaries() / f"{self._source.stem}-{digest.hexdigest()[:24]}.cubin"
                 try:
@@ -256,6 +256,10 @@ def _nvrtc() -> ctypes.CDLL:
         raise OSError(f"{name} is not installed: pip install nvidia-cuda-nvrtc") from None
 
 
+def _headers() -> list[bytes]:
+    return [file.read_bytes() for file in _HEADERS]
+
+
 def _compile(source: bytes, name: str, options: tuple[str, ...]) -> bytes:
     """Returns the binary. Threads may compile at the same time.
 
@@ -263,11 +267,12 @@ def _compile(source: bytes, name: str, options: tuple[str, ...]) -> bytes:
         RuntimeError: with what NVRTC says of the source.
     """
     nvrtc, program, size = _nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
-    headers, names = (ctypes.c_char_p(text) for text in (_HEADER.read_bytes(), _HEADER.name.encode()))
-    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, name.encode(), 1, ctypes.byref(headers), ctypes.byref(names))
+    headers = ctypes.c_char_p * len(_HEADERS)
+    texts, names = headers(*_headers()), headers(*(file.name.encode() for file in _HEADERS))
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, name.encode(), len(_HEADERS), texts, names)
     try:
-        texts = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-        if nvrtc.nvrtcCompileProgram(program, len(options), texts):
+        given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        if nvrtc.nvrtcCompileProgram(program, len(options), given):
             nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
             log = ctypes.create_string_buffer(size.value)
             nvrtc.nvrtcGetProgramLog(program, log)

@@ -51,19 +51,22 @@ class Late:
 
 def dispatch(
     reference: Callable[Concatenate[torch.Tensor, P], R],
-    kernel: Callable[[], Callable[Concatenate[torch.Tensor, P], R]],
+    kernel: str | None = "triton",
     native: Callable[Concatenate[torch.Tensor, P], R | None] | None = None,
 ) -> Callable[Concatenate[torch.Tensor, P], R]:
     """Calls the kernel if the first argument is on a GPU, and else the reference. All have the same signature.
 
-    ``kernel`` returns the kernel, whose module is imported then. ``native`` computes on a CPU, or returns None for tensors
-    that it does not support.
+    Args:
+        kernel: the module beside the reference's where the kernel has the reference's name, less ``_ref``; None: there is none.
+        native: computes on a CPU, or returns None for tensors that it does not support.
     """
+    module = None if kernel is None else Late(f"{reference.__module__.rpartition('.')[0]}.{kernel}")
+    name = reference.__name__.removesuffix("_ref")
 
     @functools.wraps(reference)
     def run(x: torch.Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        if takes(x):
-            return kernel()(x, *args, **kwargs)
+        if module is not None and takes(x):
+            return getattr(module, name)(x, *args, **kwargs)  # type: ignore[no-any-return]
         if native is not None and (found := native(x, *args, **kwargs)) is not None:
             return found
         return reference(x, *args, **kwargs)

@@ -23,7 +23,7 @@ class Mark:
     """An event in the device's current stream that the host can wait for; a no-op on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
 
     def set(self) -> None:
         """Records the event after all launched work."""
@@ -40,7 +40,7 @@ class SideStream:
     """Work of the device beside that of its current stream; on a CPU, the work is done where it is launched."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @contextlib.contextmanager
     def launching(self) -> Iterator[None]:

@@ -5,9 +5,6 @@ kernel touches. Since all kernels do, this covers all previous ones.
 See the CUDA programming guide, "Programmatic Dependent Launch and Synchronization".
 """
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import functools

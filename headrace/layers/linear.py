@@ -54,7 +54,7 @@ class Linear(nn.Module):
 
     def forward(self, x: Activations) -> torch.Tensor:
         """``[..., in_features] -> [..., out_features]``. ``Fp8Rows`` are for a layer that has ``rounds``."""
-        factors = None if self.lora is None else self.lora.factors
+        factors = None if self.lora is None else self.lora.factors(x.rows if isinstance(x, Fp8Rows) else len(x))
         if factors is not None:
             return self.method.apply_adapted(self, x, factors)
         return self.method.apply_rounded(self, x) if isinstance(x, Fp8Rows) else self.method.apply(self, x)
@@ -63,7 +63,7 @@ class Linear(nn.Module):
         """``silu_mul`` of the result for ``[T, in_features]``, where one kernel computes both; None: none does."""
         if self.bias is not None or self.out_dtype is not None:
             return None
-        factors = None if self.lora is None else self.lora.factors
+        factors = None if self.lora is None else self.lora.factors(x.rows if isinstance(x, Fp8Rows) else len(x))
         if isinstance(x, Fp8Rows):
             return None if factors is not None else self.method.apply_rounded_gated(self, x)
         if factors is not None:

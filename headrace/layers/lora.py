@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from headrace.kernels.lora import ExpertFactors, Factors, Segment
+from headrace.kernels.lora import Factors, Segment
+from headrace.kernels.moe.reference import ExpertFactors
 
 NO_ADAPTER = -1
 """Place of tokens that the base model serves."""
@@ -33,10 +34,27 @@ class LoraRows:
     """Runs of tokens with one adapter; empty: every token is the base model's."""
     places: torch.Tensor | None = None
     """``[T]`` int32 on a GPU: token -> place of its adapter, or ``NO_ADAPTER``; None on a CPU."""
+    wanted: LoraRows | None = None
+    """Those of the wanted tokens, which the last matrices of the pass get alone; None: they get all."""
+    num_wanted: int = 0
 
     def clear(self) -> None:
         """Gives every token to the base model."""
-        self.segments, self.places = (), None
+        self.segments, self.places, self.wanted = (), None, None
+
+    def want(self, tokens: torch.Tensor) -> None:
+        """Matrices get all tokens of the pass, or those of ``tokens [N]`` alone, which are fewer."""
+        if self.places is not None:
+            self.wanted = LoraRows(self.segments, self.places[tokens])
+        else:
+            held = {token: place for start, end, place in self.segments for token in range(start, end)}
+            places = enumerate(held.get(token) for token in tokens.tolist())
+            self.wanted = LoraRows([Segment(index, index + 1, place) for index, place in places if place is not None])
+        self.num_wanted = len(tokens)
+
+    def of(self, count: int) -> LoraRows:
+        """Returns the adapters of a matrix's ``count`` rows."""
+        return self if self.wanted is None or count != self.num_wanted else self.wanted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,10 +117,9 @@ class LoraTables:
             a[first : first + rank].copy_(part.a)
             b[part.row : part.row + len(part.b), :rank].copy_(part.b)
 
-    @property
-    def factors(self) -> Factors | None:
-        """None: no token of the step has an adapter."""
-        rows = self._rows
+    def factors(self, count: int) -> Factors | None:
+        """Returns those of a call with so many tokens; None: none of them has an adapter."""
+        rows = self._rows.of(count)
         return Factors(self.a, self.b, self.ends, rows.segments, rows.places) if rows.segments else None
 
 
@@ -114,10 +131,9 @@ class ExpertTables:
     gate_up: LoraTables
     down: LoraTables
 
-    @property
-    def factors(self) -> ExpertFactors | None:
-        """None: no token of the step has an adapter."""
-        rows, gate_up, down = self.rows, self.gate_up, self.down
+    def factors(self, count: int) -> ExpertFactors | None:
+        """Returns those of a call with so many tokens; None: none of them has an adapter."""
+        rows, gate_up, down = self.rows.of(count), self.gate_up, self.down
         if not rows.segments:
             return None
         return ExpertFactors((gate_up.a, gate_up.b), (down.a, down.b), rows.segments, rows.places)

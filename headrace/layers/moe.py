@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from headrace.config import MemoryLine
-from headrace.kernels.lora import ExpertFactors
 from headrace.kernels.moe import choose_experts, held_experts, moe_mlp, router_logits
 from headrace.kernels.moe.codes import ExpertCodes
+from headrace.kernels.moe.reference import ExpertFactors
 from headrace.layers.linear import Linear, packed_memory
 from headrace.layers.lora import ExpertTables
 from headrace.layers.mlp import GatedMLP, SquaredMLP, build_mlp
@@ -113,7 +113,7 @@ class Experts(nn.Module):
         ``plus`` of the same shape is added, each rank its own."""
         if self.spec.held is not None:
             experts = held_experts(experts, *self.spec.held)
-        adapters = None if self.lora is None else self.lora.factors
+        adapters = None if self.lora is None else self.lora.factors(len(x))
         return self.method.apply(self, x, experts, weights, plus, adapters, prepared)
 
     def gate_up(self) -> torch.Tensor | ExpertCodes:

@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from headrace.config import EngineArgs, MemoryLine
 from headrace.errors import ConfigError
 from headrace.kernels.lora import STEP_SIZES, Segment
 from headrace.layers.linear import FusedLinear, Linear
@@ -74,9 +75,9 @@ class AdapterTargets:
     memory: torch.Tensor
     """``[places, numbers]``: what all layers have of the adapter in each place."""
 
-    @property
-    def nbytes(self) -> int:
-        return self.memory.nbytes
+    def memory_line(self, args: EngineArgs) -> MemoryLine:
+        why = f"{args.max_loras} of rank {args.max_lora_rank} at once (max_loras, max_lora_rank)"
+        return MemoryLine("LoRA adapters", self.memory.nbytes, why)
 
     def warm_up(self, most_tokens: int) -> None:
         """Runs a layer of each shape on tokens of no adapter, so that the kernels are compiled before a step needs them. For a

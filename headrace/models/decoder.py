@@ -99,6 +99,7 @@ class DecoderLayer(nn.Module):
     state_name = "linear_attn"
     """Attribute of the state mixer, which names it in checkpoints."""
     norm_class: type[RMSNorm] = RMSNorm
+    """Class of its norms, and of the final one."""
     group: Group = ALONE
     """The tensor-parallel ranks, of which each has a part of the layer."""
 
@@ -188,8 +189,6 @@ class Decoder(nn.Module):
     """A causal language model with uninitialised parameters. Tied embeddings and ``lm_head`` share one parameter."""
 
     layer_class: type[DecoderLayer] = DecoderLayer
-    norm_class: type[RMSNorm] = RMSNorm
-    """Class of the final norm."""
     group: Group = ALONE
     """The tensor-parallel ranks, of which each has a model of its part."""
 
@@ -200,7 +199,7 @@ class Decoder(nn.Module):
         rows, start = (spec.vocab_size, None) if shard is None else (shard.vocab_rows, shard.vocab_start)
         self.embed_tokens = Embedding(rows, spec.hidden_size, start=start, dtype=dtype, device=device)
         self.layers = nn.ModuleList(self.layer_class(spec, index, dtype, device) for index in range(spec.num_layers))
-        self.norm = self.norm_class(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
+        self.norm = self.layer_class.norm_class(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
         self.lm_head = Linear(
             spec.hidden_size, spec.head_rows, dtype=dtype, device="meta" if spec.tie_word_embeddings else device
         )
@@ -241,7 +240,7 @@ class Decoder(nn.Module):
         """Returns whether ``forward_wanted`` can compute the step."""
         step = ctx.step
         usual = step.sparse is None and step.visible_ends is None and ctx.kinds is None and self.fused is None
-        return usual and not inputs.extras and not inputs.adapters and cast(DecoderLayer, self.layers[-1]).selects
+        return usual and not inputs.extras and cast(DecoderLayer, self.layers[-1]).selects
 
     @torch.inference_mode()
     def forward_wanted(self, inputs: ModelInputs, ctx: ForwardContext, wanted: WantedTokens) -> torch.Tensor:
@@ -249,6 +248,8 @@ class Decoder(nn.Module):
         others."""
         states, last = HiddenStates(inputs.embedded(self.embed)), self.spec.num_layers - 1
         self.run_layers(states, inputs, ctx, range(last))
+        if self.adapter_targets is not None:
+            self.adapter_targets.rows.want(wanted.tokens)
         self.run_layers(states, inputs, dataclasses.replace(ctx, wanted=wanted), range(last, last + 1))
         return self.last_norm(states.x, states.residual)
 

@@ -221,7 +221,9 @@ class _Native:
         if args.enable_lora:
             dtype = getattr(torch, config.dtype)
             slots, rank, modules = args.max_loras, args.max_lora_rank, args.lora_target_modules
-            model.adapter_targets = add_tables(model, table, modules, slots, rank, dtype, config.device)
+            targets = add_tables(model, table, modules, slots, rank, dtype, config.device)
+            model.adapter_targets = targets
+            report = dataclasses.replace(report, memory=(*report.memory, targets.memory_line(args)))
         round_norms(model)
         lay_together(model)
         layers = fuse(model)

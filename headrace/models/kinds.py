@@ -52,6 +52,12 @@ def model_tensors(model: Any) -> ModelTensors:
     return ModelTensors(weights, kept)
 
 
+def warm_up(model: Any, most_tokens: int) -> None:
+    """Runs what steps of at most so many tokens may need and the largest one has not, on a GPU."""
+    if (targets := adapter_targets(model)) is not None:
+        targets.warm_up(most_tokens)
+
+
 def from_files(model: Any) -> set[str]:
     """Names of tensors that only the model's files write: experts in formats to which no floats are rounded."""
     if not isinstance(model, Decoder):

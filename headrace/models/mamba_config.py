@@ -12,13 +12,14 @@ from headrace.models.hf_config import HFConfig, required, uniform
 from headrace.models.moe_config import must_be
 
 
-def mamba2_specs(config: HFConfig, count: int, inner: int) -> tuple[StateSpec, ...]:
+def mamba2_specs(config: HFConfig, count: int, inner: int | None = None) -> tuple[StateSpec, ...]:
     """Returns the state layers of configurations with ``mamba_*`` fields.
 
     Args:
         count: their number.
-        inner: channels of all heads together.
+        inner: channels of all heads together; None: ``mamba_expand`` times as many as a token has.
     """
+    inner = required(config, "mamba_expand") * required(config, "hidden_size") if inner is None else inner
     heads, head_dim = required(config, "mamba_n_heads"), uniform(config, "mamba_d_head", "auto")
     width = inner // heads if head_dim == "auto" else required(config, "mamba_d_head")
     if heads * width != inner:

@@ -19,8 +19,7 @@ def mixed_specs(
     Args:
         bias: the gated MLPs have biases.
     """
-    dense = dense_specs(config, bias=bias)
-    return tuple(moe if is_mixture(layer) else spec for layer, spec in enumerate(dense))
+    return tuple(moe if is_mixture(layer) else spec for layer, spec in enumerate(dense_specs(config, bias=bias)))
 
 
 def stepped_specs(config: HFConfig, moe: MoeSpec) -> tuple[MlpSpec, ...]:
@@ -102,11 +101,11 @@ def number(config: HFConfig, name: str, default: float, *, above: float | None =
     return float(value)
 
 
-def experts_of(config: HFConfig, count: str, top_k: str) -> dict[str, Any]:
-    """Reads the fields of a MoeSpec that all families have. ``count``, ``top_k``: names of the config's fields."""
+def experts_of(config: HFConfig, count: str, top_k: str, width: str = "moe_intermediate_size") -> dict[str, Any]:
+    """Reads the fields of a MoeSpec that all families have. The other arguments are names of the config's fields."""
     return {
         "num_experts": required(config, count),
         "top_k": required(config, top_k),
-        "intermediate_size": required(config, "moe_intermediate_size"),
+        "intermediate_size": required(config, width),
         "act": activation(config),
     }

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from headrace.config import EngineArgs
+from headrace.config import EngineArgs, MemoryLine
 from headrace.layers.linear import Linear
 from headrace.layers.moe import Experts
 from headrace.model_spec import AnySpec, ForeignSpec
@@ -19,13 +19,13 @@ from headrace.quant.registry import find, head_quantization
 from headrace.weights.names import HEAD, layer_names
 
 
-def adapter_bytes(model: AnySpec, dtype: str, args: EngineArgs) -> int:
-    """Returns the bytes of the tables of adapters that an engine with these arguments has beside a native model's weights."""
+def adapter_lines(model: AnySpec, dtype: str, args: EngineArgs) -> list[MemoryLine]:
+    """Returns what the tables of adapters take that an engine with these arguments has beside a native model's weights."""
     if not args.enable_lora or isinstance(model, ForeignSpec):
-        return 0
+        return []
     built, modules = registry.build(model, dtype, "meta"), args.lora_target_modules
     places, rank, names = args.max_loras, args.max_lora_rank, registry.name_table(model)
-    return add_tables(built, names, modules, places, rank, getattr(torch, dtype), "meta").nbytes
+    return [add_tables(built, names, modules, places, rank, getattr(torch, dtype), "meta").memory_line(args)]
 
 
 def weight_bytes(

@@ -10,9 +10,8 @@ import torch
 
 from headrace.errors import ConfigError
 from headrace.kernels import native
-from headrace.kernels.lora import ExpertFactors
 from headrace.kernels.moe.native import PackedExperts
-from headrace.kernels.moe.reference import run_adapted
+from headrace.kernels.moe.reference import ExpertFactors, run_adapted
 from headrace.kernels.native import NativeKernels
 from headrace.layers.moe import Experts, ExpertsMethod
 from headrace.layers.stored import Codes, QuantSpec, StoredMatrix

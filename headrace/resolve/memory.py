@@ -9,7 +9,7 @@ import typing
 from headrace.config import CacheConfig, EngineArgs
 from headrace.errors import ConfigError, MemoryConfigError, human_size
 from headrace.model_spec import AnySpec, Arena, CacheGroup, ModelSpec, StateGroup, block_sizes, cache_groups
-from headrace.models.size import adapter_bytes, weight_bytes
+from headrace.models.size import adapter_lines, weight_bytes
 from headrace.parallel.layout import largest
 from headrace.resolve.facts import DecisionLog, DeviceFacts
 
@@ -36,7 +36,7 @@ def estimated_room(args: EngineArgs, model: AnySpec, dtype: str, quantization: s
             "free",
             "model",
         )
-    room = device.available_memory - weights - adapter_bytes(whole, dtype, args)
+    room = device.available_memory - weights - sum(line.nbytes for line in adapter_lines(whole, dtype, args))
     if device.cuda:
         room -= CUDA_SLACK + int((1 - args.gpu_memory_utilization) * device.total_memory)
     return room

@@ -155,13 +155,7 @@ class Router:
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        num_replicas: int,
-        block_size: int,
-        *,
-        by_priority: bool = False,
-        max_queue_len: int = 2**31 - 1,
+        self, policy: Policy, num_replicas: int, block_size: int, *, by_priority: bool = False, max_queue_len: int = 2**31 - 1
     ) -> None:
         """``block_size``: of the replicas' KV caches."""
         self.loads = Loads(num_replicas)

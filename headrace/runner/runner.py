@@ -89,6 +89,8 @@ class ModelRunner:
         self._prompts = PromptResults(model)
         self._refused: dict[int, Failure] = {}
         """slot -> why its sequence cannot be served."""
+        self._unheard: list[NewSequence] = []
+        """New sequences that the sampler has not heard of: it does while the device runs their first step's model."""
         self._tainted = config.cache.mixed
         """There may be KV that is not finite in blocks that are free, or will be."""
         self._graphs = self._make_graphs()
@@ -158,6 +160,8 @@ class ModelRunner:
         step = self._unsampled = StepHandle.begin(plan.step, self.device)
         if plan.rows:
             self._run_model(plan, step)
+        self._tell_sampler()
+        step.refused = self._refusals(plan)
         return step
 
     def _run_model(self, plan: StepPlan, step: StepHandle) -> None:
@@ -183,7 +187,6 @@ class ModelRunner:
         if plan.layers is not None:
             self._run_piece(plan, plan.layers, step, own.num_logits_rows)
         step.rows = own if rows.unfinished.any() else rows
-        step.refused = self._refusals(plan)
         self.slots.end(step.rows)
         for part in self.parts:
             part.end(step.rows, step)
@@ -372,6 +375,11 @@ class ModelRunner:
         known = [self._with_known_tokens(seq) for seq in plan.new]
         self.slots.take(known)
         for seq in known:
+            self._prompts.add(seq)
+        self._unheard = known
+
+    def _tell_sampler(self) -> None:
+        for seq in self._unheard:
             try:
                 self.sampler.add(seq.slot, seq)
             except RequestError as error:
@@ -379,7 +387,7 @@ class ModelRunner:
             except Exception as error:
                 logger.exception("sequence %d cannot be sampled", seq.seq_id)
                 self._refused[seq.slot] = Failure(f"the request cannot be sampled: {type(error).__name__}: {error}")
-            self._prompts.add(seq)
+        self._unheard = []
 
     def _with_known_tokens(self, seq: NewSequence) -> NewSequence:
         """An id outside the vocabulary would take the whole step down: its sequence is refused and goes on with others."""

@@ -119,7 +119,7 @@ class Sampler:
         return self._penalties.nbytes
 
     def add(self, slot: int, seq: NewSequence) -> None:
-        """Initialises a slot for its new sequence.
+        """Initialises a slot for its new sequence, whose ``sampling_state`` ``send`` brings up to date.
 
         After an exception no feature applies to the slot, and steps may still have rows of it.
         """
@@ -129,6 +129,10 @@ class Sampler:
         except Exception:
             self.remove(slot)
             raise
+
+    def send(self) -> None:
+        """Launches the transfer of what was added to ``sampling_state``, which replays of a captured sampler read."""
+        self._topk_topp.send()
 
     def remove(self, slot: int) -> None:
         """Clears a slot, whatever of ``add`` has been done."""

@@ -70,6 +70,8 @@ class TopKTopPSampler:
         """0 where the best token is always taken."""
         self.keys = torch.zeros(num_slots, 3, dtype=torch.int64, device=device)
         """Low and high word of the seed, and the sample's index."""
+        self._added: dict[int, tuple[float, tuple[float, ...], tuple[int, ...]]] = {}
+        """slot -> its rows of ``temperatures``, ``params`` and ``keys``, which are not on their way yet."""
 
     def add(self, slot: int, seq: NewSequence) -> None:
         p = seq.sampling
@@ -81,12 +83,23 @@ class TopKTopPSampler:
         self._kind[slot] = _kind_of(p, filtered)
         self._width[slot] = self._first_width(top_k)
         self._by_mass[slot] = not limited and p.top_p < 1.0 and p.min_p == 0.0
-        row = np.array([temperature, top_k, p.top_p, p.min_p])
-        self.params[slot].copy_(upload(row, self._device), non_blocking=True)
-        takes_best = self._kind[slot] in (GREEDY, TOP_1)
-        self.temperatures[slot : slot + 1].fill_(0.0 if takes_best else temperature)
-        key = np.array([*seed_words(seq.seed), seq.sample_index])
-        self.keys[slot].copy_(upload(key, self._device), non_blocking=True)
+        used = 0.0 if self._kind[slot] in (GREEDY, TOP_1) else temperature
+        filters = (temperature, top_k, p.top_p, p.min_p)
+        self._added[slot] = used, filters, (*seed_words(seq.seed), seq.sample_index)
+
+    def send(self) -> None:
+        """Sends the rows of slots that were added since the last call, in one transfer."""
+        if not self._added:
+            return
+        temperatures, params, keys = zip(*self._added.values(), strict=True)
+        floats = np.column_stack((temperatures, params)).astype(np.float64)
+        words = np.column_stack((list(self._added), keys, floats.view(np.int64)))
+        sent = upload(words, self._device)
+        slots, floating = sent[:, 0], sent[:, 4:].view(torch.float64)
+        self.keys.index_copy_(0, slots, sent[:, 1:4])
+        self.temperatures.index_copy_(0, slots, floating[:, 0].float())
+        self.params.index_copy_(0, slots, floating[:, 1:])
+        self._added.clear()
 
     def remove(self, slot: int) -> None:
         """Makes the slot one that takes the best token."""
@@ -104,6 +117,7 @@ class TopKTopPSampler:
 
     def sample(self, logits: torch.Tensor, rows: LogitsRows, maxima: torch.Tensor | None = None) -> SampledTokens:
         """Samples a token for each row of ``logits [N, vocab]`` float32. ``maxima``: their ``block_maxima``, if known."""
+        self.send()
         if gpu.takes(logits):
             return self._sample_by_kernels(logits, rows)
         maxima = block_maxima(logits) if maxima is None else maxima

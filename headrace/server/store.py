@@ -110,12 +110,7 @@ class ResponseStore:
         self._put(tenant, identity, Stored(earlier, input_items))
 
     def finish(
-        self,
-        tenant: str,
-        identity: str,
-        response: bytes,
-        output: tuple[StoredItem, ...],
-        transcript: Transcript | None = None,
+        self, tenant: str, identity: str, response: bytes, output: tuple[StoredItem, ...], transcript: Transcript | None = None
     ) -> None:
         """Stores a response that was begun, unless it had to make room for others since."""
         shelf = self._shelves.get(tenant)

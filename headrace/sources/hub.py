@@ -127,12 +127,7 @@ def _gguf_sizes(repo_id: str, revision: str | None) -> dict[str, int]:
 def _reported(repo_id: str, revision: str | None) -> Iterator[None]:
     """Errors of the hub's client as ConfigErrors."""
     from huggingface_hub import constants
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HFValidationError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     name = repo_id if revision is None else f"{repo_id} (revision {revision})"
     try:

@@ -53,11 +53,7 @@ class KnownProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def profiled(
-    model: Model,
-    config: EngineConfig,
-    device: DeviceFacts,
-    ranks: Agreement,
-    encode: Sequence[Callable[[], object]],
+    model: Model, config: EngineConfig, device: DeviceFacts, ranks: Agreement, encode: Sequence[Callable[[], object]]
 ) -> tuple[Profile, bool]:
     """The profile of the model on its GPU, and whether it is known from an earlier start, which it is for all ranks or none.
 

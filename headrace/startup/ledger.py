@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.config import Decision, EngineArgs, EngineConfig, MemoryLine
+from headrace.config import Decision, EngineConfig, MemoryLine
 from headrace.engine.info import IN_USE_BY_OTHERS, NOT_USED
 from headrace.errors import human_size
 from headrace.model_spec import ModelSpec
-from headrace.models.adapters import adapter_targets
-from headrace.models.interface import Model
-from headrace.models.size import adapter_bytes, weight_bytes
+from headrace.models.size import adapter_lines, weight_bytes
 from headrace.quant.registry import QUANTIZATIONS, refusal
 from headrace.resolve import DeviceFacts
 from headrace.resolve.memory import CUDA_SLACK
@@ -64,8 +62,8 @@ def planned_ledger(config: EngineConfig, device: DeviceFacts) -> list[MemoryLine
     args = config.args
     asked = config.quantization, device.device, args.quantize_head, args.quantization_ignore
     estimate = weight_bytes(config.model, config.dtype, *asked)
-    adapters = _adapters(adapter_bytes(config.model, config.dtype, args), args)
-    lines = [MemoryLine("weights", estimate, "estimated: --load measures it"), *filter(_some, [adapters]), *cache_lines(config)]
+    weights = MemoryLine("weights", estimate, "estimated: --load measures it")
+    lines = [weights, *adapter_lines(config.model, config.dtype, args), *cache_lines(config)]
     if not device.cuda:
         return lines
     others = device.total_memory - device.available_memory
@@ -93,17 +91,6 @@ def other_formats(config: EngineConfig, device: DeviceFacts) -> list[Decision]:
         nbytes = human_size(weight_bytes(config.model, config.dtype, name, device.device))
         lines.append(Decision(f"weights in {name}", f"at most {nbytes}", why + more))
     return lines
-
-
-def adapter_lines(model: Model, args: EngineArgs) -> list[MemoryLine]:
-    """The memory of a built model's adapters; none if it takes none."""
-    targets = adapter_targets(model)
-    return [] if targets is None else [_adapters(targets.nbytes, args)]
-
-
-def _adapters(nbytes: int, args: EngineArgs) -> MemoryLine:
-    why = f"{args.max_loras} of rank {args.max_lora_rank} at once (max_loras, max_lora_rank)"
-    return MemoryLine("LoRA adapters", nbytes, why)
 
 
 def _unused(nbytes: int) -> MemoryLine:

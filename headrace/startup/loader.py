@@ -20,7 +20,6 @@ from headrace.resolve import resolve
 from headrace.runner.runner import ModelRunner
 from headrace.startup import environment
 from headrace.startup.known import ask_compiler, dry_run, profiled
-from headrace.startup.ledger import adapter_lines
 from headrace.startup.loaded import Loaded
 from headrace.startup.source import ModelSource
 from headrace.startup.text import ModelText
@@ -73,7 +72,7 @@ def load_executor(source: ModelSource, text: ModelText, timeline: Timeline) -> L
     if config.graph_rows and not known and (dry := dry_run(model, device, source.ranks.size)) is not None:
         with timeline.phase("kernels") as phase, dry:
             phase.detail = f"compiled ahead for {runner.run_first()} steps"
-    weights = [*report.memory, *adapter_lines(model, args)]
+    weights = list(report.memory)
     if encoder is not None:
         weights.append(MemoryLine("vision encoder", encoder.nbytes))
     decisions = (*config.decisions, *report.decisions)

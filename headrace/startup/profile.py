@@ -12,8 +12,8 @@ from headrace.attention.backend import AttentionBackend, LayerCache, distinct, w
 from headrace.attention.context import ForwardContext
 from headrace.cache.planes import allocate
 from headrace.config import EngineConfig
-from headrace.models.adapters import adapter_targets
 from headrace.models.interface import HiddenStates, Model, ModelInputs
+from headrace.models.kinds import warm_up
 from headrace.resolve.memory import CUDA_SLACK
 from headrace.runner.build import make_backends
 from headrace.runner.largest import largest_step
@@ -65,17 +65,15 @@ def measure(
     if config.graph_rows:
         for backend in distinct(backends):
             backend.reserve(torch.device(config.device))
-    adapters, most = adapter_targets(model), config.scheduler.max_num_batched_tokens
+    most = config.scheduler.max_num_batched_tokens
     # Sparse prompts read on the host what kernels have chosen.
     if dry is not None and config.sparse is None:
         with dry:
             _largest_step(model, config, caches, backends)
-            if adapters is not None:
-                adapters.warm_up(most)
+            warm_up(model, most)
     torch.cuda.reset_peak_memory_stats()
     _largest_step(model, config, caches, backends)
-    if adapters is not None:
-        adapters.warm_up(most)
+    warm_up(model, most)
     if config.sparse is not None and config.sparse.routed:
         # Other rows run while the hidden states of a piece are paused.
         paused = paused_states(config, config.sparse.max_exact_tokens)

@@ -181,10 +181,7 @@ class Tokenizer:
 
 
 def load_tokenizer(
-    files: ModelFiles,
-    path: str | None = None,
-    chat_template: str | None = None,
-    renderer: TemplateRenderer | None = None,
+    files: ModelFiles, path: str | None = None, chat_template: str | None = None, renderer: TemplateRenderer | None = None
 ) -> Tokenizer:
     """The tokenizer of a model.
 

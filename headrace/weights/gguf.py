@@ -10,11 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from gguf import (
-    GGML_QUANT_SIZES,
-    GGMLQuantizationType,
-    ReaderTensor,
-)
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, ReaderTensor
 from gguf.quants import dequantize
 
 from headrace.errors import ConfigError

@@ -25,7 +25,7 @@ class LoadReport:
     quantization: str
     """The quantization, as ``EngineConfig`` names it."""
     memory: tuple[MemoryLine, ...]
-    """Sums to all bytes of the weights, second copies included."""
+    """Sums to all bytes of the weights, second copies and the tables of adapters included."""
     errors: Mapping[str, float]
     """Packed matrix -> root mean square of (held - exact weights) over that of the exact weights."""
     decisions: tuple[Decision, ...]

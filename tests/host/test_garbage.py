@@ -29,6 +29,34 @@ def test_settle_leaves_nothing_to_walk() -> None:
     assert gc.get_freeze_count() <= frozen  # Objects that were frozen may be freed.
 
 
+MEANWHILE = """
+import gc, weakref
+from headrace.host.garbage import frozen_meanwhile
+class Cycle:
+    def __init__(self): self.me = self
+kept = [[i] for i in range(20000)]
+old = weakref.ref(Cycle())
+with frozen_meanwhile():
+    new = weakref.ref(Cycle())
+    with frozen_meanwhile():
+        gc.collect()
+    gc.collect()
+    print(old() is not None, new() is None)
+gc.collect()
+print(old() is None)
+gc.freeze()
+with frozen_meanwhile():
+    pass
+print(gc.get_freeze_count() > 20000)
+"""
+
+
+def test_collections_meanwhile_look_at_new_objects_alone() -> None:
+    """The test runs in another process: this one may have frozen objects. What an application froze stays frozen."""
+    done = subprocess.run([sys.executable, "-c", MEANWHILE], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["True"] * 4
+
+
 def test_a_prepared_frontend_has_its_tables(tmp_path: Path) -> None:
     args = EngineArgs(model=str(write_config(tmp_path)), load_format="dummy")
     for prepared in (True, False):

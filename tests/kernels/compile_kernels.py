@@ -48,7 +48,7 @@ from headrace.kernels.linear.fp8_reference import GROUP, Fp8Weight
 from headrace.kernels.linear.fp8_tilings import FewTiling, SingleTiling, WideTiling
 from headrace.kernels.linear.wna16_reference import MAX_TILES, PackedWeight
 from headrace.kernels.lora import triton as lora
-from headrace.kernels.lora.reference import ExpertFactors, Factors
+from headrace.kernels.lora.reference import Factors
 from headrace.kernels.mla import triton as mla
 from headrace.kernels.moe import codes as expert_codes
 from headrace.kernels.moe import triton as moe
@@ -56,6 +56,7 @@ from headrace.kernels.moe import triton_experts as experts_kernels
 from headrace.kernels.moe import triton_rounding as rounding
 from headrace.kernels.moe import triton_router as router
 from headrace.kernels.moe import triton_sort as sorting
+from headrace.kernels.moe.reference import ExpertFactors
 from headrace.kernels.norm import ResidualNorm
 from headrace.kernels.norm import triton as norm
 from headrace.kernels.pages import triton as pages
@@ -239,7 +240,7 @@ def others() -> None:
         to = (cache.keys, cache.values) if stored == torch.uint8 else (rows[..., :128], rows[..., 128:])
         given = packed[:, : 40 * 128] if values else packed
         qkv.norm_rotate_and_cache(given, 32, *to, slots, **rotated, **options, **(scales if stored == torch.uint8 else {}))
-    for count, tiles in ((1, None), (3, None), (4, linear.LinearTiling(8, 512, 8, 2, 8))):
+    for count, tiles in ((1, None), (3, None), (4, linear.LinearTiling(8, 512, 8, 2))):
         linear.linear(x[:count], torch.zeros(1024, 4096, dtype=BF16), x[0, :1024], tiles)
     logits, keys = torch.zeros(2, 50_000), torch.zeros(2, 3, dtype=torch.int64)
     sample.sample(logits, torch.ones(2, dtype=torch.float64), keys, slots[:2])

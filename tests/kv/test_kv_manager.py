@@ -11,10 +11,7 @@ SIZE = 4
 
 
 def make(
-    *windows: int | None,
-    num_blocks: int | tuple[int, ...] = 32,
-    caching: bool = True,
-    widths: tuple[int, ...] | None = None,
+    *windows: int | None, num_blocks: int | tuple[int, ...] = 32, caching: bool = True, widths: tuple[int, ...] | None = None
 ) -> KVCacheManager:
     """Takes as much memory as the given blocks of each group, null block included; ``widths`` are bytes a token."""
     windows = windows or (None,)

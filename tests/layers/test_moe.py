@@ -5,14 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    DeepseekV2Config,
-    DeepseekV3Config,
-    Ernie4_5_MoeConfig,
-    GptOssConfig,
-    PretrainedConfig,
-    Qwen3MoeConfig,
-)
+from transformers import DeepseekV2Config, DeepseekV3Config, Ernie4_5_MoeConfig, GptOssConfig, PretrainedConfig, Qwen3MoeConfig
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeSparseMoeBlock

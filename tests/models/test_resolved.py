@@ -8,12 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    DeepseekV3ForCausalLM,
-    PreTrainedModel,
-    Qwen2VLForConditionalGeneration,
-    Qwen3ForCausalLM,
-)
+from transformers import DeepseekV3ForCausalLM, PreTrainedModel, Qwen2VLForConditionalGeneration, Qwen3ForCausalLM
 
 from headrace import LLM, SamplingParams
 

@@ -57,7 +57,7 @@ def test_steps_overlap_and_graphs_are_captured() -> None:
     assert config.graph_prompt_tokens[-1] <= config.scheduler.max_num_batched_tokens
 
 
-@pytest.mark.parametrize(("seqs", "most"), [(1, 1), (3, 3), (64, 64), (2000, MAX_GRAPH_ROWS)])
+@pytest.mark.parametrize(("seqs", "most"), [(1, 1), (3, 3), (64, 64), (700, 700), (5000, MAX_GRAPH_ROWS)])
 def test_graphs_fit_the_batch(seqs: int, most: int) -> None:
     assert on_gpu(max_num_seqs=seqs).graph_rows[-1] == most
 

@@ -12,7 +12,7 @@ ROOMS = {
     ("quant",): 6,
     ("states",): 8,
     # With the package itself, which re-exports LoRARequest.
-    ("lora", "adapter"): 11,
+    ("lora", "adapter"): 9,
 }
 """Words in a module's name, and the most packages that may import such modules."""
 

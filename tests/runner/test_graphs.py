@@ -21,6 +21,7 @@ from support.runner.plans import blocks_for, masked, new, plan, row
 from headrace.core.plan import NewSequence, Row, SamplePlan
 from headrace.core.request import Request
 from headrace.errors import EngineError
+from headrace.runner import graphs as graphs_module
 from headrace.runner.graphs import Captured, SampleShape, Shape
 from headrace.runner.inputs import PROMPT_ROWS
 from headrace.runner.runner import ModelRunner
@@ -77,6 +78,15 @@ def test_plain_requests_are_drawn_by_graphs(monkeypatch: pytest.MonkeyPatch) -> 
     same(found, serve(World(), PLAIN))
     assert len(graphs.draws) >= len(graphs.models), "a prompt that is too long for a graph is drawn by one all the same"
     assert graphs.models[-1].prompt_tokens == 0
+
+
+def test_many_rows_are_drawn_kernel_by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model runs in a graph for all rows, and the sampler in one for the last few."""
+    monkeypatch.setattr(graphs_module, "_MOST_LOGITS_ROWS", 4)
+    requests = [request(f"r{count}", prompt(count, 3), max_tokens=count + 1, ignore_eos=True) for count in range(6)]
+    found, graphs = through_graphs(World(), requests, monkeypatch)
+    same(found, serve(World(), requests))
+    assert max(shape.decode_rows for shape in graphs.models) == 6 and 1 < max(draw.logits_rows for draw in graphs.draws) <= 4
 
 
 def test_filters_are_drawn_by_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

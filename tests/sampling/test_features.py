@@ -305,7 +305,7 @@ class Failing:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
         self.left = nth
-        for module in ("token_lists", "penalties", "topk_topp", "bad_words"):
+        for module in ("token_lists", "penalties", "bad_words"):
             monkeypatch.setattr(f"headrace.sampling.{module}.upload", self.upload)
 
     def upload(self, *args: Any) -> Any:
@@ -333,7 +333,7 @@ def test_a_sequence_that_cannot_be_taken_in_leaves_nothing_behind(name: str) -> 
             except MemoryError:
                 pass
             else:
-                assert failing.left >= 0 and nth > 1
+                assert failing.left >= 0
                 break
         assert bench.sampler.plain(np.array([1])) and not bench.sampler.filters(np.array([1]))
         # Its rows are sampled until the scheduler hears of the failure.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.kernels.transfer import upload
 from headrace.outputs import TokenLogprobs
 from headrace.sampling.feature import LogitsRows
 from headrace.sampling.logprobs import ALL
@@ -263,3 +266,25 @@ def test_every_way_to_the_tokens_kept_draws_the_same(kind: dict[str, float]) -> 
         bench.sampler._topk_topp._width[:] = width
         found.append([int(bench.step(random_logits(3000, 60, step).unsqueeze(0), [0]).tokens) for step in range(40)])
     assert found[0] == found[1] == found[2]
+
+
+def test_new_slots_take_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot that changes hands before anything is sent has its new sequence's state, and others keep theirs."""
+    bench = Bench(50)
+    bench.add(sequence(SamplingParams(temperature=0.5, top_k=3), slot=2, seed=7))
+    bench.sampler.send()
+    sent: list[int] = []
+
+    def counted(array: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+        sent.append(len(array))
+        return upload(array, device)
+
+    monkeypatch.setattr("headrace.sampling.topk_topp.upload", counted)
+    for slot, seed in ((0, -1), (5, 3), (0, 2**40 + 9)):
+        bench.add(sequence(SamplingParams(temperature=0.0 if slot else 1.25, min_p=0.1), slot=slot, seed=seed))
+    bench.sampler.send()
+    bench.sampler.send()
+    state = bench.sampler.sampling_state
+    assert sent == [2] and state.temperatures.tolist() == [1.25, 0, 0.5, 0, 0, 0, 0, 0]
+    assert [state.keys[slot].tolist() for slot in (0, 2, 5)] == [[9, 256, 0], [7, 0, 0], [3, 0, 0]]
+    assert state.filters[2].tolist() == [0.5, 3, 1, 0] and state.filters[0].tolist() == [1.25, 50, 1, 0.1]

@@ -15,16 +15,7 @@ import pytest
 from support.engine.clock import VirtualTime
 from support.engine.fakes import FakeRunner
 from support.models.tiny_llama import write_config
-from support.sim.examples import (
-    SHAPE,
-    SHARED,
-    TIMES,
-    config,
-    run,
-    sleeping_process,
-    slower,
-    traffic,
-)
+from support.sim.examples import SHAPE, SHARED, TIMES, config, run, sleeping_process, slower, traffic
 
 from headrace.config import EngineArgs
 from headrace.core.request import Request

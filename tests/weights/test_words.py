@@ -167,9 +167,7 @@ def test_what_does_not_fit_is_refused_with_the_rule_that_decided(
 
 
 def quantised(
-    hf_config: Any,
-    rounded: dict[str, dict[str, Any]],
-    pack: Callable[[Rounded], dict[str, torch.Tensor]] = Rounded.gptq,
+    hf_config: Any, rounded: dict[str, dict[str, Any]], pack: Callable[[Rounded], dict[str, torch.Tensor]] = Rounded.gptq
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """(stored, meant) tensors of a tiny model whose matrices that contain a key are packed with these options."""
     held, meant = {}, {}

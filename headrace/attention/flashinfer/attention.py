@@ -10,13 +10,7 @@ from typing import Any
 
 import torch
 
-from headrace.attention.backend import (
-    LayerCache,
-    ReplayLengths,
-    Scratch,
-    StepMetadata,
-    scales_missing,
-)
+from headrace.attention.backend import LayerCache, ReplayLengths, Scratch, StepMetadata, scales_missing
 from headrace.attention.compiled import EAGER_WORKSPACE, CompiledBackend, Launch, compiling
 from headrace.attention.flashinfer import kernels
 from headrace.attention.flashinfer.kernels import Kernel, MLAKernel, PagedKernel

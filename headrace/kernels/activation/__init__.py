@@ -30,9 +30,9 @@ __all__ = [
 ]
 
 
-silu_mul = gpu.dispatch(reference.silu_mul_ref, lambda: kernels.silu_mul, native.silu_mul)
-sigmoid_gated = gpu.dispatch(reference.sigmoid_gated, lambda: kernels.sigmoid_gated)
-gelu_tanh_mul = gpu.dispatch(reference.gelu_tanh_mul, lambda: kernels.gelu_tanh_mul)
+silu_mul = gpu.dispatch(reference.silu_mul_ref, "triton", native.silu_mul)
+sigmoid_gated = gpu.dispatch(reference.sigmoid_gated)
+gelu_tanh_mul = gpu.dispatch(reference.gelu_tanh_mul)
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": silu_mul,

@@ -9,8 +9,7 @@ from headrace.kernels.native.library import DTYPES, kernels_for
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor | None:
     """``silu(gate) * up``; None: the library is not there, or does not support the dtype."""
-    native = kernels_for(gate_up)
-    if native is None:
+    if (native := kernels_for(gate_up)) is None:
         return None
     gate_up = gate_up.contiguous()
     n = gate_up.shape[-1] // 2

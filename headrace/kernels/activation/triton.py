@@ -1,7 +1,7 @@
 """Gated activations. References: ``headrace.kernels.activation.reference``."""
 
-# A kernel's arguments have no types of Python's, and its tuples grow.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, disable-error-code=assignment
+# A kernel's tuples grow.
+# mypy: disable-error-code=assignment
 
 from __future__ import annotations
 
@@ -134,19 +134,11 @@ def _launch(gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
 def _run(rows: torch.Tensor, out: torch.Tensor, scales: torch.Tensor | None, block: int, *, gelu: bool) -> None:
     tokens, width = rows.shape[0], rows.shape[1] // 2
     _gated[(tokens, cdiv(width, block))](
-        rows,
-        out if scales is None else as_bytes(out),
-        out if scales is None else scales,
-        rows.stride(0),
-        0 if scales is None else scales.stride(1),
-        WIDTH=width,
-        BLOCK=block,
-        GELU=gelu,
-        GROUP=0 if scales is None else width // scales.shape[1],
-        MODE=mode(rows.device),
-        num_warps=min(max(block // 256, 1), 16),
-        **options(rows.device),
-    )
+        rows, out if scales is None else as_bytes(out), out if scales is None else scales, rows.stride(0),
+        0 if scales is None else scales.stride(1), WIDTH=width, BLOCK=block, GELU=gelu,
+        GROUP=0 if scales is None else width // scales.shape[1], MODE=mode(rows.device),
+        num_warps=min(max(block // 256, 1), 16), **options(rows.device),
+    )  # fmt: skip
 
 
 @launched

@@ -25,6 +25,8 @@ _ALIGNMENT = 2 << 10
 """Bytes of a program's shared memory that tiles of the tensor memory unit leave unused between them."""
 _KEPT_FREE = 4 << 10
 """Bytes of a program's shared memory for reductions and layouts, beside the tiles."""
+_GRAPH_STEPS = ((64, 8), (256, 16), (512, 32), (sys.maxsize, 128))
+"""(decode rows, at most; batch sizes of graphs are multiples of this)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +105,7 @@ def graph_size(num_rows: int) -> int:
     """Returns the smallest batch size of CUDA graphs that holds the decode rows."""
     if num_rows <= 4:
         return num_rows if num_rows <= 2 else 4
-    step = 8 if num_rows <= 64 else 16 if num_rows <= 256 else 32
+    step = next(step for most, step in _GRAPH_STEPS if num_rows <= most)
     return -(-num_rows // step) * step
 
 

@@ -11,9 +11,6 @@ A head is cut into the largest power of two in its width and the rest (192 = 128
 Reference: ``headrace.kernels.attention.reference``.
 """
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import torch

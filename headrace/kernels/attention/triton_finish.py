@@ -3,9 +3,6 @@
 Everything is loaded before anything is computed: a program waits for the memory once.
 """
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import triton

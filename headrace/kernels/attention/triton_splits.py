@@ -1,7 +1,7 @@
 """Partial outputs of attention's splits, and their merge: Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023)."""
 
-# A kernel's arguments have no types of Python's, and its tuples grow.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, disable-error-code=assignment
+# A kernel's tuples grow.
+# mypy: disable-error-code=assignment
 
 from __future__ import annotations
 

@@ -4,9 +4,6 @@ A tile has queries along one axis and keys along the other; ``KEYS_FIRST`` says 
 of ``D_A`` and ``D_B`` channels (see ``tiling.cut``). Reference: ``headrace.kernels.attention.reference``.
 """
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import triton

@@ -3,9 +3,6 @@
 A program has one head of one sequence, so that no bit depends on what else is in the batch.
 """
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import torch

@@ -1,8 +1,5 @@
 """Attention to chosen keys. Reference: ``headrace.kernels.indexer.reference``."""
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import torch

@@ -5,9 +5,6 @@ pass writes the places of the scores above it and of the first ones that equal i
 Many scores are dealt to several programs, and a launch counts one byte: the next one adds up what the programs counted.
 """
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 from typing import Any

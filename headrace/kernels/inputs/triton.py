@@ -3,9 +3,6 @@
 References: ``headrace.kernels.inputs.reference``.
 """
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -26,26 +23,10 @@ _WIDEST = 4096
 
 @launched(do_not_specialize=["num_rows", "num_tokens", "table_width"], do_not_specialize_on_alignment=["slots", "query_start"])
 def _gather(
-    token_ids,  # [S, L] int32
-    num_computed,  # [S] int64
-    table,  # [S, B] int32
-    slots,  # [R]
-    query_start,  # [R + 1]
-    ids,  # [T] int64
-    positions,  # [T] int64
-    seq_lens,  # [R] int32
-    slot_mapping,  # [T] int64
-    gathered,  # [R, table_width] int32
-    num_rows,
-    num_tokens,
-    table_width,
-    ids_slot: tl.int64,
-    table_slot: tl.int64,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FIRST_GROUP: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    token_ids, num_computed, table, slots, query_start, ids, positions, seq_lens, slot_mapping, gathered, num_rows, num_tokens,
+    table_width, ids_slot: tl.int64, table_slot: tl.int64, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    FIRST_GROUP: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """A piece of one row's tokens and of its block table; row ``num_rows`` holds the tokens of no row."""
     begin(PDL)
     row = tl.program_id(0)
@@ -103,52 +84,19 @@ def step_inputs(
     longest = max(max_queries, table_width, num_tokens, 1)
     for group, table in enumerate(tables):
         _gather[(rows + 1, cdiv(longest, _BLOCK))](
-            token_ids,
-            num_computed,
-            table,
-            slots,
-            query_start,
-            ids,
-            positions,
-            seq_lens,
-            mapping[group],
-            gathered[group],
-            rows,
-            num_tokens,
-            table_width,
-            token_ids.stride(0),
-            table.stride(0),
-            BLOCK_SIZE=block_size,
-            BLOCK=_BLOCK,
-            FIRST_GROUP=group == 0,
-            num_warps=4,
-            **options(device),
-        )
+            token_ids, num_computed, table, slots, query_start, ids, positions, seq_lens, mapping[group], gathered[group], rows,
+            num_tokens, table_width, token_ids.stride(0), table.stride(0), BLOCK_SIZE=block_size, BLOCK=_BLOCK,
+            FIRST_GROUP=group == 0, num_warps=4, **options(device),
+        )  # fmt: skip
     return StepInputs(ids, positions, seq_lens, mapping, gathered)
 
 
 @launched(do_not_specialize=["num_rows", "num_tokens"])
 def _logits_inputs(
-    hidden,  # [T, WIDTH]
-    slots,  # [R]
-    query_start,  # [R + 1]
-    logits_start,  # [R + 1]
-    seq_lens,  # [R] int32
-    num_computed,  # [S] int64
-    out_hidden,  # [L, WIDTH]
-    out_slots,  # [L] int64
-    out_positions,  # [L] int64
-    outcome,  # [.., 2] int32
-    num_rows,
-    num_tokens,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    LOGITS: tl.constexpr,
-    LOGITS_P: tl.constexpr,
-    SINGLE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    hidden, slots, query_start, logits_start, seq_lens, num_computed, out_hidden, out_slots, out_positions, outcome, num_rows,
+    num_tokens, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, LOGITS: tl.constexpr, LOGITS_P: tl.constexpr,
+    SINGLE: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """One token; program ``num_tokens`` pads the logits rows that no row has. ``ROWS``: at least as many as there may be.
 
     ``SINGLE``: row i has token i alone. Otherwise flags are 0 before, and are set where a token is broken.

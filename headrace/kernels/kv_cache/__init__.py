@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from headrace.kernels import gpu
 from headrace.kernels.kv_cache import reference
 from headrace.kernels.kv_cache.reference import FP8, dequantize, quantize
 
-if TYPE_CHECKING:
-    from headrace.kernels.kv_cache import triton as kernels
-else:
-    kernels = gpu.Late(f"{__name__}.triton")
-
 __all__ = ["FP8", "dequantize", "gather_numbers", "quantize", "reshape_and_cache"]
 
-reshape_and_cache = gpu.dispatch(reference.reshape_and_cache, lambda: kernels.reshape_and_cache)
-gather_numbers = gpu.dispatch(reference.gather_numbers, lambda: kernels.gather_numbers)
+reshape_and_cache = gpu.dispatch(reference.reshape_and_cache)
+gather_numbers = gpu.dispatch(reference.gather_numbers)

@@ -1,8 +1,5 @@
 """Writing to a paged KV cache, and copying pages out of it. Reference: ``headrace.kernels.kv_cache.reference``."""
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import torch
@@ -17,24 +14,9 @@ from headrace.kernels.triton_pdl import begin, options
 
 @triton.jit
 def store_heads(
-    new,
-    cache,
-    scales,
-    block,
-    offset,
-    head,
-    lane,
-    mask,
-    head_mask,
-    cache_block,
-    cache_offset,
-    cache_head,
-    scale_block,
-    scale_offset,
-    scale_head,
-    CACHE_LANE: tl.constexpr,
-    FP8: tl.constexpr,
-):
+    new, cache, scales, block, offset, head, lane, mask, head_mask, cache_block, cache_offset, cache_head, scale_block,
+    scale_offset, scale_head, CACHE_LANE: tl.constexpr, FP8: tl.constexpr
+):  # fmt: skip
     """Stores ``new [heads, width]``, quantised a head at a time where FP8 is not 0."""
     target = cache + block * cache_block + offset * cache_offset + head[:, None] * cache_head + lane[None, :] * CACHE_LANE
     if FP8 == 0:
@@ -48,37 +30,12 @@ def store_heads(
 
 @launched
 def _reshape_and_cache(
-    key,
-    value,
-    key_cache,
-    value_cache,
-    k_scale,
-    v_scale,
-    slot_mapping,
-    key_token: tl.int64,
-    key_head: tl.int64,
-    value_token: tl.int64,
-    value_head: tl.int64,
-    kc_block: tl.int64,
-    kc_offset: tl.int64,
-    kc_head: tl.int64,
-    vc_block: tl.int64,
-    vc_offset: tl.int64,
-    vc_head: tl.int64,
-    scale_block: tl.int64,
-    scale_offset: tl.int64,
-    scale_head: tl.int64,
-    BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEADS_P: tl.constexpr,
-    D: tl.constexpr,
-    D_P: tl.constexpr,
-    DV: tl.constexpr,
-    DV_P: tl.constexpr,
-    K_LANE: tl.constexpr,
-    V_LANE: tl.constexpr,
-    FP8: tl.constexpr,
-):
+    key, value, key_cache, value_cache, k_scale, v_scale, slot_mapping, key_token: tl.int64, key_head: tl.int64,
+    value_token: tl.int64, value_head: tl.int64, kc_block: tl.int64, kc_offset: tl.int64, kc_head: tl.int64, vc_block: tl.int64,
+    vc_offset: tl.int64, vc_head: tl.int64, scale_block: tl.int64, scale_offset: tl.int64, scale_head: tl.int64,
+    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, HEADS_P: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr, DV: tl.constexpr,
+    DV_P: tl.constexpr, K_LANE: tl.constexpr, V_LANE: tl.constexpr, FP8: tl.constexpr
+):  # fmt: skip
     """All heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
@@ -124,30 +81,13 @@ def reshape_and_cache(
     fp8 = OFF if k_scale is None else mode(key.device)
     heads_p, d_p, dv_p = (power_of_two(size) for size in (heads, head_dim, v_head_dim))
     _reshape_and_cache[(tokens,)](
-        key,
-        value,
-        as_bytes(key_cache) if fp8 else key_cache,
-        as_bytes(value_cache) if fp8 else value_cache,
-        key if k_scale is None else k_scale,
-        key if v_scale is None else v_scale,
-        slot_mapping,
-        *key.stride()[:2],
-        *value.stride()[:2],
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
-        *scale_strides(k_scale),
-        BLOCK_SIZE=key_cache.shape[1],
-        HEADS=heads,
-        HEADS_P=heads_p,
-        D=head_dim,
-        D_P=d_p,
-        DV=v_head_dim,
-        DV_P=dv_p,
-        K_LANE=key_cache.stride(3),
-        V_LANE=value_cache.stride(3),
-        FP8=fp8,
+        key, value, as_bytes(key_cache) if fp8 else key_cache, as_bytes(value_cache) if fp8 else value_cache,
+        key if k_scale is None else k_scale, key if v_scale is None else v_scale, slot_mapping, *key.stride()[:2],
+        *value.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3], *scale_strides(k_scale),
+        BLOCK_SIZE=key_cache.shape[1], HEADS=heads, HEADS_P=heads_p, D=head_dim, D_P=d_p, DV=v_head_dim, DV_P=dv_p,
+        K_LANE=key_cache.stride(3), V_LANE=value_cache.stride(3), FP8=fp8,
         num_warps=min(max(heads_p * max(d_p, dv_p) // 256, 1), 8),
-    )
+    )  # fmt: skip
 
 
 def scale_strides(scale: torch.Tensor | None) -> tuple[int, ...]:

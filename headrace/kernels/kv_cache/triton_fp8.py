@@ -4,9 +4,6 @@
 A number read in mode ``BITS`` comes out 256 times too small; callers put ``gain(MODE)`` into a factor they have anyway.
 """
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import torch

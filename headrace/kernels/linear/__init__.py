@@ -131,6 +131,9 @@ def linear_adapted(
         return y
     if not batch_invariant and (whole := cuda_wide.adapted(x, weight, bias, out_dtype, factors)) is not None:
         return whole
+    plain = bias is None and out_dtype in (None, x.dtype) and not batch_invariant
+    if plain and (whole := cuda_tall.adapted(x, weight, factors)) is not None:
+        return whole
     added = shrink(x, factors, batch_invariant=batch_invariant)
     y = linear(x, weight, bias, out_dtype, batch_invariant=batch_invariant, exact=exact)
     expand(added, y, batch_invariant=batch_invariant)
@@ -144,7 +147,8 @@ def linear_adapted_gated(
     if batch_invariant:
         return None
     if not _is_single(x, weight):
-        return cuda_wide.adapted_gated(x, weight, factors)
+        y = cuda_wide.adapted_gated(x, weight, factors)
+        return cuda_tall.adapted_gated(x, weight, factors) if y is None else y
     y, low = kernels.linear_and_low(x, weight, None, factors)
     return expand_gated(factors.added(low), y)
 

@@ -54,18 +54,18 @@ class RowsTiling:
 @functools.cache
 def choose_tiling(rows: int, outputs: int, inputs: int, multiprocessors: int, *, gated: bool) -> RowsTiling | None:
     """Chooses the tiling, as measured on an H200 with the products of Qwen3 8B (see benchmarks/). None: cuBLAS is faster."""
-    rows = cdiv(rows, _STEP) * _STEP
+    padded = cdiv(rows, _STEP) * _STEP
     if gated:
         # All tiles at once, with few multiprocessors empty.
         filled = cdiv(outputs, 3 * _GROUP) / multiprocessors
-        return (
-            RowsTiling(rows, 3, 1, 4 if rows <= 192 else 3, registers=160 if rows > 160 else 0) if 0.9 <= filled <= 1 else None
-        )
+        if not 0.9 <= filled <= 1:
+            return None
+        return RowsTiling(padded, 3, 1, 4 if rows <= 192 else 3, registers=160 if rows > 160 else 0)
     split = 1 if inputs <= 8192 else 2
     filled = cdiv(outputs, _GROUP) * split / multiprocessors
-    if not 0.7 <= filled <= 1 or rows > 192:
+    if not 0.7 <= filled <= 1 or (rows > 224 and (split == 1 or rows <= 240)):
         return None
-    return RowsTiling(rows, 1, split, 5 if rows <= 128 else 4, lag=True)
+    return RowsTiling(padded, 1, split, 5 if rows <= 128 else 4, lag=True)
 
 
 def choose(x: torch.Tensor, weight: torch.Tensor, *, gated: bool = False) -> RowsTiling | None:

@@ -32,7 +32,8 @@ _LINE, _OUTPUTS, _THREADS, _FIXED = 128, 64, 160, 1024 + 256
 _SHARED_KB = 216
 """Shared memory of a multiprocessor for whole blocks of 72, 108 or 216 KB."""
 _MAX_PLACES, _SIXTEEN, _SHARE, _ADDING = 64, 16, 512, 128
-"""Places of adapters, ranks that an instruction takes, channels over which a block multiplies by A, and its threads that do."""
+"""Places of adapters, ranks that an instruction takes, least channels over which a block multiplies by A, and its threads that
+do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +79,7 @@ _TILINGS = (
 """Largest numbers of rows, and the tilings to choose from: the first line that fits counts. As measured on an H200 with the
 products of Qwen3 8B in 16 bits, and in FP8 with 64 rows, in the chain of a layer (see benchmarks/)."""
 _SMALL_TILINGS = (
+    (8, (CudaTiling(16, 1, 108), CudaTiling(16, 1, 72))),
     (16, (CudaTiling(16, 1, 108),)),
     (32, (CudaTiling(32, 1, 108), CudaTiling(32, 2, 108))),
     _TILINGS[2],
@@ -100,7 +102,7 @@ def choose_tiling(rows: int, out_features: int, multiprocessors: int, *, small: 
 
 
 _FEW_OUTPUTS = 4096
-"""Outputs of a small weight up to which 9 rows of 16 bits are enough, in place of 17."""
+"""Outputs of a small weight up to which 8 rows of 16 bits are enough, in place of 17. With more, 8 rows alone are as few."""
 _GATED = CudaTiling(64, 1, 72)
 """The tiling that finishes gate and up at once: half of a tile's outputs are a gate's. It was the fastest with any rows."""
 
@@ -109,7 +111,7 @@ def choose(x: torch.Tensor, weight: torch.Tensor) -> CudaTiling | None:
     """The tiling for the product of x ``[rows, in]`` where the kernel is the fastest; None: another is, or it does not take
     them."""
     small = weight.numel() < MIN_NUMBERS
-    least = 2 if not small else 9 if len(weight) <= _FEW_OUTPUTS and x.itemsize == 2 else 17
+    least = 2 if not small else 8 if x.itemsize == 2 and (len(x) == 8 or len(weight) <= _FEW_OUTPUTS) else 17
     if not least <= len(x) <= MAX_ROWS or weight.numel() < SMALL_NUMBERS or not takes(x, weight):
         return None
     multiprocessors = support.resources(x.device).multiprocessors
@@ -176,12 +178,17 @@ def adapted_gated(x: torch.Tensor, weight: torch.Tensor, factors: Factors) -> to
 
 
 def _adds(x: torch.Tensor, weight: torch.Tensor, factors: Factors) -> bool:
-    """Whether the kernel can add them. B's rows are loaded by the tensor memory accelerator."""
+    """Whether the kernel can add them."""
+    return x.ndim == 2 and 1 < len(x) <= MAX_ROWS and adds(x, weight, factors) and takes(x, weight)
+
+
+def adds(x: torch.Tensor, weight: torch.Tensor, factors: Factors) -> bool:
+    """Whether B's columns can be further channels of x ``[rows, in]``: the tensor memory accelerator loads them."""
     a, b, places = factors.a, factors.b, factors.places
-    if x.ndim != 2 or not 1 < len(x) <= MAX_ROWS or places is None or not x.dtype == weight.dtype == a.dtype == b.dtype:
+    if places is None or x.itemsize != 2 or not x.dtype == weight.dtype == a.dtype == b.dtype:
         return False
     fit = len(places) == len(x) and len(a) <= _MAX_PLACES and len(factors.ends) <= PARTS and not b.shape[2] & 7
-    return fit and x.itemsize == 2 and support.in_pieces(a, b) and takes(x, weight)
+    return fit and support.in_pieces(a, b)
 
 
 def fp8_linear(

@@ -6,8 +6,8 @@ that weights go from the memory to the units by way of registers alone, many of 
 before the kernel before is complete.
 """
 
-# A kernel's arguments have no types of Python's, and its tuples grow.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, disable-error-code=assignment
+# A kernel's tuples grow.
+# mypy: disable-error-code=assignment
 
 from __future__ import annotations
 
@@ -45,9 +45,6 @@ class LinearTiling:
     num_warps: int
     ahead: int
     """Tiles of the weight loaded ahead of the matrix units; 0: one row, without matrix units."""
-    near: int = 0
-    """Tiles after these that are fetched into the L2 cache while the kernel before still runs: 0 or a power of two. Only with
-    matrix units, and where kernels are launched before the one before is complete."""
 
 
 _SEVERAL: tuple[tuple[float, float, LinearTiling], ...] = (
@@ -80,23 +77,9 @@ def _finish(result, bias, output, mask, DTYPE: tl.constexpr, BIAS: tl.constexpr)
 
 @launched
 def _single(
-    x,
-    weight,
-    bias,
-    y,
-    a,
-    low,
-    places,
-    weight_row: tl.int64,
-    a_place: tl.int64,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    BIAS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, weight, bias, y, a, low, places, weight_row: tl.int64, a_place: tl.int64, IN: tl.constexpr, OUT: tl.constexpr,
+    WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, CHANNELS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """The first programs multiply by A of the row's adapter in place of the weight: ``WIDTH`` sums, which are not rounded. 0:
     without adapters."""
     announce(PDL)
@@ -166,38 +149,12 @@ def _tile(base, at, start: tl.constexpr, IN: tl.constexpr, CHANNELS: tl.constexp
     return tl.load(base + start, mask=at < IN - start, other=0.0, eviction_policy=POLICY)
 
 
-@triton.jit
-def _fetch_near(weight, line, weight_row, START: tl.constexpr, IN: tl.constexpr, CHANNELS: tl.constexpr):
-    """Lines of the weight, from channel ``START`` on, into the L2 cache. Nothing waits for them."""
-    LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
-    channel = tl.minimum(START + tl.arange(0, CHANNELS // LINE) * LINE, IN - 1)
-    place = weight + line.to(tl.int64)[:, None] * weight_row + channel[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
 @launched(do_not_specialize=["rows"])
 def _several(
-    x,
-    weight,
-    bias,
-    y,
-    rows,
-    out,
-    x_row: tl.int64,
-    weight_row: tl.int64,
-    IN: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    AHEAD: tl.constexpr,
-    NEAR: tl.constexpr,
-    WARPS: tl.constexpr,
-    ROWS_P: tl.constexpr,
-    BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, weight, bias, y, rows, out, x_row: tl.int64, weight_row: tl.int64, IN: tl.constexpr, OUTPUTS: tl.constexpr,
+    CHANNELS: tl.constexpr, AHEAD: tl.constexpr, WARPS: tl.constexpr, ROWS_P: tl.constexpr,
+    BIAS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """The warps share the channels: each sums up its own with the matrix units, and the sums are added at the end."""
     announce(PDL)
     COUNT: tl.constexpr = (IN + CHANNELS - 1) // CHANNELS
@@ -214,9 +171,6 @@ def _several(
     parts = ()
     for ahead in tl.static_range(min(AHEAD, COUNT)):
         parts += (_tile(weights, weight_at, ahead * CHANNELS, IN, CHANNELS, "evict_first"),)
-    if PDL and NEAR > 0:
-        line = tl.minimum(first + tl.arange(0, OUTPUTS), out - 1)
-        _fetch_near(weight, line, weight_row, AHEAD * CHANNELS, IN, NEAR * CHANNELS)
     wait(PDL)
     lefts = ()
     for ahead in tl.static_range(min(_X_AHEAD, COUNT)):
@@ -283,13 +237,7 @@ def linear(
         _single[grid](*tensors, x, y, x, weight.stride(0), 0, OUT=out_features, WIDTH=0, **sizes, **launch)
     else:
         strides = (x.stride(0), weight.stride(0))
-        rest = max(cdiv(in_features, tiling.channels) - tiling.ahead, 0)
-        shape = {
-            "AHEAD": tiling.ahead,
-            "NEAR": min(tiling.near, power_of_two(rest)) if rest else 0,
-            "WARPS": tiling.num_warps,
-            "ROWS_P": max(power_of_two(rows), 8),
-        }
+        shape = {"AHEAD": tiling.ahead, "WARPS": tiling.num_warps, "ROWS_P": max(power_of_two(rows), 8)}
         precision = "ieee" if x.dtype == torch.float32 else "tf32"
         _several[grid](*tensors, rows, out_features, *strides, **sizes, **shape, **launch, PRECISION=precision)
     return y

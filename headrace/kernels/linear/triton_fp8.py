@@ -1,8 +1,5 @@
 """Rounds rows to FP8, and applies scales to sums. References: ``headrace.kernels.linear.fp8_reference``."""
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import torch
@@ -23,17 +20,9 @@ _LONG = 8192
 
 @triton.jit
 def store_rounded(
-    value,
-    codes,
-    scales,
-    scale_column: tl.int64,
-    row,
-    first,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    MODE: tl.constexpr,
-):
+    value, codes, scales, scale_column: tl.int64, row, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    MODE: tl.constexpr
+):  # fmt: skip
     """Rounds ``BLOCK`` channels of a row from ``first`` on, which are zero past the end: whole groups of ``GROUP`` channels.
 
     ``row`` is 64 bits wide. Codes are bytes ``[rows, WIDTH]``, scales have a contiguous axis of rows.
@@ -56,17 +45,9 @@ def store_rounded(
 
 @launched
 def _quantize(
-    x,
-    codes,
-    scales,
-    scale_column: tl.int64,
-    x_row: tl.int64,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    MODE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, codes, scales, scale_column: tl.int64, x_row: tl.int64, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    MODE: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """Channels of one row."""
     begin(PDL)
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
@@ -128,16 +109,8 @@ def quantize_rows(x: torch.Tensor, group: int) -> Fp8Rows:
 
 @launched
 def _scale(
-    x,
-    rows_scale,
-    columns_scale,
-    bias,
-    y,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BIAS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, rows_scale, columns_scale, bias, y, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """A block of one row's channels."""
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -153,11 +126,7 @@ def _scale(
 
 
 def scale(
-    x: torch.Tensor,
-    rows_scale: torch.Tensor,
-    columns_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
+    x: torch.Tensor, rows_scale: torch.Tensor, columns_scale: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor:
     """``x * rows_scale * columns_scale + bias``: ``[T, N]`` float32 by ``[T, 1]`` and ``[N, 1]``, rounded once."""
     rows, width = x.shape

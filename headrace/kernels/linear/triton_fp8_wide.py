@@ -4,9 +4,6 @@
 Outputs are the side of which an instruction takes 64, rows of x the other. So few rows need no padding to 64.
 """
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import torch
@@ -51,28 +48,10 @@ def gather_sums(sums, parts, turns, tile, split, OUTPUTS: tl.constexpr, ROWS: tl
 
 @triton.jit(do_not_specialize=["rows", "split"])
 def _fp8_wide(
-    x,
-    x_scales,
-    weight,
-    scales,
-    bias,
-    y,
-    parts,
-    turns,
-    rows,
-    out,
-    inputs,
-    split,
-    scale_column: tl.int64,
-    OUTPUTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BIAS: tl.constexpr,
-    MODE: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, x_scales, weight, scales, bias, y, parts, turns, rows, out, inputs, split, scale_column: tl.int64, OUTPUTS: tl.constexpr,
+    ROWS: tl.constexpr, SPLIT: tl.constexpr, BLOCKS: tl.constexpr, BIAS: tl.constexpr, MODE: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr
+):  # fmt: skip
     """A tile of outputs and rows; the second axis of programs shares its channels. x and weight are tensor descriptors."""
     announce(PDL)
     tile, down = tl.program_id(0), tl.cdiv(rows, ROWS)

@@ -2,9 +2,6 @@
 are. A library's product picks its kernel, and so its order, by the number of rows. Reference: ``torch.nn.functional.linear``.
 """
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import torch

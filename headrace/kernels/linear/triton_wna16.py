@@ -7,8 +7,8 @@ Words go from the memory to the matrix units by way of registers alone: ``pack``
 feeds them to instructions. Which inputs an instruction takes does not matter, so long as x is taken in the same order.
 """
 
-# A kernel's arguments have no types of Python's, and its tuples grow.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, disable-error-code=assignment
+# A kernel's tuples grow.
+# mypy: disable-error-code=assignment
 
 from __future__ import annotations
 
@@ -532,16 +532,9 @@ def floats(weight: PackedWeight, dtype: torch.dtype, outputs: int = 32, warps: i
     y = torch.empty(weight.outputs, weight.inputs, dtype=dtype, device=weight.words.device)
     words, scales, middles, _ = _held(weight, None)
     _packed_floats[(weight.words.shape[1], cdiv(weight.outputs, outputs))](
-        words,
-        scales,
-        middles,
-        y,
-        weight.outputs,
-        OUTPUTS=outputs,
-        **_shape(weight, dtype),
-        num_warps=warps,
+        words, scales, middles, y, weight.outputs, OUTPUTS=outputs, **_shape(weight, dtype), num_warps=warps,
         **options(y.device),
-    )
+    )  # fmt: skip
     return y
 
 

@@ -10,7 +10,7 @@ from headrace.kernels import gpu
 from headrace.kernels.linear import cuda_wna16
 from headrace.kernels.linear.reference import linear_ref
 from headrace.kernels.linear.wna16_reference import PackedWeight, wna16_linear_ref
-from headrace.kernels.linear.wna16_tilings import invariant_tiling, many_rows
+from headrace.kernels.linear.wna16_tilings import INVARIANT, many_rows
 
 if TYPE_CHECKING:
     from headrace.kernels.linear import triton_wna16 as kernels
@@ -43,7 +43,7 @@ def wna16_linear(
     if not gpu.takes(x) or x.dtype == torch.float32:
         return wna16_linear_ref(x, weight, bias, dtype)
     if batch_invariant:
-        return kernels.many(x, weight, bias, dtype, invariant_tiling(weight))
+        return kernels.many(x, weight, bias, dtype, INVARIANT)
     if rows <= FEW_ROWS:
         return kernels.few(x, weight, bias, dtype)
     if dtype == x.dtype and (tiling := cuda_wna16.choose(x, weight, bias)) is not None:

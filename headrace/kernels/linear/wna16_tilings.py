@@ -39,6 +39,10 @@ class PackedManyTiling:
     """Runs of the weight that are fetched into the L2 cache before the kernel before is complete; a power of two or 0."""
 
 
+INVARIANT = PackedManyTiling(rows=64)
+"""The tiling of any number of rows where no row's result may depend on the others."""
+
+
 def choose_few(weight: PackedWeight) -> PackedFewTiling:
     """Chooses by measurements on an H200. Codes of 8 bits, and scales of small groups, take registers."""
     if weight.bits == 8 and weight.middles is None and len(weight.scales) == 1 and weight.inputs <= 4096:
@@ -87,8 +91,3 @@ def many_rows(weight: PackedWeight) -> int:
     small groups cost more than the weight's way to memory and back."""
     small = weight.group <= STEP and (weight.bits == 8 or weight.middles is not None)
     return 0 if small else 384
-
-
-def invariant_tiling(weight: PackedWeight) -> PackedManyTiling:
-    """One for all numbers of rows."""
-    return PackedManyTiling(rows=64)

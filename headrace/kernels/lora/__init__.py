@@ -8,7 +8,7 @@ import torch
 
 from headrace.kernels import gpu
 from headrace.kernels.lora import reference
-from headrace.kernels.lora.reference import ExpertFactors, Factors, LowRank, Segment
+from headrace.kernels.lora.reference import Factors, LowRank, Segment
 
 if TYPE_CHECKING:
     from headrace.kernels.lora import triton as kernels
@@ -18,7 +18,7 @@ else:
 STEP_SIZES = (64, 256, 2048, 4096)
 """Tokens of steps that take different kernels. Fewer tokens are those of decode steps, which are captured at the start."""
 
-__all__ = ["STEP_SIZES", "ExpertFactors", "Factors", "LowRank", "Segment", "expand", "expand_gated", "shrink"]
+__all__ = ["STEP_SIZES", "Factors", "LowRank", "Segment", "expand", "expand_gated", "shrink", "shrink_rounded"]
 
 
 def shrink(x: torch.Tensor, factors: Factors, *, batch_invariant: bool = False) -> LowRank:
@@ -32,6 +32,11 @@ def shrink(x: torch.Tensor, factors: Factors, *, batch_invariant: bool = False) 
     if factors.places is not None:
         return factors.added(kernels.shrink(x, factors.a, factors.places, batch_invariant=batch_invariant))
     return factors.added(reference.shrink(x, factors.a, factors.segments))
+
+
+def shrink_rounded(x: torch.Tensor, a: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """``shrink`` of x in 16 bits on a GPU, in one share and rounded to x's dtype: ``[T, width]``."""
+    return kernels.shrink_rounded(x, a, places)
 
 
 def expand(added: LowRank, y: torch.Tensor, *, batch_invariant: bool = False) -> None:

@@ -53,20 +53,6 @@ class Factors:
         return LowRank(low, self.b, self.ends, self.segments, self.places)
 
 
-@dataclasses.dataclass(frozen=True)
-class ExpertFactors:
-    """The matrices of adapters of a mixture's experts, which lie one behind the other."""
-
-    gate_up: tuple[torch.Tensor, torch.Tensor]
-    """A ``[places, experts * parts * rank, hidden]`` and B ``[places, experts * first_outputs, rank]``: an expert's gate, then
-    its up; one part without gates."""
-    down: tuple[torch.Tensor, torch.Tensor]
-    """A ``[places, experts * rank, intermediate_size]`` and B ``[places, experts * hidden, rank]``"""
-    segments: Sequence[Segment]
-    """Runs of tokens with one adapter, and their places, as ``LowRank`` has them."""
-    places: torch.Tensor | None
-
-
 def shrink(x: torch.Tensor, a: torch.Tensor, segments: Sequence[Segment]) -> torch.Tensor:
     """Returns A's products: see ``kernels.lora.shrink``."""
     low = torch.empty(1, len(x), a.shape[1], device=x.device)

@@ -57,6 +57,8 @@ class ShrinkTiling:
     """Channels of x: few tiles of tokens alone would leave most of a GPU idle."""
     ahead: bool
     """A program reads all of its A while the kernel before still runs, and then all of its x at once."""
+    stages: int = 3
+    """Tiles on their way."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,12 +268,14 @@ def shrink(
     tiling: ShrinkTiling | None = None,
     *,
     batch_invariant: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """``A x``: ``headrace.kernels.lora.shrink`` by the place of each token.
 
     Args:
         places: ``[T]`` int32: token -> place of its adapter, or -1.
         tiling: None: ``shrink_tiling``'s.
+        dtype: of the result.
 
     Raises:
         ValueError: a tensor does not fit the others.
@@ -283,14 +287,21 @@ def shrink(
         raise ValueError("the last axis of x, and each place of a, must be contiguous; and a must be of x's dtype")
     tiling = tiling or shrink_tiling(tokens, in_features, width, batch_invariant=batch_invariant)
     shares = cdiv(in_features, tiling.share)
-    low = torch.empty(shares, tokens, width, dtype=torch.float32, device=x.device)
+    low = torch.empty(shares, tokens, width, dtype=dtype, device=x.device)
     if tokens:
         _shrink[(cdiv(tokens, tiling.tokens), shares, num_places * cdiv(width, tiling.columns))](
             x, a, places, low, tokens, x.stride(0), a.stride(0), IN=in_features, WIDTH=width, SHARE=tiling.share,
             TOKENS=tiling.tokens, CHANNELS=_CHANNELS, COLUMNS=tiling.columns, AHEAD=tiling.ahead, PRECISION=_precision(x),
-            num_warps=4, num_stages=3, **options(x.device),
+            num_warps=4, num_stages=tiling.stages, **options(x.device),
         )  # fmt: skip
     return low
+
+
+def shrink_rounded(x: torch.Tensor, a: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """``headrace.kernels.lora.shrink_rounded``"""
+    width = a.shape[1]
+    tiling = ShrinkTiling(64, _at_most(_COLUMNS, width), _whole(x.shape[1]), False, 5)
+    return shrink(x, a, places, tiling, dtype=x.dtype)[0]
 
 
 def expand(

@@ -1,8 +1,5 @@
 """Norm, rotation and cache write of MLA. Reference: ``headrace.kernels.mla.reference``."""
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import torch
@@ -31,28 +28,10 @@ def _rotate_halves(source, target, cos_sin, HALF: tl.constexpr, HALF_P: tl.const
 
 @launched(do_not_specialize=["block_size"])
 def _mla(
-    q,
-    q_out,
-    compressed,
-    weight,
-    cos_sin,
-    rows,
-    slots,
-    eps,
-    block_size,
-    out_token: tl.int64,
-    out_head: tl.int64,
-    compressed_row: tl.int64,
-    block_stride: tl.int64,
-    place_stride: tl.int64,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_P: tl.constexpr,
-    RANK: tl.constexpr,
-    RANK_P: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    q, q_out, compressed, weight, cos_sin, rows, slots, eps, block_size, out_token: tl.int64, out_head: tl.int64,
+    compressed_row: tl.int64, block_stride: tl.int64, place_stride: tl.int64, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    HALF: tl.constexpr, HALF_P: tl.constexpr, RANK: tl.constexpr, RANK_P: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """One token: a head of q, or behind them its row of the cache."""
     begin(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -92,26 +71,7 @@ def norm_rotate_and_cache_mla(
     target = q if q_out is None else q_out
     half, rank = cos_sin.shape[1] // 2, len(weight)
     _mla[(tokens, heads + 1)](
-        q,
-        target,
-        compressed,
-        weight,
-        cos_sin.contiguous(),
-        rows,
-        slot_mapping,
-        eps,
-        rows.shape[1],
-        target.stride(0),
-        target.stride(1),
-        compressed.stride(0),
-        rows.stride(0),
-        rows.stride(1),
-        HEADS=heads,
-        WIDTH=width,
-        HALF=half,
-        HALF_P=power_of_two(max(half, 1)),
-        RANK=rank,
-        RANK_P=power_of_two(rank),
-        num_warps=2,
-        **options(q.device),
-    )
+        q, target, compressed, weight, cos_sin.contiguous(), rows, slot_mapping, eps, rows.shape[1], target.stride(0),
+        target.stride(1), compressed.stride(0), rows.stride(0), rows.stride(1), HEADS=heads, WIDTH=width, HALF=half,
+        HALF_P=power_of_two(max(half, 1)), RANK=rank, RANK_P=power_of_two(rank), num_warps=2, **options(q.device),
+    )  # fmt: skip

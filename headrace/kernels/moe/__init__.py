@@ -15,13 +15,9 @@ from headrace.model_spec import MoeSpec
 
 if TYPE_CHECKING:
     from headrace.kernels.moe import cuda_router as router_kernel
-    from headrace.kernels.moe import triton as routing
-    from headrace.kernels.moe import triton_experts as kernels
     from headrace.kernels.moe import triton_router as router_kernels
 else:
     router_kernel = gpu.Late(f"{__name__}.cuda_router")
-    routing = gpu.Late(f"{__name__}.triton")
-    kernels = gpu.Late(f"{__name__}.triton_experts")
     router_kernels = gpu.Late(f"{__name__}.triton_router")
 
 MOST_ROUTED, MANY_ROUTED = 64, 1024
@@ -75,6 +71,6 @@ def choose_experts(
     return *route(logits, spec, correction), None
 
 
-route = gpu.dispatch(reference.route, lambda: routing.route)
-held_experts = gpu.dispatch(reference.held_experts, lambda: routing.held_experts)
-moe_mlp = gpu.dispatch(reference.moe_mlp, lambda: kernels.moe_mlp)
+route = gpu.dispatch(reference.route)
+held_experts = gpu.dispatch(reference.held_experts)
+moe_mlp = gpu.dispatch(reference.moe_mlp, "triton_experts")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,12 +11,26 @@ import torch
 import torch.nn.functional as F
 
 from headrace.kernels.activation import ACTIVATIONS, clamped_swiglu, squared_relu
-from headrace.kernels.lora.reference import ExpertFactors, LowRank, Segment, expand, shrink
+from headrace.kernels.lora.reference import LowRank, Segment, expand, shrink
 from headrace.kernels.moe.codes import ExpertCodes
 from headrace.model_spec import CLAMPED_SWIGLU, MoeSpec
 
 ExpertProduct = Callable[[int, torch.Tensor], torch.Tensor]
 """(expert, x ``[T, in]``) -> the product with the expert's matrix, ``[T, out]``, in x's dtype."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertFactors:
+    """The matrices of adapters of a mixture's experts, which lie one behind the other."""
+
+    gate_up: tuple[torch.Tensor, torch.Tensor]
+    """A ``[places, experts * parts * rank, hidden]`` and B ``[places, experts * first_outputs, rank]``: an expert's gate, then
+    its up; one part without gates."""
+    down: tuple[torch.Tensor, torch.Tensor]
+    """A ``[places, experts * rank, intermediate_size]`` and B ``[places, experts * hidden, rank]``"""
+    segments: Sequence[Segment]
+    places: torch.Tensor | None
+    """Runs of tokens with one adapter, and their places: as ``LowRank`` has them."""
 
 
 def route(

@@ -1,8 +1,5 @@
 """Choice of experts. References: ``headrace.kernels.moe.reference``."""
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import torch
@@ -28,28 +25,11 @@ def _best(values, index, COUNT: tl.constexpr):
 
 @launched
 def _route(
-    logits,
-    correction,
-    experts,
-    weights,
-    logits_row: tl.int64,
-    scale,
-    least_sum,
-    added_sum,
-    TOP_K: tl.constexpr,
-    TOP_K_P: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUPS_P: tl.constexpr,
-    SIZE: tl.constexpr,
-    SIZE_P: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    BEST_TWO: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    CORRECTION: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits, correction, experts, weights, logits_row: tl.int64, scale, least_sum, added_sum, TOP_K: tl.constexpr,
+    TOP_K_P: tl.constexpr, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_P: tl.constexpr, SIZE: tl.constexpr,
+    SIZE_P: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST_TWO: tl.constexpr, SIGMOID: tl.constexpr, CORRECTION: tl.constexpr,
+    NORMALIZE: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """One token. Experts lie in a plane: a row a group."""
     begin(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -111,29 +91,12 @@ def route(
     groups = spec.num_groups if spec.top_groups < spec.num_groups else 1
     size = spec.num_experts // groups
     _route[(tokens,)](
-        logits,
-        logits if correction_bias is None else correction_bias,
-        experts,
-        weights,
-        logits.stride(0),
-        spec.routed_scale,
-        spec.least_sum,
-        spec.added_sum,
-        TOP_K=spec.top_k,
-        TOP_K_P=power_of_two(spec.top_k),
-        EXPERTS=spec.num_experts,
-        GROUPS=groups,
-        GROUPS_P=power_of_two(groups),
-        SIZE=size,
-        SIZE_P=power_of_two(size),
-        TOP_GROUPS=spec.top_groups if groups > 1 else 1,
-        BEST_TWO=spec.group_score == "top2",
-        SIGMOID=spec.scoring == "sigmoid",
-        CORRECTION=correction_bias is not None,
-        NORMALIZE=spec.normalize,
-        num_warps=1,
-        **options(logits.device),
-    )
+        logits, logits if correction_bias is None else correction_bias, experts, weights, logits.stride(0), spec.routed_scale,
+        spec.least_sum, spec.added_sum, TOP_K=spec.top_k, TOP_K_P=power_of_two(spec.top_k), EXPERTS=spec.num_experts,
+        GROUPS=groups, GROUPS_P=power_of_two(groups), SIZE=size, SIZE_P=power_of_two(size),
+        TOP_GROUPS=spec.top_groups if groups > 1 else 1, BEST_TWO=spec.group_score == "top2", SIGMOID=spec.scoring == "sigmoid",
+        CORRECTION=correction_bias is not None, NORMALIZE=spec.normalize, num_warps=1, **options(logits.device),
+    )  # fmt: skip
     return experts, weights
 
 

@@ -4,9 +4,6 @@ of choices. Reference: ``headrace.kernels.moe.reference.moe_mlp``.
 Tiles have the rows of one expert, and each takes the matrices of that expert alone, of the adapters that its rows have.
 """
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -5,8 +5,8 @@ has 64 rows at least in Hopper's instructions, so that few rows of activations w
 go to the matrix units from registers.
 """
 
-# A kernel's arguments have no types of Python's, and its tuples grow.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, disable-error-code=assignment
+# A kernel's tuples grow.
+# mypy: disable-error-code=assignment
 
 from __future__ import annotations
 

@@ -4,9 +4,6 @@ Tokens are never moved: a sort gives their order by expert (``triton_sort``), an
 graph serves any routing.
 """
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import dataclasses
@@ -20,9 +17,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headrace.kernels import support
 from headrace.kernels.kv_cache.triton_fp8 import NATIVE, gain, mode, quantized, scale_of
-from headrace.kernels.lora.reference import ExpertFactors
 from headrace.kernels.moe import cuda_experts
 from headrace.kernels.moe.codes import BLOCK, MIDDLE, X_GROUP, ExpertCodes
+from headrace.kernels.moe.reference import ExpertFactors
 from headrace.kernels.moe.tiling import Kind, MoeTiling, batch_invariant_tiling, choose_tiling
 from headrace.kernels.moe.triton_adapters import ExpertsLow, constants, shrink, tensors, with_added
 from headrace.kernels.moe.triton_codecs import (

@@ -1,8 +1,5 @@
 """Rounding of the rows that experts multiply. Reference: ``headrace.kernels.moe.codes``."""
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,8 +1,5 @@
 """The product of a router: a token's logit for each expert, of weights in float32. Reference: ``headrace.kernels.moe``."""
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import dataclasses
@@ -22,20 +19,9 @@ _ROWS = 4
 
 @launched(do_not_specialize=["rows"])
 def _router_logits(
-    x,
-    weight,
-    bias,
-    logits,
-    rows,
-    x_row: tl.int64,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    BIAS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, weight, bias, logits, rows, x_row: tl.int64, IN: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, CHANNELS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """A few experts' logits of a few tokens."""
     announce(PDL)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -73,21 +59,10 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     at_once = min(power_of_two(rows), _ROWS)
     outputs = 1 if rows <= _ROWS else 4
     _router_logits[(cdiv(out_features, outputs), cdiv(rows, at_once))](
-        x,
-        weight,
-        weight if bias is None else bias,
-        logits,
-        rows,
-        x.stride(0),
-        IN=in_features,
-        OUT=out_features,
-        ROWS=at_once,
-        OUTPUTS=outputs,
-        CHANNELS=min(power_of_two(in_features), 1024 if outputs == 1 else 256),
-        BIAS=bias is not None,
-        num_warps=4,
-        **options(x.device),
-    )
+        x, weight, weight if bias is None else bias, logits, rows, x.stride(0), IN=in_features, OUT=out_features, ROWS=at_once,
+        OUTPUTS=outputs, CHANNELS=min(power_of_two(in_features), 1024 if outputs == 1 else 256), BIAS=bias is not None,
+        num_warps=4, **options(x.device),
+    )  # fmt: skip
     return logits
 
 

@@ -2,9 +2,6 @@
 tiles an expert has: the host launches the most there can be, and each program finds its expert's tile, or that there is none.
 """
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import dataclasses

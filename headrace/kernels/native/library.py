@@ -6,8 +6,10 @@ import ctypes
 import functools
 import logging
 import os
+from collections.abc import Callable
 from ctypes import c_float, c_int, c_int64, c_void_p
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -36,8 +38,7 @@ _SIGNATURES: dict[str, list[type]] = {
         *(c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p),
         *(c_int64, c_int64, c_int64, c_int64, c_int64, c_int64, c_int64, c_int64, c_int),
     ],
-    "causal_conv": [*(c_void_p,) * 6, *(c_int64,) * 4, c_int, c_int],
-    "gated_conv": [*(c_void_p,) * 6, *(c_int64,) * 4, c_int],
+    "causal_conv": [*(c_void_p,) * 6, *(c_int64,) * 4, c_int, c_int, c_int],
     "delta_rule": [*(c_void_p,) * 9, c_int64, c_float, c_int, c_int],
     "state_space": [*(c_void_p,) * 9, c_float, c_float, c_int, c_int],
     "selective_scan": [*(c_void_p,) * 10, c_int, c_int],
@@ -49,11 +50,15 @@ _OPENMP = ("libgomp", "libiomp5", "libomp")
 
 
 class NativeKernels:
-    """The library's functions take addresses and check nothing: callers check dtypes, shapes and strides.
+    """The library's functions, by their names. They take addresses and check nothing: callers check dtypes, shapes and strides.
 
     ``tile`` names the instructions that its matrix products use: avx512_vnni, avx2 or portable. From ``wide_rows`` rows on
     (None: never) they round weights to bfloat16, as products in bfloat16 do. Immutable.
     """
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Callable[..., None]: ...
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
@@ -61,21 +66,7 @@ class NativeKernels:
             function = getattr(library, f"headrace_{name}")
             function.argtypes = arguments
             function.restype = _RESULTS.get(name)
-        self.matmul = library.headrace_matmul
-        self.few_rows = library.headrace_few_rows
-        self.attention = library.headrace_attention
-        self.rms_norm = library.headrace_rms_norm
-        self.add_rms_norm = library.headrace_add_rms_norm
-        self.silu_mul = library.headrace_silu_mul
-        self.rotate = library.headrace_rotate
-        self.rotate_and_write = library.headrace_rotate_and_write
-        self.layers = library.headrace_layers
-        self.causal_conv = library.headrace_causal_conv
-        self.gated_conv = library.headrace_gated_conv
-        self.delta_rule = library.headrace_delta_rule
-        self.state_space = library.headrace_state_space
-        self.selective_scan = library.headrace_selective_scan
-        self.gated_norm = library.headrace_gated_norm
+            setattr(self, name, function)
         self.tile: str = library.headrace_tile().decode()
         self.wide_rows: int | None = library.headrace_wide_rows() or None
         self.threads = _share_threads(library)
@@ -125,6 +116,9 @@ def load(march: str = "") -> NativeKernels | None:
         return None
 
 
-def kernels_for(x: torch.Tensor) -> NativeKernels | None:
-    """The kernels if they support x's device and dtype, else None."""
+def kernels_for(x: torch.Tensor, *others: torch.Tensor) -> NativeKernels | None:
+    """The kernels if they support x's device and dtype, which the others have too, else None."""
+    for other in others:
+        if other.dtype != x.dtype:
+            return None
     return load() if x.dtype in DTYPES and x.is_cpu else None

@@ -14,7 +14,6 @@ import torch
 from headrace.kernels import gpu
 from headrace.kernels.linear.fp8 import round_rows
 from headrace.kernels.linear.fp8_reference import Activations, Fp8Rows
-from headrace.kernels.native.library import kernels_for
 from headrace.kernels.norm import native
 from headrace.kernels.norm.reference import rms_norm_ref
 
@@ -34,10 +33,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: bool 
     """
     if gpu.takes(x) and weight.dtype == x.dtype:
         return kernels.rms_norm(x, weight, eps, offset=offset)
-    library = None if offset else kernels_for(x)
-    if library is None or weight.dtype != x.dtype:
-        return rms_norm_ref(x, weight, eps, offset=offset)
-    return native.rms_norm(library, x, weight, eps)
+    found = None if offset else native.rms_norm(x, weight, eps)
+    return rms_norm_ref(x, weight, eps, offset=offset) if found is None else found
 
 
 def add_rms_norm(
@@ -51,11 +48,10 @@ def add_rms_norm(
     """
     if gpu.takes(x) and x.dtype == residual.dtype == weight.dtype:
         return kernels.add_rms_norm(x, residual, weight, eps, offset=offset)
-    library = None if offset else kernels_for(x)
-    if library is None or not x.dtype == residual.dtype == weight.dtype:
-        total = x + residual
-        return rms_norm_ref(total, weight, eps, offset=offset), total
-    return native.add_rms_norm(library, x, residual, weight, eps)
+    if not offset and (found := native.add_rms_norm(x, residual, weight, eps)) is not None:
+        return found
+    total = x + residual
+    return rms_norm_ref(total, weight, eps, offset=offset), total
 
 
 def norm_add_rms_norm(

@@ -1,13 +1,15 @@
-"""RMS normalisation by the native kernels, of tensors of one dtype that the library supports."""
+"""RMS normalisation by the native kernels. None: the library is not there, or does not support the tensors' dtypes."""
 
 from __future__ import annotations
 
 import torch
 
-from headrace.kernels.native.library import DTYPES, NativeKernels
+from headrace.kernels.native.library import DTYPES, kernels_for
 
 
-def rms_norm(native: NativeKernels, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
+    if (native := kernels_for(x, weight)) is None:
+        return None
     x = x.contiguous()
     out = torch.empty_like(x)
     n = x.shape[-1]
@@ -16,8 +18,10 @@ def rms_norm(native: NativeKernels, x: torch.Tensor, weight: torch.Tensor, eps: 
 
 
 def add_rms_norm(
-    native: NativeKernels, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    if (native := kernels_for(x, residual, weight)) is None:
+        return None
     x, residual = x.contiguous(), residual.contiguous()
     out, total = torch.empty_like(x), torch.empty_like(x)
     n = x.shape[-1]

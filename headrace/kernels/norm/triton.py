@@ -1,8 +1,5 @@
 """RMS normalisation, alone and with the residual sum before it. References: ``headrace.kernels.norm.reference``."""
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import torch
@@ -35,30 +32,10 @@ def normed(value, factor, eps, WIDTH: tl.constexpr, OFFSET: tl.constexpr):
 
 @launched(do_not_specialize=["inner"])
 def _rms_norm(
-    x,
-    residual,
-    first,
-    weight,
-    out,
-    scales,
-    total,
-    first_eps,
-    eps,
-    inner,
-    x_outer: tl.int64,
-    x_inner: tl.int64,
-    residual_outer: tl.int64,
-    residual_inner: tl.int64,
-    scale_column: tl.int64,
-    WIDTH: tl.constexpr,
-    WIDTH_P: tl.constexpr,
-    FIRST: tl.constexpr,
-    ADD: tl.constexpr,
-    OFFSET: tl.constexpr,
-    GROUP: tl.constexpr,
-    MODE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, residual, first, weight, out, scales, total, first_eps, eps, inner, x_outer: tl.int64, x_inner: tl.int64,
+    residual_outer: tl.int64, residual_inner: tl.int64, scale_column: tl.int64, WIDTH: tl.constexpr, WIDTH_P: tl.constexpr,
+    FIRST: tl.constexpr, ADD: tl.constexpr, OFFSET: tl.constexpr, GROUP: tl.constexpr, MODE: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """One row of ``WIDTH`` channels; row r of x begins at ``(r // inner) * x_outer + (r % inner) * x_inner``.
 
     With FIRST, x is normed by the weight ``first`` before it is added. With GROUP, ``out`` has e4m3 codes of the norm, and
@@ -165,31 +142,15 @@ def _launch(
     if not x.numel():
         return
     width_p = power_of_two(width)
+    # Eight channels a thread: 16 bytes of a 16-bit type, the widest load there is.
+    warps = min(max(width_p // 256, 1), 16)
     _rms_norm[(x.numel() // width,)](
-        x,
-        x if residual is None else residual,
-        first_weight,
-        weight,
-        out if scales is None else as_bytes(out),
-        out if scales is None else scales,
-        total,
-        first_eps,
-        eps,
-        x.shape[1] if x.ndim == 3 else 1,
-        *_row_strides(x),
-        *_row_strides(x if residual is None else residual),
-        0 if scales is None else scales.stride(1),
-        WIDTH=width,
-        WIDTH_P=width_p,
-        FIRST=first is not None,
-        ADD=residual is not None,
-        OFFSET=offset,
-        GROUP=0 if scales is None else width // scales.shape[1],
-        MODE=mode(x.device),
-        # Eight channels a thread: 16 bytes of a 16-bit type, the widest load there is.
-        num_warps=min(max(width_p // 256, 1), 16),
-        **options(x.device),
-    )
+        x, x if residual is None else residual, first_weight, weight, out if scales is None else as_bytes(out),
+        out if scales is None else scales, total, first_eps, eps, x.shape[1] if x.ndim == 3 else 1, *_row_strides(x),
+        *_row_strides(x if residual is None else residual), 0 if scales is None else scales.stride(1), WIDTH=width,
+        WIDTH_P=width_p, FIRST=first is not None, ADD=residual is not None, OFFSET=offset,
+        GROUP=0 if scales is None else width // scales.shape[1], MODE=mode(x.device), num_warps=warps, **options(x.device),
+    )  # fmt: skip
 
 
 def _check_weight(weight: torch.Tensor, x: torch.Tensor) -> None:

@@ -1,8 +1,5 @@
 """The blocks of all rows, concatenated, in one launch. Reference: ``headrace.kernels.pages.reference``."""
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import torch

@@ -10,9 +10,6 @@ A row has two places, used in turns. A program empties the one that it has read.
 which it begins after a whole kernel in between, which waits for what this rank sends after it has emptied the place.
 """
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import dataclasses
@@ -96,30 +93,10 @@ def pull(own, turn, row, channel, mask, tries, DTYPE: tl.constexpr, ROOM: tl.con
 
 @launched(do_not_specialize=["rank", "tries"])
 def _peer_sum(
-    x,
-    residual,
-    first,
-    weight,
-    out,
-    total,
-    peers,
-    own,
-    turns,
-    failed,
-    alarm,
-    rank,
-    tries,
-    first_eps,
-    eps,
-    WIDTH: tl.constexpr,
-    WIDTH_P: tl.constexpr,
-    ROOM: tl.constexpr,
-    SIZE: tl.constexpr,
-    FIRST: tl.constexpr,
-    NORM: tl.constexpr,
-    OFFSET: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, residual, first, weight, out, total, peers, own, turns, failed, alarm, rank, tries, first_eps, eps, WIDTH: tl.constexpr,
+    WIDTH_P: tl.constexpr, ROOM: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, NORM: tl.constexpr,
+    OFFSET: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """One row of ``WIDTH`` channels.
 
     With NORM, the sum over ranks, normed by the weight ``first`` if there is FIRST, is added to the residual, and the result
@@ -189,31 +166,12 @@ def _launch(
         raise ValueError(f"x is {list(x.shape)}; it must have at most {ROWS} rows of at most {ROW_BYTES} bytes")
     words = torch.int16 if x.itemsize == 2 else torch.int32
     views = tuple(part.view(words) for part in buffers.ranks)
-    width_p = power_of_two(width)
+    own, width_p = norm or ResidualNorm(x, 0.0), power_of_two(width)
+    # Eight channels a thread, as in the norm's own kernel.
+    warps = min(max(width_p // 256, 1), 16)
     _peer_sum[(rows,)](
-        x,
-        residual,
-        x if norm is None or norm.first is None else norm.first,
-        x if norm is None else norm.weight,
-        out,
-        total,
-        views,
-        views[buffers.rank],
-        buffers.turns,
-        buffers.failed,
-        buffers.alarm,
-        buffers.rank,
-        tries,
-        0.0 if norm is None else norm.first_eps,
-        0.0 if norm is None else norm.eps,
-        WIDTH=width,
-        WIDTH_P=width_p,
-        ROOM=ROW_BYTES // x.itemsize,
-        SIZE=len(views),
-        FIRST=norm is not None and norm.first is not None,
-        NORM=norm is not None,
-        OFFSET=norm is not None and norm.offset,
-        # Eight channels a thread, as in the norm's own kernel.
-        num_warps=min(max(width_p // 256, 1), 16),
-        **options(x.device),
-    )
+        x, residual, x if own.first is None else own.first, own.weight, out, total, views, views[buffers.rank], buffers.turns,
+        buffers.failed, buffers.alarm, buffers.rank, tries, own.first_eps, own.eps, WIDTH=width, WIDTH_P=width_p,
+        ROOM=ROW_BYTES // x.itemsize, SIZE=len(views), FIRST=own.first is not None, NORM=norm is not None, OFFSET=own.offset,
+        num_warps=warps, **options(x.device),
+    )  # fmt: skip

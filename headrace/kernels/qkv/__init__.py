@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from headrace.kernels import gpu
 from headrace.kernels.qkv import reference
 
-if TYPE_CHECKING:
-    from headrace.kernels.qkv import triton as kernels
-else:
-    kernels = gpu.Late(f"{__name__}.triton")
-
-norm_rotate_and_cache = gpu.dispatch(reference.norm_rotate_and_cache, lambda: kernels.norm_rotate_and_cache)
+norm_rotate_and_cache = gpu.dispatch(reference.norm_rotate_and_cache)

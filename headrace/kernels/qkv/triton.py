@@ -1,8 +1,5 @@
 """QK-norm, rotary embedding and the write to the KV cache in one launch. Reference: ``headrace.kernels.qkv.reference``."""
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import torch
@@ -55,19 +52,9 @@ def _squares(part):
 
 @triton.jit
 def _prepared(
-    base,
-    present,
-    weight,
-    angles,
-    eps,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_P: tl.constexpr,
-    REST: tl.constexpr,
-    REST_P: tl.constexpr,
-    NORM: tl.constexpr,
-    OFFSET: tl.constexpr,
-):
+    base, present, weight, angles, eps, D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, REST: tl.constexpr,
+    REST_P: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr
+):  # fmt: skip
     """Heads normed and rotated, in three parts: the two halves of the rotated channels, and the channels after them.
 
     A part of width 0 repeats another one and is not stored.
@@ -120,53 +107,15 @@ def _quantized_part(part, scale, FP8: tl.constexpr):
 
 @launched
 def _norm_rotate_and_cache(
-    qkv,
-    cos_sin,
-    q_weight,
-    k_weight,
-    q_out,
-    key_cache,
-    value_cache,
-    k_scale,
-    v_scale,
-    slot_mapping,
-    eps,
-    v_factor,
-    qkv_token: tl.int64,
-    angle_token: tl.int64,
-    q_token: tl.int64,
-    q_head: tl.int64,
-    kc_block: tl.int64,
-    kc_offset: tl.int64,
-    kc_head: tl.int64,
-    vc_block: tl.int64,
-    vc_offset: tl.int64,
-    vc_head: tl.int64,
-    scale_block: tl.int64,
-    scale_offset: tl.int64,
-    scale_head: tl.int64,
-    BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    TILE: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    DV_P: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_P: tl.constexpr,
-    REST: tl.constexpr,
-    REST_P: tl.constexpr,
-    Q_NORM: tl.constexpr,
-    K_NORM: tl.constexpr,
-    OFFSET: tl.constexpr,
-    V_FROM_K: tl.constexpr,
-    V_NORM: tl.constexpr,
-    V_SCALED: tl.constexpr,
-    K_LANE: tl.constexpr,
-    V_LANE: tl.constexpr,
-    FP8: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    qkv, cos_sin, q_weight, k_weight, q_out, key_cache, value_cache, k_scale, v_scale, slot_mapping, eps, v_factor,
+    qkv_token: tl.int64, angle_token: tl.int64, q_token: tl.int64, q_head: tl.int64, kc_block: tl.int64, kc_offset: tl.int64,
+    kc_head: tl.int64, vc_block: tl.int64, vc_offset: tl.int64, vc_head: tl.int64, scale_block: tl.int64,
+    scale_offset: tl.int64, scale_head: tl.int64, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    TILE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DV_P: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr,
+    REST: tl.constexpr, REST_P: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, OFFSET: tl.constexpr,
+    V_FROM_K: tl.constexpr, V_NORM: tl.constexpr, V_SCALED: tl.constexpr, K_LANE: tl.constexpr, V_LANE: tl.constexpr,
+    FP8: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """``TILE`` heads of one token: first the query heads, tile after tile, then the KV heads."""
     begin(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -264,45 +213,13 @@ def norm_rotate_and_cache(
     tile = min(max(_ELEMENTS // max(d_p, dv_p), 1), power_of_two(max(num_heads, kv_heads)))
     tiles = cdiv(num_heads, tile) + (cdiv(kv_heads, tile) if caching else 0)
     _norm_rotate_and_cache[(tokens, tiles)](
-        qkv,
-        qkv if cos_sin is None else cos_sin,
-        qkv if q_weight is None else q_weight,
-        qkv if k_weight is None else k_weight,
-        q,
-        keys,
-        values,
-        qkv if k_scale is None else k_scale,
-        qkv if v_scale is None else v_scale,
-        slots,
-        eps,
-        v_factor,
-        qkv.stride(0),
-        0 if cos_sin is None else cos_sin.stride(0),
-        *q.stride()[:2],
-        *keys.stride()[:3],
-        *values.stride()[:3],
-        *scale_strides(k_scale),
-        BLOCK_SIZE=keys.shape[1],
-        HEADS=num_heads,
-        KV_HEADS=kv_heads,
-        TILE=tile,
-        D=head_dim,
-        DV=v_head_dim,
-        DV_P=dv_p,
-        HALF=half,
-        HALF_P=half_p,
-        REST=rest,
-        REST_P=rest_p,
-        Q_NORM=q_weight is not None,
-        K_NORM=k_weight is not None,
-        OFFSET=offset,
-        V_FROM_K=v_from_k,
-        V_NORM=v_norm,
-        V_SCALED=v_factor != 1,
-        K_LANE=keys.stride(3),
-        V_LANE=values.stride(3),
-        FP8=fp8,
-        num_warps=min(max(tile * max(d_p, dv_p) // 256, 1), 4),
+        qkv, qkv if cos_sin is None else cos_sin, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight,
+        q, keys, values, qkv if k_scale is None else k_scale, qkv if v_scale is None else v_scale, slots, eps, v_factor,
+        qkv.stride(0), 0 if cos_sin is None else cos_sin.stride(0), *q.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
+        *scale_strides(k_scale), BLOCK_SIZE=keys.shape[1], HEADS=num_heads, KV_HEADS=kv_heads, TILE=tile, D=head_dim,
+        DV=v_head_dim, DV_P=dv_p, HALF=half, HALF_P=half_p, REST=rest, REST_P=rest_p, Q_NORM=q_weight is not None,
+        K_NORM=k_weight is not None, OFFSET=offset, V_FROM_K=v_from_k, V_NORM=v_norm, V_SCALED=v_factor != 1,
+        K_LANE=keys.stride(3), V_LANE=values.stride(3), FP8=fp8, num_warps=min(max(tile * max(d_p, dv_p) // 256, 1), 4),
         **options(qkv.device),
-    )
+    )  # fmt: skip
     return q

@@ -6,6 +6,17 @@ import torch
 
 
 def rotate_ref(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor, rotary_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotates the leading ``rotary_dim`` channels of every head; the others pass. Computed in float32, rounded once.
+
+    Args:
+        q: ``[T, num_heads, d]``
+        k: ``[T, num_kv_heads, d]``
+        cos_sin: ``[T, rotary_dim]`` float32: the cosines of the ``rotary_dim / 2`` angles of a token, then their sines.
+        rotary_dim: even, at most d.
+
+    Returns:
+        Rotated q and k, new tensors in their own dtypes.
+    """
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
     return _rotate_ref(q, cos, sin, rotary_dim), _rotate_ref(k, cos, sin, rotary_dim)
 
@@ -19,6 +30,17 @@ def rotate_and_write_ref(
     rows: torch.Tensor,
     slots: torch.Tensor,
 ) -> torch.Tensor:
+    """``rotate``, with k and v going straight to the KV cache.
+
+    Args:
+        q, k, cos_sin, rotary_dim: as for ``rotate``; with a ``rotary_dim`` of 0 nothing is rotated.
+        v: ``[T, num_kv_heads, dv]``
+        rows: ``[num_blocks, block_size, num_kv_heads, d + dv]``, each block contiguous; changed in place.
+        slots: ``[T]`` int64, ``block * block_size + offset``; a negative one writes nothing.
+
+    Returns:
+        The rotated q.
+    """
     if rotary_dim:
         q, k = rotate_ref(q, k, cos_sin, rotary_dim)
     kept = slots >= 0

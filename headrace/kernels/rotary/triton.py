@@ -1,8 +1,5 @@
 """Rotation of whole heads in place. Reference: ``headrace.kernels.rotary.reference``."""
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import torch
@@ -15,17 +12,9 @@ from headrace.kernels.triton_pdl import begin, options
 
 @launched
 def _rotate(
-    x,
-    cos,
-    sin,
-    token_stride: tl.int64,
-    angle_stride: tl.int64,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    HEADS_P: tl.constexpr,
-    HALF_P: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, cos, sin, token_stride: tl.int64, angle_stride: tl.int64, HEADS: tl.constexpr, HALF: tl.constexpr, HEADS_P: tl.constexpr,
+    HALF_P: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """All heads of a token."""
     begin(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -48,15 +37,6 @@ def rotate_heads(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         raise ValueError(f"heads of {list(x.shape)} with strides {x.stride()} cannot be rotated in place")
     if tokens:
         _rotate[(tokens,)](
-            x,
-            cos,
-            sin,
-            x.stride(0),
-            cos.stride(0),
-            HEADS=heads,
-            HALF=width // 2,
-            HEADS_P=power_of_two(heads),
-            HALF_P=power_of_two(width // 2),
-            num_warps=4,
-            **options(x.device),
-        )
+            x, cos, sin, x.stride(0), cos.stride(0), HEADS=heads, HALF=width // 2, HEADS_P=power_of_two(heads),
+            HALF_P=power_of_two(width // 2), num_warps=4, **options(x.device),
+        )  # fmt: skip

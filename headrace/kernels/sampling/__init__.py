@@ -8,12 +8,10 @@ from headrace.kernels import gpu
 from headrace.kernels.sampling import reference
 
 if TYPE_CHECKING:
-    from headrace.kernels.sampling import triton_mask as mask_kernels
     from headrace.kernels.sampling import triton_sample as kernels
 else:
-    mask_kernels = gpu.Late(f"{__name__}.triton_mask")
     kernels = gpu.Late(f"{__name__}.triton_sample")
 
 __all__ = ["apply_masks", "kernels"]
 
-apply_masks = gpu.dispatch(reference.apply_masks, lambda: mask_kernels.apply_masks)
+apply_masks = gpu.dispatch(reference.apply_masks, "triton_mask")

@@ -17,9 +17,6 @@ Masses are integers, of ``2**-40`` of the best token's, so that sums depend on n
 batch and in every run.
 """
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import torch

@@ -1,8 +1,5 @@
 """Token bitmasks over logits. Reference: ``headrace.kernels.sampling.reference``."""
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import torch

@@ -6,9 +6,6 @@ by block, and then within one. Sums are taken in another order, so a random numb
 may select the other one.
 """
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -1,8 +1,5 @@
 """Shared by the kernels over logits: chunk sizes, a row's slot and its best logit."""
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import triton

@@ -94,13 +94,7 @@ def first_query_blocks(query_start: torch.Tensor, block: int = BLOCK) -> torch.T
 
 
 def estimate(
-    q: torch.Tensor,
-    kv: PagedKV,
-    rows: PromptRows,
-    *,
-    scale: float,
-    stride: int = 16,
-    norm: float = 1.0,
+    q: torch.Tensor, kv: PagedKV, rows: PromptRows, *, scale: float, stride: int = 16, norm: float = 1.0
 ) -> torch.Tensor:
     """XAttention's estimate of the attention that each block of keys gets from each block of queries.
 
@@ -147,11 +141,7 @@ def estimate(
 
 
 def select(
-    sums: torch.Tensor,
-    rows: PromptRows,
-    *,
-    threshold: float | torch.Tensor,
-    prompt_lens: torch.Tensor | None = None,
+    sums: torch.Tensor, rows: PromptRows, *, threshold: float | torch.Tensor, prompt_lens: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Key blocks that make up ``threshold`` of a query block's estimated attention.
 

@@ -4,9 +4,6 @@ A first kernel lists the key blocks of every block of queries and head, in ascen
 launched first, so that heads of very different cost fill the device evenly. Reference: ``headrace.kernels.sparse.reference``.
 """
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import torch

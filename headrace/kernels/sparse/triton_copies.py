@@ -4,9 +4,6 @@ Hopper's unit copies a whole tile at the request of one thread, so that the othe
 the softmax. Parts of heads are those of ``attention.triton_tile``.
 """
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import torch

@@ -6,9 +6,6 @@ the softmax's denominator is known, these are read again and added up by blocks.
 they take items from a counter, the longest first.
 """
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import dataclasses

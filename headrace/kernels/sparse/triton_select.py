@@ -4,9 +4,6 @@ Nothing is sorted: a binary search finds the rank down to which blocks are kept.
 then, as the lower digits, its place from behind.
 """
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import torch
@@ -100,11 +97,7 @@ def _select(
 
 
 def select(
-    sums: torch.Tensor,
-    rows: PromptRows,
-    *,
-    threshold: float | torch.Tensor,
-    prompt_lens: torch.Tensor | None = None,
+    sums: torch.Tensor, rows: PromptRows, *, threshold: float | torch.Tensor, prompt_lens: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Kernel version of ``headrace.kernels.sparse.select``; it does not wait for the device.
 

@@ -6,21 +6,12 @@ rows. On a CPU results are bitwise the same however a sequence is cut into steps
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from headrace.kernels import gpu
 from headrace.kernels.state import native, reference
 from headrace.kernels.state.metadata import Pending, StateMetadata, StateRow
 from headrace.kernels.state.reference import Gate
-
-if TYPE_CHECKING:
-    from headrace.kernels.state import triton as kernels
-    from headrace.kernels.state import triton_scan as scans
-else:
-    kernels = gpu.Late(f"{__name__}.triton")
-    scans = gpu.Late(f"{__name__}.triton_scan")
 
 __all__ = [
     "Gate",
@@ -36,7 +27,7 @@ __all__ = [
 ]
 
 
-causal_conv = gpu.dispatch(reference.causal_conv_ref, lambda: kernels.causal_conv, native.causal_conv)
+causal_conv = gpu.dispatch(reference.causal_conv_ref, "triton", native.causal_conv)
 
 
 def gated_conv(
@@ -56,7 +47,7 @@ def gated_conv(
     return out_gate * causal_conv(gate * values, weight, bias, None, cache, step)
 
 
-delta_rule = gpu.dispatch(reference.delta_rule_ref, lambda: kernels.delta_rule, native.delta_rule)
-state_space = gpu.dispatch(reference.state_space_ref, lambda: kernels.state_space, native.state_space)
-selective_scan = gpu.dispatch(reference.selective_scan_ref, lambda: scans.selective_scan, native.selective_scan)
-gated_norm = gpu.dispatch(reference.gated_norm_ref, lambda: kernels.gated_norm, native.gated_norm)
+delta_rule = gpu.dispatch(reference.delta_rule_ref, "triton", native.delta_rule)
+state_space = gpu.dispatch(reference.state_space_ref, "triton", native.state_space)
+selective_scan = gpu.dispatch(reference.selective_scan_ref, "triton_scan", native.selective_scan)
+gated_norm = gpu.dispatch(reference.gated_norm_ref, "triton", native.gated_norm)

@@ -92,3 +92,8 @@ class StateMetadata:
         for row, block in enumerate(self.blocks.tolist()):
             if block >= 0:
                 yield StateRow(block, bounds[row], bounds[row + 1] - bounds[row], starts[row])
+
+
+def token_rows(x: torch.Tensor) -> torch.Tensor:
+    """x with the channels of a token side by side: it may be a slice of wider rows."""
+    return x if x.stride(1) == 1 else x.contiguous()

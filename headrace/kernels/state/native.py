@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from ctypes import byref
 from typing import Literal
 
@@ -11,7 +10,7 @@ import torch
 
 from headrace.kernels.native.library import DTYPES, kernels_for
 from headrace.kernels.native.structs import NativeRecurrence, NativeStateRows
-from headrace.kernels.state.metadata import Pending, StateMetadata
+from headrace.kernels.state.metadata import Pending, StateMetadata, token_rows
 from headrace.kernels.state.reference import Gate
 
 
@@ -23,51 +22,34 @@ def causal_conv(
     cache: torch.Tensor,
     step: StateMetadata,
 ) -> torch.Tensor | None:
-    native = kernels_for(x)
-    if native is None or not x.dtype == weight.dtype == cache.dtype:
-        return None
-    return _convolve(native.causal_conv, x, weight, bias, cache, step, activation == "silu")
+    return _convolve(x, weight, bias, cache, step, gated=False, silu=activation == "silu")
 
 
 def gated_conv(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    cache: torch.Tensor,
-    step: StateMetadata,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cache: torch.Tensor, step: StateMetadata
 ) -> torch.Tensor | None:
-    native = kernels_for(x)
-    if native is None or not x.dtype == weight.dtype == cache.dtype:
-        return None
-    return _convolve(native.gated_conv, x, weight, bias, cache, step)
+    return _convolve(x, weight, bias, cache, step, gated=True, silu=False)
 
 
 def _convolve(
-    call: Callable[..., object],
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     cache: torch.Tensor,
     step: StateMetadata,
-    *options: bool,
-) -> torch.Tensor:
-    x, weight = _rows(x), weight.contiguous()
+    *,
+    gated: bool,
+    silu: bool,
+) -> torch.Tensor | None:
+    if (native := kernels_for(x, weight, cache)) is None:
+        return None
+    x, weight = token_rows(x), weight.contiguous()
     channels, taps = weight.shape
     out = torch.empty(len(x), channels, dtype=x.dtype)
-    call(
-        x.data_ptr(),
-        weight.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        cache.data_ptr(),
-        out.data_ptr(),
-        byref(state_rows(step)),
-        channels,
-        taps,
-        x.stride(0),
-        cache.stride(0),
-        *options,
-        DTYPES[x.dtype],
-    )
+    at = None if bias is None else bias.data_ptr()
+    sizes = channels, taps, x.stride(0), cache.stride(0)
+    tensors = x.data_ptr(), weight.data_ptr(), at, cache.data_ptr(), out.data_ptr()
+    native.causal_conv(*tensors, byref(state_rows(step)), *sizes, gated, silu, DTYPES[x.dtype])
     return out
 
 
@@ -82,29 +64,17 @@ def delta_rule(
     beta_factor: int = 1,
     pending: Pending | None = None,
 ) -> torch.Tensor | None:
-    native = kernels_for(qkv)
-    if native is None or state.dtype not in DTYPES or not qkv.dtype == decay.dtype == beta.dtype:
+    if (native := kernels_for(qkv, decay, beta)) is None or state.dtype not in DTYPES:
         return None
     heads, value_dim, key_dim = state.shape[1:]
-    qkv, decay, beta = _rows(qkv), _rows(decay), _rows(beta)
+    qkv, decay, beta = token_rows(qkv), token_rows(decay), token_rows(beta)
     shared = (qkv.shape[1] - heads * value_dim) // (2 * key_dim)
     out = torch.empty(len(qkv), heads * value_dim, dtype=torch.float32)
     strides = qkv.stride(0), decay.stride(0), beta.stride(0), state.stride(0)
-    native.delta_rule(
-        qkv.data_ptr(),
-        decay.data_ptr(),
-        beta.data_ptr(),
-        a_log.data_ptr(),
-        dt_bias.data_ptr(),
-        state.data_ptr(),
-        out.data_ptr(),
-        byref(state_rows(step)),
-        byref(NativeRecurrence(heads, shared, value_dim, key_dim, *strides)),
-        decay.shape[1] // heads,
-        beta_factor,
-        DTYPES[qkv.dtype],
-        DTYPES[state.dtype],
-    )
+    shape = NativeRecurrence(heads, shared, value_dim, key_dim, *strides)
+    tensors = _addresses(qkv, decay, beta, a_log, dt_bias, state, out)
+    options = decay.shape[1] // heads, beta_factor, DTYPES[qkv.dtype], DTYPES[state.dtype]
+    native.delta_rule(*tensors, byref(state_rows(step)), byref(shape), *options)
     return out
 
 
@@ -118,27 +88,15 @@ def state_space(
     step: StateMetadata,
     dt_limit: tuple[float, float] = (0.0, math.inf),
 ) -> torch.Tensor | None:
-    native = kernels_for(xbc)
-    if native is None or state.dtype not in DTYPES or xbc.dtype != dt.dtype:
+    if (native := kernels_for(xbc, dt)) is None or state.dtype not in DTYPES:
         return None
     heads, width, size = state.shape[1:]
-    xbc, dt = _rows(xbc), _rows(dt)
+    xbc, dt = token_rows(xbc), token_rows(dt)
     shared = (xbc.shape[1] - heads * width) // (2 * size)
     out = torch.empty(len(xbc), heads * width, dtype=torch.float32)
-    native.state_space(
-        xbc.data_ptr(),
-        dt.data_ptr(),
-        a_log.data_ptr(),
-        d.data_ptr(),
-        dt_bias.data_ptr(),
-        state.data_ptr(),
-        out.data_ptr(),
-        byref(state_rows(step)),
-        byref(NativeRecurrence(heads, shared, width, size, xbc.stride(0), dt.stride(0), 0, state.stride(0))),
-        *dt_limit,
-        DTYPES[xbc.dtype],
-        DTYPES[state.dtype],
-    )
+    shape = NativeRecurrence(heads, shared, width, size, xbc.stride(0), dt.stride(0), 0, state.stride(0))
+    tensors = _addresses(xbc, dt, a_log, d, dt_bias, state, out)
+    native.state_space(*tensors, byref(state_rows(step)), byref(shape), *dt_limit, DTYPES[xbc.dtype], DTYPES[state.dtype])
     return out
 
 
@@ -153,27 +111,15 @@ def selective_scan(
     state: torch.Tensor,
     step: StateMetadata,
 ) -> torch.Tensor | None:
-    native = kernels_for(x)
-    if native is None or state.dtype not in DTYPES or not x.dtype == dt.dtype == b.dtype == c.dtype:
+    if (native := kernels_for(x, dt, b, c)) is None or state.dtype not in DTYPES:
         return None
     channels, size = rate.shape
-    x, dt, rate = _rows(x), _rows(dt), rate.contiguous()
+    x, dt, rate = token_rows(x), token_rows(dt), rate.contiguous()
     bc = torch.cat((b, c), dim=1)
     out = torch.empty(len(x), channels, dtype=torch.float32)
-    native.selective_scan(
-        x.data_ptr(),
-        dt.data_ptr(),
-        bc.data_ptr(),
-        rate.data_ptr(),
-        d.data_ptr(),
-        dt_bias.data_ptr(),
-        state.data_ptr(),
-        out.data_ptr(),
-        byref(state_rows(step)),
-        byref(NativeRecurrence(channels, 1, 1, size, x.stride(0), dt.stride(0), bc.stride(0), state.stride(0))),
-        DTYPES[x.dtype],
-        DTYPES[state.dtype],
-    )
+    shape = NativeRecurrence(channels, 1, 1, size, x.stride(0), dt.stride(0), bc.stride(0), state.stride(0))
+    tensors = _addresses(x, dt, bc, rate, d, dt_bias, state, out)
+    native.selective_scan(*tensors, byref(state_rows(step)), byref(shape), DTYPES[x.dtype], DTYPES[state.dtype])
     return out
 
 
@@ -187,31 +133,17 @@ def gated_norm(
     *,
     gate_first: bool = False,
 ) -> torch.Tensor | None:
-    native = kernels_for(z)
-    if native is None or x.dtype != torch.float32 or weight.dtype != z.dtype:
+    if (native := kernels_for(z, weight)) is None or x.dtype != torch.float32:
         return None
-    x, z = x.contiguous(), _rows(z)
+    x, z = x.contiguous(), token_rows(z)
     out = torch.empty(z.shape, dtype=z.dtype)
-    native.gated_norm(
-        x.data_ptr(),
-        z.data_ptr(),
-        weight.data_ptr(),
-        out.data_ptr(),
-        *z.shape,
-        width,
-        weight.numel(),
-        z.stride(0),
-        eps,
-        gate == "sigmoid",
-        gate_first,
-        DTYPES[z.dtype],
-    )
+    sizes = *z.shape, width, weight.numel(), z.stride(0)
+    native.gated_norm(*_addresses(x, z, weight, out), *sizes, eps, gate == "sigmoid", gate_first, DTYPES[z.dtype])
     return out
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x with the channels of a token side by side: it may be a slice of wider rows."""
-    return x if x.stride(1) == 1 else x.contiguous()
+def _addresses(*tensors: torch.Tensor) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
 
 
 def state_rows(step: StateMetadata) -> NativeStateRows:

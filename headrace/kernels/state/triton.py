@@ -5,8 +5,8 @@ one row's state and absorbs the row's tokens in order, so that no result depends
 other rows. Other prompts are absorbed by ``triton_tiles``.
 """
 
-# A kernel's arguments have no types of Python's, and its tuples grow.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, disable-error-code=assignment
+# A kernel's tuples grow.
+# mypy: disable-error-code=assignment
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import triton.language as tl
 
 from headrace.kernels.activation.triton import sigmoid
 from headrace.kernels.kv_cache.triton_fp8 import mode
-from headrace.kernels.state.metadata import Pending, StateMetadata
+from headrace.kernels.state.metadata import Pending, StateMetadata, token_rows
 from headrace.kernels.state.reference import Gate
 from headrace.kernels.state.triton_conv import convolve_prompts
 from headrace.kernels.state.triton_kept import delta_rows
@@ -88,31 +88,10 @@ def _conv_rows(
 
 @launched(do_not_specialize=["heads"])
 def _delta_rule(
-    qkv,
-    decay,
-    beta,
-    a_log,
-    dt_bias,
-    state,
-    out,
-    query_start,  # [R + 1] int32
-    blocks,  # [R] int32
-    heads,
-    beta_factor,
-    scale,
-    qkv_row: tl.int64,
-    decay_row: tl.int64,
-    beta_row: tl.int64,
-    state_block: tl.int64,
-    SHARE: tl.constexpr,
-    DK: tl.constexpr,
-    DK_P: tl.constexpr,
-    DV: tl.constexpr,
-    VALUES: tl.constexpr,
-    BY_CHANNEL: tl.constexpr,
-    EARLY: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    qkv, decay, beta, a_log, dt_bias, state, out, query_start, blocks, heads, beta_factor, scale, qkv_row: tl.int64,
+    decay_row: tl.int64, beta_row: tl.int64, state_block: tl.int64, SHARE: tl.constexpr, DK: tl.constexpr, DK_P: tl.constexpr,
+    DV: tl.constexpr, VALUES: tl.constexpr, BY_CHANNEL: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """``VALUES`` rows of a head's state; SHARE heads have one key head."""
     if EARLY:
         announce(PDL)
@@ -157,28 +136,10 @@ def _delta_rule(
 
 @launched(do_not_specialize=["heads"])
 def _state_space(
-    xbc,
-    dt,
-    a_log,
-    d,
-    dt_bias,
-    state,
-    out,
-    query_start,  # [R + 1] int32
-    blocks,  # [R] int32
-    heads,
-    least,
-    most,
-    xbc_row: tl.int64,
-    dt_row: tl.int64,
-    state_block: tl.int64,
-    SHARE: tl.constexpr,
-    SIZE: tl.constexpr,
-    SIZE_P: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    xbc, dt, a_log, d, dt_bias, state, out, query_start, blocks, heads, least, most, xbc_row: tl.int64, dt_row: tl.int64,
+    state_block: tl.int64, SHARE: tl.constexpr, SIZE: tl.constexpr, SIZE_P: tl.constexpr, WIDTH: tl.constexpr,
+    VALUES: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """``VALUES`` rows of a head's state; SHARE heads have one group's b and c."""
     begin(PDL)
     head, row = tl.program_id(1), tl.program_id(2)
@@ -207,22 +168,9 @@ def _state_space(
 
 @launched(do_not_specialize=["count", "groups"])
 def _gated_norm(
-    x,
-    z,
-    weight,
-    out,
-    count,
-    groups,
-    eps,
-    z_row: tl.int64,
-    WIDTH: tl.constexpr,
-    WIDTH_P: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    SHARED: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    GATE_FIRST: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, z, weight, out, count, groups, eps, z_row: tl.int64, WIDTH: tl.constexpr, WIDTH_P: tl.constexpr, AT_ONCE: tl.constexpr,
+    SHARED: tl.constexpr, SIGMOID: tl.constexpr, GATE_FIRST: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """``AT_ONCE`` of the tokens' groups of ``WIDTH`` channels. SHARED: all groups of a token have one weight."""
     begin(PDL)
     place = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
@@ -320,32 +268,12 @@ def delta_rule(
         return out
     values = min(_VALUES, power_of_two(value_dim))
     _delta_rule[(cdiv(value_dim, values), heads, rows)](
-        qkv,
-        decay,
-        beta,
-        a_log,
-        dt_bias,
-        state,
-        out,
-        step.query_start,
-        step.blocks,
-        heads,
-        float(beta_factor),
-        key_dim**-0.5,
-        qkv.stride(0),
-        decay.stride(0),
-        beta.stride(0),
-        state.stride(0),
-        SHARE=2 * heads * key_dim // (qkv.shape[1] - heads * value_dim),
-        DK=key_dim,
-        DK_P=power_of_two(key_dim),
-        DV=value_dim,
-        VALUES=values,
-        BY_CHANNEL=decay.shape[1] > heads,
-        EARLY=step.decode_rows <= _EARLY_ROWS and not step.prompt_rows,
-        num_warps=_WARPS,
-        **options(qkv.device),
-    )
+        qkv, decay, beta, a_log, dt_bias, state, out, step.query_start, step.blocks, heads, float(beta_factor), key_dim**-0.5,
+        qkv.stride(0), decay.stride(0), beta.stride(0), state.stride(0),
+        SHARE=2 * heads * key_dim // (qkv.shape[1] - heads * value_dim), DK=key_dim, DK_P=power_of_two(key_dim), DV=value_dim,
+        VALUES=values, BY_CHANNEL=decay.shape[1] > heads, EARLY=step.decode_rows <= _EARLY_ROWS and not step.prompt_rows,
+        num_warps=_WARPS, **options(qkv.device),
+    )  # fmt: skip
     return out
 
 
@@ -372,28 +300,10 @@ def state_space(
         return out
     values = min(_VALUES, power_of_two(width))
     _state_space[(cdiv(width, values), heads, rows)](
-        xbc,
-        dt,
-        a_log,
-        d,
-        dt_bias,
-        state,
-        out,
-        step.query_start,
-        step.blocks,
-        heads,
-        *map(float, dt_limit),
-        xbc.stride(0),
-        dt.stride(0),
-        state.stride(0),
-        SHARE=2 * heads * size // (xbc.shape[1] - heads * width),
-        SIZE=size,
-        SIZE_P=power_of_two(size),
-        WIDTH=width,
-        VALUES=values,
-        num_warps=_WARPS,
-        **options(xbc.device),
-    )
+        xbc, dt, a_log, d, dt_bias, state, out, step.query_start, step.blocks, heads, *map(float, dt_limit), xbc.stride(0),
+        dt.stride(0), state.stride(0), SHARE=2 * heads * size // (xbc.shape[1] - heads * width), SIZE=size,
+        SIZE_P=power_of_two(size), WIDTH=width, VALUES=values, num_warps=_WARPS, **options(xbc.device),
+    )  # fmt: skip
     return out
 
 
@@ -415,26 +325,8 @@ def gated_norm(
     groups, width_p = z.shape[1] // width, power_of_two(width)
     count, at_once = len(z) * groups, max(_NORMED // width_p, 1)
     _gated_norm[(cdiv(count, at_once),)](
-        x,
-        z,
-        weight,
-        out,
-        count,
-        groups,
-        eps,
-        z.stride(0),
-        WIDTH=width,
-        WIDTH_P=width_p,
-        AT_ONCE=at_once,
-        SHARED=weight.numel() == width,
-        SIGMOID=gate == "sigmoid",
-        GATE_FIRST=gate_first,
-        num_warps=min(max(width_p // 256, 4), 16),
-        **options(z.device),
-    )
+        x, z, weight, out, count, groups, eps, z.stride(0), WIDTH=width, WIDTH_P=width_p, AT_ONCE=at_once,
+        SHARED=weight.numel() == width, SIGMOID=gate == "sigmoid", GATE_FIRST=gate_first,
+        num_warps=min(max(width_p // 256, 4), 16), **options(z.device),
+    )  # fmt: skip
     return out
-
-
-def token_rows(x: torch.Tensor) -> torch.Tensor:
-    """x with the channels of a token side by side: it may be a slice of wider rows."""
-    return x if x.stride(1) == 1 else x.contiguous()

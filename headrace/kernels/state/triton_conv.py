@@ -1,7 +1,6 @@
 """Causal convolutions of prompts, in tiles of 64 tokens. Reference: ``headrace.kernels.state.reference``."""
 
-# A kernel's arguments have no types of Python's, and its tuples grow.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# A kernel's tuples grow.
 # mypy: disable-error-code="assignment,misc"
 
 from __future__ import annotations
@@ -28,29 +27,10 @@ _KEPT = 128
 
 @launched(do_not_specialize=["decode_rows"])
 def _conv_tiles(
-    x,
-    weight,
-    bias,
-    cache,
-    out,
-    query_start,  # [R + 1] int32
-    blocks,  # [R] int32
-    starts,  # [R] int32
-    tile_rows,  # [N] int32
-    tile_starts,  # [prompts] int32
-    decode_rows,
-    channels,
-    x_row: tl.int64,
-    cache_block: tl.int64,
-    TAPS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    BIAS: tl.constexpr,
-    SILU: tl.constexpr,
-    MODE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, weight, bias, cache, out, query_start, blocks, starts, tile_rows, tile_starts, decode_rows, channels, x_row: tl.int64,
+    cache_block: tl.int64, TAPS: tl.constexpr, TOKENS: tl.constexpr, AT_ONCE: tl.constexpr, CHANNELS: tl.constexpr,
+    BIAS: tl.constexpr, SILU: tl.constexpr, MODE: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """A tile of a prompt, whose last inputs ``_keep_inputs`` keeps, ``AT_ONCE`` tokens at a time. Inputs before the row's first
     token are those that were kept."""
     begin(PDL)
@@ -98,19 +78,9 @@ def _conv_tiles(
 
 @launched(do_not_specialize=["first_row"])
 def _keep_inputs(
-    x,
-    cache,
-    query_start,  # [R + 1] int32
-    blocks,  # [R] int32
-    starts,  # [R] int32
-    first_row,
-    channels,
-    x_row: tl.int64,
-    cache_block: tl.int64,
-    TAPS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, cache, query_start, blocks, starts, first_row, channels, x_row: tl.int64, cache_block: tl.int64, TAPS: tl.constexpr,
+    CHANNELS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """Keeps the last ``TAPS - 1`` inputs of each row from ``first_row`` on."""
     begin(PDL)
     row = first_row + tl.program_id(1)
@@ -139,37 +109,11 @@ def convolve_prompts(
     channels, taps = weight.shape
     rows, tiles = (step.query_start, step.blocks, step.starts), step.tiles
     _conv_tiles[(cdiv(channels, _CHANNELS), len(tiles.rows))](
-        x,
-        weight,
-        weight if bias is None else bias,
-        cache,
-        out,
-        *rows,
-        *tiles,
-        step.decode_rows,
-        channels,
-        x.stride(0),
-        cache.stride(0),
-        TAPS=taps,
-        TOKENS=TILE,
-        AT_ONCE=_AT_ONCE,
-        CHANNELS=_CHANNELS,
-        BIAS=bias is not None,
-        SILU=activation == "silu",
-        MODE=mode(x.device),
-        num_warps=_WARPS,
-        **options(x.device),
-    )
+        x, weight, weight if bias is None else bias, cache, out, *rows, *tiles, step.decode_rows, channels, x.stride(0),
+        cache.stride(0), TAPS=taps, TOKENS=TILE, AT_ONCE=_AT_ONCE, CHANNELS=_CHANNELS, BIAS=bias is not None,
+        SILU=activation == "silu", MODE=mode(x.device), num_warps=_WARPS, **options(x.device),
+    )  # fmt: skip
     _keep_inputs[(cdiv(channels, _KEPT), step.prompt_rows)](
-        x,
-        cache,
-        *rows,
-        step.decode_rows,
-        channels,
-        x.stride(0),
-        cache.stride(0),
-        TAPS=taps,
-        CHANNELS=_KEPT,
-        num_warps=4,
+        x, cache, *rows, step.decode_rows, channels, x.stride(0), cache.stride(0), TAPS=taps, CHANNELS=_KEPT, num_warps=4,
         **options(x.device),
-    )
+    )  # fmt: skip

@@ -10,8 +10,8 @@ of log-decays c, this is what token t adds and reads, so that it reads the state
 Where it is written depends on a token's position alone.
 """
 
-# A kernel's arguments have no types of Python's, and its tuples grow.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, disable-error-code=assignment
+# A kernel's tuples grow.
+# mypy: disable-error-code=assignment
 
 from __future__ import annotations
 
@@ -208,35 +208,10 @@ def delta_rows(
     values = min(_VALUES, power_of_two(value_dim))
     turns = _turns(cdiv(value_dim, values) * heads * step.decode_rows, resources(qkv.device))
     _kept_rule[(cdiv(value_dim, values * turns), heads, step.decode_rows)](
-        qkv,
-        decay,
-        beta,
-        a_log,
-        dt_bias,
-        state,
-        *pending,
-        torch.empty(step.decode_rows, 2, heads * value_dim, device=qkv.device),
-        out,
-        step.blocks,
-        step.starts,
-        heads,
-        float(beta_factor),
-        key_dim**-0.5,
-        qkv.stride(0),
-        decay.stride(0),
-        beta.stride(0),
-        state.stride(0),
-        *pending.tokens.stride()[:2],
-        pending.until.stride(0),
-        SHARE=2 * heads * key_dim // (qkv.shape[1] - heads * value_dim),
-        DK=key_dim,
-        DK_P=power_of_two(key_dim),
-        DV=value_dim,
-        VALUES=values,
-        TURNS=turns,
-        PERIOD=pending.tokens.shape[1] + 1,
-        EARLY=not step.prompt_rows,
-        num_warps=1,
-        maxnreg=_REGISTERS,
-        **options(qkv.device),
-    )
+        qkv, decay, beta, a_log, dt_bias, state, *pending,
+        torch.empty(step.decode_rows, 2, heads * value_dim, device=qkv.device), out, step.blocks, step.starts, heads,
+        float(beta_factor), key_dim**-0.5, qkv.stride(0), decay.stride(0), beta.stride(0), state.stride(0),
+        *pending.tokens.stride()[:2], pending.until.stride(0), SHARE=2 * heads * key_dim // (qkv.shape[1] - heads * value_dim),
+        DK=key_dim, DK_P=power_of_two(key_dim), DV=value_dim, VALUES=values, TURNS=turns, PERIOD=pending.tokens.shape[1] + 1,
+        EARLY=not step.prompt_rows, num_warps=1, maxnreg=_REGISTERS, **options(qkv.device),
+    )  # fmt: skip

@@ -3,16 +3,13 @@
 A program absorbs one row's tokens in order, with the states of some channels in registers.
 """
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import torch
 import triton.language as tl
 
-from headrace.kernels.state.metadata import StateMetadata
-from headrace.kernels.state.triton import outputs, token_rows
+from headrace.kernels.state.metadata import StateMetadata, token_rows
+from headrace.kernels.state.triton import outputs
 from headrace.kernels.state.triton_tiles import softplus
 from headrace.kernels.support import cdiv, power_of_two
 from headrace.kernels.triton_launch import launched
@@ -24,28 +21,10 @@ _SCANNED = 32
 
 @launched(do_not_specialize=["channels"])
 def _selective_scan(
-    x,
-    dt,
-    b,
-    c,
-    rate,
-    d,
-    dt_bias,
-    state,
-    out,
-    query_start,
-    blocks,
-    channels,
-    x_row: tl.int64,
-    dt_row: tl.int64,
-    b_row: tl.int64,
-    c_row: tl.int64,
-    state_block: tl.int64,
-    SIZE: tl.constexpr,
-    SIZE_P: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, dt, b, c, rate, d, dt_bias, state, out, query_start, blocks, channels, x_row: tl.int64, dt_row: tl.int64,
+    b_row: tl.int64, c_row: tl.int64, state_block: tl.int64, SIZE: tl.constexpr, SIZE_P: tl.constexpr, CHANNELS: tl.constexpr,
+    PDL: tl.constexpr
+):  # fmt: skip
     """``CHANNELS`` channels of a row."""
     begin(PDL)
     row = tl.program_id(1)
@@ -91,27 +70,8 @@ def selective_scan(
         return out
     tile = min(_SCANNED, power_of_two(channels))
     _selective_scan[(cdiv(channels, tile), step.num_rows)](
-        x,
-        dt,
-        b,
-        c,
-        rate.contiguous(),
-        d,
-        dt_bias,
-        state,
-        out,
-        step.query_start,
-        step.blocks,
-        channels,
-        x.stride(0),
-        dt.stride(0),
-        b.stride(0),
-        c.stride(0),
-        state.stride(0),
-        SIZE=size,
-        SIZE_P=power_of_two(size),
-        CHANNELS=tile,
-        num_warps=1,
-        **options(x.device),
-    )
+        x, dt, b, c, rate.contiguous(), d, dt_bias, state, out, step.query_start, step.blocks, channels, x.stride(0),
+        dt.stride(0), b.stride(0), c.stride(0), state.stride(0), SIZE=size, SIZE_P=power_of_two(size), CHANNELS=tile,
+        num_warps=1, **options(x.device),
+    )  # fmt: skip
     return out

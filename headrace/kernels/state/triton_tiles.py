@@ -13,9 +13,6 @@ tile's log-decays, D the lower triangle of ``exp(c_i - c_j)``, and S the state b
 its U are the inputs times their steps.
 """
 
-# A kernel's arguments have no types of Python's.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import torch
@@ -84,33 +81,10 @@ def _from_halves(left, right, quarters, EXACT: tl.constexpr):
 
 @launched(do_not_specialize=["heads", "decode_rows"])
 def _delta_products(
-    qkv,
-    decay,
-    beta,
-    a_log,
-    dt_bias,
-    queries,
-    keys,
-    sums,
-    solved,
-    products,
-    query_start,  # [R + 1] int32
-    tile_rows,  # [N] int32
-    tile_starts,  # [prompts] int32
-    decode_rows,
-    heads,
-    beta_factor,
-    scale,
-    qkv_row: tl.int64,
-    decay_row: tl.int64,
-    beta_row: tl.int64,
-    SHARE: tl.constexpr,
-    DK: tl.constexpr,
-    DK_P: tl.constexpr,
-    TOKENS: tl.constexpr,
-    EXACT: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    qkv, decay, beta, a_log, dt_bias, queries, keys, sums, solved, products, query_start, tile_rows, tile_starts, decode_rows,
+    heads, beta_factor, scale, qkv_row: tl.int64, decay_row: tl.int64, beta_row: tl.int64, SHARE: tl.constexpr,
+    DK: tl.constexpr, DK_P: tl.constexpr, TOKENS: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """A tile of one key head, for the SHARE heads that have it: q and k of length 1, sums of log-decays ``[T, heads]``, and
     the two matrices ``[T, heads, TOKENS]``."""
     begin(PDL)
@@ -155,36 +129,11 @@ def _delta_products(
 
 @launched(do_not_specialize=["heads", "first_row"])
 def _delta_tiles(
-    qkv,
-    queries,
-    keys,
-    sums,
-    solved,
-    products,
-    state,
-    tokens,
-    until,
-    out,
-    query_start,  # [R + 1] int32
-    blocks,  # [R] int32
-    starts,  # [R] int32
-    first_row,
-    heads,
-    qkv_row: tl.int64,
-    state_block: tl.int64,
-    tokens_block: tl.int64,
-    tokens_row: tl.int64,
-    until_block: tl.int64,
-    SHARE: tl.constexpr,
-    DK: tl.constexpr,
-    DK_P: tl.constexpr,
-    DV: tl.constexpr,
-    VALUES: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PERIOD: tl.constexpr,
-    EXACT: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    qkv, queries, keys, sums, solved, products, state, tokens, until, out, query_start, blocks, starts, first_row, heads,
+    qkv_row: tl.int64, state_block: tl.int64, tokens_block: tl.int64, tokens_row: tl.int64, until_block: tl.int64,
+    SHARE: tl.constexpr, DK: tl.constexpr, DK_P: tl.constexpr, DV: tl.constexpr, VALUES: tl.constexpr, TOKENS: tl.constexpr,
+    PERIOD: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """``VALUES`` value channels of a head over all tiles of a row."""
     begin(PDL)
     head, row = tl.program_id(1), first_row + tl.program_id(2)
@@ -242,31 +191,10 @@ def _delta_tiles(
 
 @launched(do_not_specialize=["heads", "first_row"])
 def _space_tiles(
-    xbc,
-    dt,
-    a_log,
-    d,
-    dt_bias,
-    state,
-    out,
-    query_start,  # [R + 1] int32
-    blocks,  # [R] int32
-    first_row,
-    heads,
-    least,
-    most,
-    xbc_row: tl.int64,
-    dt_row: tl.int64,
-    state_block: tl.int64,
-    SHARE: tl.constexpr,
-    SIZE: tl.constexpr,
-    SIZE_P: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUES: tl.constexpr,
-    TOKENS: tl.constexpr,
-    EXACT: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    xbc, dt, a_log, d, dt_bias, state, out, query_start, blocks, first_row, heads, least, most, xbc_row: tl.int64,
+    dt_row: tl.int64, state_block: tl.int64, SHARE: tl.constexpr, SIZE: tl.constexpr, SIZE_P: tl.constexpr, WIDTH: tl.constexpr,
+    VALUES: tl.constexpr, TOKENS: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """``VALUES`` channels of a head over all tiles of a row."""
     begin(PDL)
     head, row = tl.program_id(1), first_row + tl.program_id(2)
@@ -329,31 +257,10 @@ def delta_prompts(
     matrices = [torch.empty(tokens, heads, TILE, dtype=qkv.dtype, device=qkv.device) for _ in range(2)]
     tiles, channels = step.tiles, max(power_of_two(key_dim), 16)
     _delta_products[(key_heads, len(tiles.rows))](
-        qkv,
-        decay,
-        beta,
-        a_log,
-        dt_bias,
-        *units,
-        sums,
-        *matrices,
-        step.query_start,
-        *tiles,
-        step.decode_rows,
-        heads,
-        float(beta_factor),
-        key_dim**-0.5,
-        qkv.stride(0),
-        decay.stride(0),
-        beta.stride(0),
-        SHARE=share,
-        DK=key_dim,
-        DK_P=channels,
-        TOKENS=TILE,
-        EXACT=_precision(qkv.dtype),
-        num_warps=2,
-        **options(qkv.device),
-    )
+        qkv, decay, beta, a_log, dt_bias, *units, sums, *matrices, step.query_start, *tiles, step.decode_rows, heads,
+        float(beta_factor), key_dim**-0.5, qkv.stride(0), decay.stride(0), beta.stride(0), SHARE=share, DK=key_dim,
+        DK_P=channels, TOKENS=TILE, EXACT=_precision(qkv.dtype), num_warps=2, **options(qkv.device),
+    )  # fmt: skip
     programs = cdiv(value_dim, _VALUES) * heads * step.prompt_rows
     device = resources(qkv.device)
     widest = _VALUES if programs <= device.multiprocessors else _MANY_VALUES
@@ -361,34 +268,13 @@ def delta_prompts(
     kept = (state, step.starts) if pending is None else pending
     stage = TILE * (2 * channels + 2 * TILE + values) * qkv.itemsize
     _delta_tiles[(cdiv(value_dim, values), heads, step.prompt_rows)](
-        qkv,
-        *units,
-        sums,
-        *matrices,
-        state,
-        *kept,
-        out,
-        step.query_start,
-        step.blocks,
-        step.starts,
-        step.decode_rows,
-        heads,
-        qkv.stride(0),
-        state.stride(0),
-        *kept[0].stride()[:2],
-        kept[1].stride(0),
-        SHARE=share,
-        DK=key_dim,
-        DK_P=channels,
-        DV=value_dim,
-        VALUES=values,
-        TOKENS=TILE,
-        PERIOD=1 if pending is None else pending.tokens.shape[1] + 1,
-        EXACT=_precision(qkv.dtype),
-        num_warps=4,
+        qkv, *units, sums, *matrices, state, *kept, out, step.query_start, step.blocks, step.starts, step.decode_rows, heads,
+        qkv.stride(0), state.stride(0), *kept[0].stride()[:2], kept[1].stride(0), SHARE=share, DK=key_dim, DK_P=channels,
+        DV=value_dim, VALUES=values, TOKENS=TILE, PERIOD=1 if pending is None else pending.tokens.shape[1] + 1,
+        EXACT=_precision(qkv.dtype), num_warps=4,
         num_stages=1 if qkv.dtype == torch.float32 else 3 if 3 * stage <= device.shared_memory - _KEPT_FREE else 2,
         **options(qkv.device),
-    )
+    )  # fmt: skip
 
 
 def space_prompts(
@@ -407,29 +293,8 @@ def space_prompts(
     heads, width, size = state.shape[1:]
     values = max(min(_VALUES, power_of_two(width)), 16)
     _space_tiles[(cdiv(width, values), heads, step.prompt_rows)](
-        xbc,
-        dt,
-        a_log,
-        d,
-        dt_bias,
-        state,
-        out,
-        step.query_start,
-        step.blocks,
-        step.decode_rows,
-        heads,
-        *map(float, dt_limit),
-        xbc.stride(0),
-        dt.stride(0),
-        state.stride(0),
-        SHARE=2 * heads * size // (xbc.shape[1] - heads * width),
-        SIZE=size,
-        SIZE_P=max(power_of_two(size), 16),
-        WIDTH=width,
-        VALUES=values,
-        TOKENS=TILE,
-        EXACT=_precision(xbc.dtype),
-        num_warps=4,
-        num_stages=1,
-        **options(xbc.device),
-    )
+        xbc, dt, a_log, d, dt_bias, state, out, step.query_start, step.blocks, step.decode_rows, heads, *map(float, dt_limit),
+        xbc.stride(0), dt.stride(0), state.stride(0), SHARE=2 * heads * size // (xbc.shape[1] - heads * width), SIZE=size,
+        SIZE_P=max(power_of_two(size), 16), WIDTH=width, VALUES=values, TOKENS=TILE, EXACT=_precision(xbc.dtype), num_warps=4,
+        num_stages=1, **options(xbc.device),
+    )  # fmt: skip

@@ -70,11 +70,7 @@ class ForeignLayer:
         self._where = f"layer {spec.layer}"
 
     def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        sinks: torch.Tensor | None = None,
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Computes attention over the step's packed tokens and the cached KV of their sequences.
 

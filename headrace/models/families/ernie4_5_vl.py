@@ -162,8 +162,4 @@ def _experts(table: NameTable, theirs: str, ours: str, module: Experts) -> None:
     experts_apart(table, theirs.replace(_VISION, "experts"), ours, module, first)
 
 
-FAMILY = Family(
-    model_spec=model_spec,
-    decoder=ErnieVLDecoder,
-    names=names,
-)
+FAMILY = Family(model_spec=model_spec, decoder=ErnieVLDecoder, names=names)

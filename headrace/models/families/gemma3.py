@@ -40,7 +40,6 @@ class Gemma3Layer(GemmaLayer):
 
 class Gemma3Decoder(GemmaDecoder):
     layer_class = Gemma3Layer
-    norm_class = OffsetRMSNorm
 
 
 def names(model: Decoder) -> NameTable:
@@ -76,8 +75,4 @@ def _scale(layer: int, scalar: Any) -> float:
     return float(scalar**-0.5)
 
 
-FAMILY = Family(
-    model_spec=model_spec,
-    decoder=Gemma3Decoder,
-    names=names,
-)
+FAMILY = Family(model_spec=model_spec, decoder=Gemma3Decoder, names=names)

@@ -20,7 +20,7 @@ from headrace.layers.embedding import Embedding
 from headrace.layers.linear import Linear
 from headrace.layers.mlp import GatedMLP
 from headrace.layers.moe import ExpertRouter, Experts
-from headrace.layers.norm import UnitRMSNorm
+from headrace.layers.norm import RMSNorm, UnitRMSNorm
 from headrace.model_spec import AttentionSpec, MlpSpec, ModelSpec, MoeSpec
 from headrace.models.decoder import Decoder, DecoderAttention
 from headrace.models.families.gemma import NON_TEXT, GemmaDecoder, GemmaLayer, rounded, with_multimodal_names
@@ -155,7 +155,7 @@ class Gemma4Decoder(GemmaDecoder):
         self.embed_tokens_per_layer = Embedding(spec.token_vocab_size, width, dtype=dtype, device=device)
         self.token_scale = rounded(spec.token_width**0.5, dtype)
         self.per_layer_model_projection = Linear(spec.hidden_size, width, dtype=dtype, device=device)
-        self.per_layer_projection_norm = self.norm_class(spec.token_width, spec.norm_eps, dtype=dtype, device=device)
+        self.per_layer_projection_norm = RMSNorm(spec.token_width, spec.norm_eps, dtype=dtype, device=device)
 
     @torch.inference_mode()
     def forward(self, inputs: ModelInputs, ctx: ForwardContext) -> torch.Tensor:
@@ -249,8 +249,4 @@ def _mlps(config: HFConfig, layers: Sequence[AttentionSpec]) -> list[MlpSpec]:
     ]
 
 
-FAMILY = Family(
-    model_spec=model_spec,
-    decoder=Gemma4Decoder,
-    names=names,
-)
+FAMILY = Family(model_spec=model_spec, decoder=Gemma4Decoder, names=names)

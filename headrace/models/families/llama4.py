@@ -191,8 +191,4 @@ def _experts(table: NameTable, theirs: str, ours: str, module: Experts) -> None:
         table.instead(f"{theirs}.{name}", f"{ours}.{name}", StoredLayout(transposed=True))
 
 
-FAMILY = Family(
-    model_spec=model_spec,
-    decoder=Llama4Decoder,
-    names=names,
-)
+FAMILY = Family(model_spec=model_spec, decoder=Llama4Decoder, names=names)

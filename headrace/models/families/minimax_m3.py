@@ -58,7 +58,6 @@ class M3Layer(DecoderLayer):
 
 class M3Decoder(Decoder):
     layer_class = M3Layer
-    norm_class = OffsetRMSNorm
 
 
 def model_spec(config: HFConfig) -> ModelSpec:
@@ -133,8 +132,4 @@ def names(model: Decoder) -> NameTable:
     return table
 
 
-FAMILY = Family(
-    model_spec=model_spec,
-    decoder=M3Decoder,
-    names=names,
-)
+FAMILY = Family(model_spec=model_spec, decoder=M3Decoder, names=names)

@@ -179,12 +179,7 @@ def _family(architecture: str, plain: Callable[[HFConfig], ModelSpec]) -> Family
         changes: dict[str, Any] = {"architecture": architecture, "elastic": elastic_spec(config)}
         return dataclasses.replace(plain(config), **changes)
 
-    return Family(
-        model_spec=model_spec,
-        decoder=PawDecoder,
-        names=names,
-        to_transformers_fields=_refuse_transformers,
-    )
+    return Family(model_spec=model_spec, decoder=PawDecoder, names=names, to_transformers_fields=_refuse_transformers)
 
 
 QWEN3_FAMILY = _family(QWEN3, qwen3.model_spec)

@@ -72,12 +72,7 @@ def _inferred(kind: str, bits: int, inputs: Fields) -> str:
 
 
 def _weights(
-    weights: Fields,
-    kind: str,
-    bits: int,
-    layout: Layout,
-    activations: ActivationScale,
-    activation_codes: ActivationCodes,
+    weights: Fields, kind: str, bits: int, layout: Layout, activations: ActivationScale, activation_codes: ActivationCodes
 ) -> QuantSpec:
     if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8), ("float", 4)):
         raise weights.refuse("num_bits", _WIDTHS)

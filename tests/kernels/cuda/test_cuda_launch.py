@@ -47,9 +47,10 @@ def test_binaries_are_kept_by_all_they_depend_on(nvrtc: None, tmp_path: Path, mo
     CudaKernel(changed, "copy_tiles", "MPPii", {"ROWS": 64, "OFFSET": OFFSET}, 128, 0).binary()
     monkeypatch.setattr(cuda_launch, "nvrtc_version", lambda: "99.0")
     assert copies().binary() == binary
-    header = tmp_path / cuda_launch._HEADER.name
-    header.write_bytes(cuda_launch._HEADER.read_bytes() + b"\n")
-    monkeypatch.setattr(cuda_launch, "_HEADER", header)
+    *others, last = cuda_launch._HEADERS
+    header = tmp_path / last.name
+    header.write_bytes(last.read_bytes() + b"\n")
+    monkeypatch.setattr(cuda_launch, "_HEADERS", [*others, header])
     assert copies().binary() == binary
     assert len(list(cuda_launch.binaries().iterdir())) == 5
 

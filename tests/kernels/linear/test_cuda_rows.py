@@ -49,12 +49,14 @@ def test_which_products_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_rows, "refusals", lambda device: ())
     monkeypatch.setattr(support, "resources", lambda device: SimpleNamespace(multiprocessors=132))
     x, weight = torch.empty(257, 4096, dtype=BF16), torch.empty(QKV, dtype=BF16)
-    assert [choose(x[:rows], weight) is not None for rows in (64, 65, 192, 193, 257)] == [False, True, True, False, False]
+    assert [choose(x[:rows], weight) is not None for rows in (64, 65, 224, 225, 257)] == [False, True, True, False, False]
     assert choose(x[:65].float(), weight.float()) is None and choose(x[:65, :-4], weight[:, :-4]) is None
     assert choose(x[:65], weight[:-8]) is None and choose(x[:65], torch.empty(OUT, dtype=BF16)) is None
     gate_up = torch.empty(GATE_UP, dtype=BF16, device="meta")
     assert choose_tiling(256, *gate_up.shape, 132, gated=True) is not None
     assert choose_tiling(128, *gate_up.shape, 132, gated=False) is None
+    down = [choose_tiling(rows, *DOWN, 132, gated=False) is not None for rows in (224, 225, 240, 241, 256)]
+    assert down == [True, False, False, True, True]
     monkeypatch.setattr(cuda_rows, "refusals", lambda device: ("it is no Hopper",))
     assert choose(x[:65], weight) is None
 

@@ -1,4 +1,4 @@
-"""Gate and up of many rows by the kernel in CUDA C++."""
+"""Products of many rows by the kernel in CUDA C++: gate and up, and those that adapters add to."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from headrace.kernels.cuda_launch import CudaKernel
 from headrace.kernels.linear import cuda_tall
 
 from .captured import check_captured
+from .test_cuda_adapted import deals, expected, tables
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 BF16 = torch.bfloat16
 
 
 @pytest.mark.parametrize("kind", [BF16, torch.float16])
-def test_kernels_compile(kind: torch.dtype, nvrtc: None) -> None:
-    kernel = cuda_tall._kernel.__wrapped__(kind)
+@pytest.mark.parametrize(("gated", "adapted"), [(True, False), (True, True), (False, True)])
+def test_kernels_compile(kind: torch.dtype, gated: bool, adapted: bool, nvrtc: None) -> None:
+    kernel = cuda_tall._kernel.__wrapped__(kind, gated, adapted)
     assert f".text.{kernel._name}\0".encode() in kernel.binary()
 
 
@@ -29,6 +31,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
     launches: list[tuple[object, ...]] = []
     monkeypatch.setattr(CudaKernel, "launch", lambda self, *arguments: launches.append((self, *arguments)))
     monkeypatch.setattr(cuda_tall, "tensor_map", lambda x, height, width: (tuple(x.shape), x.stride(0), height, width))
+    monkeypatch.setattr(cuda_tall, "shrink_rounded", lambda x, a, places: x.new_empty(len(x), a.shape[1]))
     monkeypatch.setattr(cuda_tall, "refusals", lambda device: ())
     monkeypatch.setattr(support, "resources", lambda device: support.Resources(132, 232_448))
     return launches
@@ -59,6 +62,37 @@ def test_products_that_it_has(rows: int, lines: int, inputs: int, taken: bool, l
     assert cuda_tall.gated(x.float(), weight.float()) is None
 
 
+def test_what_it_is_given_of_adapters(launches: list[tuple[object, ...]]) -> None:
+    """Parts end where tiles do: q, k and v in tiles of 256 lines, gate and up in tiles of 96 of each."""
+    x, weight = torch.empty(8192, 4096, dtype=BF16), torch.empty(6144, 4096, dtype=BF16)
+    factors = tables(3, (4096, 1024, 1024), 4096, 24, 8192)
+    assert factors.places is not None
+    y = product.linear_adapted(x, weight, None, None, factors)
+    ((kernel, grid, *given),) = launches
+    assert isinstance(kernel, CudaKernel) and (kernel._macros["GATED"], kernel._macros["ADAPTED"]) == (0, 1)
+    assert (grid, given[:3]) == ((132, 1, 1), [((8192, 4096), 4096, 128, 64), ((6144, 4096), 4096, 128, 64), y.data_ptr()])
+    assert given[7] == ((3, 6144, 24), factors.b.stride(0), 128, 16)
+    assert given[9:] == [factors.places.data_ptr(), 24, 3, 4096, 5120]
+    weight = torch.empty(24_576, 4096, dtype=BF16)
+    gated = product.linear_adapted_gated(x, weight, tables(1, (12_288, 12_288), 4096, 16, 8192))
+    assert gated is not None and gated.shape == (8192, 12_288)
+    kernel, _, _, weights, *given = launches[-1]
+    assert isinstance(kernel, CudaKernel) and (kernel._macros["GATED"], kernel._macros["ADAPTED"]) == (1, 1)
+    assert weights == ((24_576, 4096), 4096, 96, 64) and given[8:] == [16, 2, 12_288, 24_576]
+
+
+def test_which_adapters_it_adds(launches: list[tuple[object, ...]]) -> None:
+    def taken(
+        parts: tuple[int, ...], rank: int = 16, places: int = 1, rows: int = 8192, inputs: int = 64, kind: torch.dtype = BF16
+    ) -> bool:
+        x, weight = torch.empty(rows, inputs, dtype=kind), torch.empty(sum(parts), inputs, dtype=kind)
+        return cuda_tall.adapted(x, weight, tables(places, parts, inputs, rank, rows, kind)) is not None
+
+    assert taken((4096, 1024, 1024)) and taken((4096,), 8, 64) and taken((4096, 2000))
+    assert not (taken((4000, 2096)) or taken((4096,), 4) or taken((4096,), places=65) or taken((4096,), kind=torch.float32))
+    assert not (taken((4096,), rows=2048) or taken((1024,), rows=2600) or taken((1024,) * 4) or len(launches) != 3)
+
+
 def test_other_devices() -> None:
     x, weight = torch.empty(1024, 4096, dtype=BF16), torch.empty(24_576, 4096, dtype=BF16)
     assert cuda_tall.gated(x, weight) is None
@@ -87,6 +121,39 @@ def test_shapes(rows: int, inputs: int, lines: int, kind: torch.dtype, monkeypat
     for _ in range(3):
         again = cuda_tall.gated(x, weight)
         assert again is not None and torch.equal(again, got)
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize(("parts", "rows", "inputs", "places", "rank", "kind"), [
+    ((512, 256, 240), 1, 8, 3, 8, BF16), ((512, 256, 240), 2085, 1088, 8, 16, BF16), ((1024,), 257, 520, 40, 24, torch.float16),
+    ((208, 208), 1, 8, 3, 8, BF16), ((208, 208), 700, 64, 40, 24, torch.float16), ((3072, 3072), 2085, 1088, 8, 16, BF16),
+    ((3072, 3072), 2085, 1088, 64, 64, BF16),
+])  # fmt: skip
+def test_adapters(
+    parts: tuple[int, ...], rows: int, inputs: int, places: int, rank: int, kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows have any adapters; those without one come out as they do without adapters, bit by bit."""
+    monkeypatch.setattr(cuda_tall, "_FILLED_ADAPTED", (0.0, 0.0))
+    monkeypatch.setattr(cuda_tall, "_FEW_ROWS", 0)
+    factors, (x, weight) = tables(places, parts, inputs, rank, rows, kind, "cuda"), operands(rows, inputs, sum(parts), kind)
+    gated = len(parts) == 2
+    run, base, row = (
+        (cuda_tall.adapted_gated if gated else cuda_tall.adapted),
+        cuda_tall._product(x, weight, gated),
+        torch.arange(rows),
+    )
+    runs, held = row // 100 % (places + 1) - 1, factors.places
+    assert held is not None
+    for dealt in (*deals(rows, places), runs):
+        held.copy_(dealt)
+        got, wanted = run(x, weight, factors), expected(x, weight, None, factors)
+        assert got is not None
+        wanted = silu_mul(wanted.to(kind)).double() if gated else wanted
+        assert (got.double() - wanted).abs().max() < 1.2e-2 * wanted.abs().max()
+        again = run(x, weight, factors)
+        assert again is not None and torch.equal(got, again)
+        assert torch.equal(got[dealt < 0], base[dealt < 0])
 
 
 @pytest.mark.gpu

@@ -23,6 +23,7 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 TILINGS = [
     (8, CudaTiling(16, 1, 108)),
+    (8, CudaTiling(16, 1, 72)),
     (16, CudaTiling(16, 2, 54, 2)),
     (8, CudaTiling(32, 4, 72)),
     (32, CudaTiling(32, 1, 216)),
@@ -61,8 +62,8 @@ def test_tilings_that_were_fastest(rows: int, out: int, wanted: tuple[int, ...])
 
 
 @pytest.mark.parametrize(("rows", "out", "wanted"), [
-    (16, 2048, (16, 1, 108)), (32, 2048, (32, 2, 108)), (32, 5120, (32, 1, 108)), (64, 2048, (64, 2, 216, 2)),
-    (64, 5120, (64, 1, 216, 2)),
+    (8, 2048, (16, 1, 108)), (8, 5120, (16, 1, 72)), (16, 2048, (16, 1, 108)), (32, 2048, (32, 2, 108)),
+    (32, 5120, (32, 1, 108)), (64, 2048, (64, 2, 216, 2)), (64, 5120, (64, 1, 216, 2)),
 ])  # fmt: skip
 def test_tilings_of_small_weights(rows: int, out: int, wanted: tuple[int, ...]) -> None:
     """Those of a mixture of 30B on an H200."""
@@ -115,10 +116,10 @@ def test_which_products_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [choose(x[:rows], weight) is not None for rows in (1, 2, 64, 65)] == [False, True, True, False]
     assert choose(x[:2], weight[:-1]) is None
     small = torch.empty(2048, 4096).bfloat16()
-    assert [choose(x[:rows], small) is not None for rows in (8, 9, 64, 65)] == [False, True, True, False]
+    assert [choose(x[:rows], small) is not None for rows in (7, 8, 64, 65)] == [False, True, True, False]
     assert [choose(x[:rows].to(E4M3), small.to(E4M3)) is not None for rows in (16, 17)] == [False, True]
     more = torch.empty(5120, 2048).bfloat16()
-    assert [choose(x[:rows, :2048], more) is not None for rows in (16, 17)] == [False, True]
+    assert [choose(x[:rows, :2048], more) is not None for rows in (7, 8, 9, 16, 17)] == [False, True, False, False, True]
     assert choose(x[:64], small[:-1]) is None
     assert takes(x[:2, 8:], weight[:, 8:]) and not takes(x[:2, 4:], weight[:, 4:]) and not takes(x[:2, :60], weight[:, :60])
     assert not takes(x[:2].float(), weight.float())

@@ -10,7 +10,7 @@ from headrace.kernels.activation.reference import silu_mul_ref
 from headrace.kernels.linear import triton_wna16 as kernels
 from headrace.kernels.linear.wna16 import wna16_linear
 from headrace.kernels.linear.wna16_reference import PackedWeight
-from headrace.kernels.linear.wna16_tilings import PackedManyTiling, choose_few, choose_many, invariant_tiling
+from headrace.kernels.linear.wna16_tilings import INVARIANT, PackedManyTiling, choose_few, choose_many
 
 from .captured import check_captured
 from .packed import packed_weight
@@ -112,7 +112,7 @@ def test_floats(case: tuple[int, int, bool, torch.dtype], dtype: torch.dtype, de
 def test_a_row_is_bitwise_the_same_in_any_batch(case: tuple[int, int, bool, torch.dtype], device: torch.device) -> None:
     bits, group, middles, scales = case
     weight, _ = packed_weight(72, 256, bits, group, middles=middles, scales=scales, device=device)
-    x, tiling = rows_of(128, 256, torch.bfloat16, device), invariant_tiling(weight)
+    x, tiling = rows_of(128, 256, torch.bfloat16, device), INVARIANT
     whole = kernels.many(x, weight, None, torch.bfloat16, tiling)
     for first, last in ((0, 1), (77, 78), (127, 128), (3, 20), (60, 125)):
         assert torch.equal(kernels.many(x[first:last], weight, None, torch.bfloat16, tiling), whole[first:last])
@@ -127,7 +127,7 @@ def test_chosen_tilings_fit_the_kernels(size: tuple[int, int], rows: int) -> Non
     )
     many = choose_many(rows, large)
     assert choose_few(large).outputs % 16 == 0
-    for tiling in (many, invariant_tiling(large)):
+    for tiling in (many, INVARIANT):
         assert tiling.warps % 4 == 0 and tiling.outputs % (16 * tiling.warps) == 0
         tiles = -(-size[0] // tiling.outputs) * -(-rows // tiling.rows)
         assert tiling.parts == 1 or tiles <= len(weight.arrived)

@@ -98,6 +98,16 @@ def test_the_kernel(name: str, dtype: torch.dtype, device: torch.device) -> None
     assert torch.equal(y[base], before[base])
 
 
+def test_products_with_a_that_are_rounded(device: torch.device) -> None:
+    """Of tokens with an adapter; the others are anything."""
+    places, parts, channels, rank = CASES["gate and up"]
+    _, x, a, _, on_device = case(places, parts, channels, rank, torch.bfloat16, device)
+    low, held = kernels.shrink_rounded(x, a, on_device), on_device != NONE
+    wanted = torch.einsum("tk,twk->tw", x[held].double(), a[on_device[held].long()].double())
+    assert low.dtype == torch.bfloat16 and low.shape == (len(x), 2 * rank)
+    assert (low[held].double() - wanted).abs().amax() < 8e-3 * wanted.abs().amax()
+
+
 def test_a_token_depends_on_no_other(device: torch.device) -> None:
     places, parts = [0, 1, NONE, 2] * 6, (32, 16)
     y, x, a, b, on_device = case(places, parts, 560, 8, torch.bfloat16, device)

@@ -115,12 +115,7 @@ def test_against_float64(tokens: int) -> None:
 
 
 def product(
-    x: torch.Tensor,
-    experts: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up: ExpertCodes,
-    down: ExpertCodes,
-    routing: Routing,
+    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: ExpertCodes, down: ExpertCodes, routing: Routing
 ) -> torch.Tensor:
     rows, scales = moe._rounded(x, gate_up)
     rows, scales = moe._rounded(cuda_experts.first(rows, scales, routing, gate_up, SPEC.top_k, BF16), down)
@@ -128,11 +123,7 @@ def product(
 
 
 def wanted_sum(
-    x: torch.Tensor,
-    experts: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up: ExpertCodes,
-    down: ExpertCodes,
+    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: ExpertCodes, down: ExpertCodes
 ) -> torch.Tensor:
     """In float64 but for the rounding of rows."""
 

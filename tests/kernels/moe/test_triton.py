@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from headrace.kernels.lora import ExpertFactors, Segment
+from headrace.kernels.lora import Segment
 from headrace.kernels.moe import reference as ref
 from headrace.kernels.moe import router_logits, triton_sort
 from headrace.kernels.moe import triton as routing
@@ -312,10 +312,10 @@ def test_adapters_of_experts(spec: MoeSpec, tokens: int, device: torch.device) -
     places = torch.tensor([(2, -1, 0)[token % 3] for token in range(tokens)], dtype=torch.int32)
     segments = [Segment(token, token + 1, place) for token, place in enumerate(places.tolist()) if place >= 0]
     given = [x, experts, weights, gate_up, down, spec, *biases]
-    expected = ref.moe_mlp(*given, adapters=ExpertFactors(first, second, segments, None))
+    expected = ref.moe_mlp(*given, adapters=ref.ExpertFactors(first, second, segments, None))
     moved = [value.to(device) if isinstance(value, torch.Tensor) else value for value in given]
     there = [(a.to(device), b.to(device)) for a, b in (first, second)]
-    got = moe.moe_mlp(*moved, adapters=ExpertFactors(*there, segments, places.to(device))).cpu()
+    got = moe.moe_mlp(*moved, adapters=ref.ExpertFactors(*there, segments, places.to(device))).cpu()
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
     base = moe.moe_mlp(*moved).cpu()
     # Triton sums a product of one step onto the bias, if nothing else is added between the two.

@@ -9,7 +9,7 @@ import torch
 
 from headrace.kernels import activation, norm, rotary
 from headrace.kernels.activation.reference import silu_mul_ref
-from headrace.kernels.native import NativeKernels
+from headrace.kernels.native import NativeKernels, library
 from headrace.kernels.native.library import load
 from headrace.kernels.norm.reference import rms_norm_ref
 from headrace.kernels.rotary.reference import rotate_ref
@@ -20,8 +20,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 @pytest.fixture(autouse=True)
 def chosen(kernels: NativeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """The functions under test use the kernels of the test's instruction set."""
-    for module in (norm, activation.native, rotary):
-        monkeypatch.setattr(module, "kernels_for", lambda x: kernels if x.dtype in DTYPES else None)
+    monkeypatch.setattr(library, "load", lambda: kernels)
 
 
 def ulps(dtype: torch.dtype) -> float:
@@ -132,7 +131,7 @@ def test_rotate_and_write(
     arenas = [torch.full((8, math.prod(shape) + between), 7.0, dtype=dtype) for _ in range(2)]
     rows = [arena[:, between:].unflatten(1, shape) for arena in arenas]
     got = rotary.rotate_and_write(q, k, v, cos_sin, rotary_dim, rows[0], slots)
-    monkeypatch.setattr(rotary, "kernels_for", lambda x: None)
+    monkeypatch.setattr(library, "load", lambda: None)
     expected = rotary.rotate_and_write(q, k, v, cos_sin, rotary_dim, rows[1], slots)
     close(got, expected)
     torch.testing.assert_close(rows[0], rows[1], rtol=ulps(dtype), atol=1e-6)

@@ -9,8 +9,8 @@ import torch
 from support.state_steps import blocks_of, in_chunks, state_step
 
 from headrace.kernels import state as ops
-from headrace.kernels.native import NativeKernels
-from headrace.kernels.state import StateMetadata, native
+from headrace.kernels.native import NativeKernels, library
+from headrace.kernels.state import StateMetadata
 from headrace.kernels.state.reference import (
     causal_conv_ref,
     delta_rule_ref,
@@ -28,7 +28,7 @@ ROWS = [(3, 1, 9), (-1, 1, 0), (0, 20, 0), (-1, 4, 0), (2, 15, 64)]
 @pytest.fixture(autouse=True)
 def chosen(kernels: NativeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """The functions under test use the kernels of the test's instruction set."""
-    monkeypatch.setattr(native, "kernels_for", lambda x: kernels if x.dtype in DTYPES else None)
+    monkeypatch.setattr(library, "load", lambda: kernels)
 
 
 def slices(*widths: int, dtype: torch.dtype) -> list[torch.Tensor]:

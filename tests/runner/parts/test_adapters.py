@@ -21,6 +21,7 @@ from headrace.core.request import AdapterRef, Request
 from headrace.errors import EngineError
 from headrace.kernels.lora import LowRank, Segment, reference
 from headrace.layers.lora import LoraPart
+from headrace.layers.mlp import GatedMLP
 from headrace.models import registry
 from headrace.models.adapters import AdapterTargets, LoadedAdapter, add_tables
 from headrace.models.decoder import Decoder
@@ -101,6 +102,17 @@ class ByPlaces:
     @classmethod
     def expand(cls, added: LowRank, places: torch.Tensor, y: torch.Tensor, *, batch_invariant: bool) -> None:
         reference.expand(dataclasses.replace(added, segments=cls.segments(places)), y)
+
+
+def test_the_last_layer_computes_wanted_tokens_with_their_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = list[int]()
+    mlp = GatedMLP.forward
+    monkeypatch.setattr(GatedMLP, "forward", lambda self, x: (counts.append(len(x)), mlp(self, x))[1])
+    found = eager(Adapted(), requests())
+    fewer = counts.copy()
+    monkeypatch.setattr(Decoder, "selects", lambda *given: False)
+    same(found, eager(Adapted(), requests()))
+    assert sum(fewer) < sum(counts) - sum(fewer)
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="the kernels of graphs need Triton")

@@ -104,11 +104,7 @@ class OracleRunner:
     """
 
     def __init__(
-        self,
-        config: SchedulerConfig,
-        cache: CacheConfig,
-        requests: dict[int, Request],
-        errors: dict[int, int] | None = None,
+        self, config: SchedulerConfig, cache: CacheConfig, requests: dict[int, Request], errors: dict[int, int] | None = None
     ) -> None:
         self.config = config
         self.cache = cache

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from headrace.core.request import Request
-from support.runner.harness import (
-    EOS,
-    prompt,
-    request,
-)
+from support.runner.harness import EOS, prompt, request
 
 BAD_WORDS = ["ab", "dcd", "aé", "bbb"]
 FEATURES: dict[str, Request] = {

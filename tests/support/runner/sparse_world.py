@@ -204,11 +204,7 @@ class Reference:
         self.weights = {name: tensor.double() for name, tensor in _weights(world.architecture, world.num_layers).items()}
 
     def __call__(
-        self,
-        tokens: Sequence[int],
-        prompt_len: int,
-        classes: list[list[list[int]]] | None = None,
-        borders: Sequence[int] = (),
+        self, tokens: Sequence[int], prompt_len: int, classes: list[list[list[int]]] | None = None, borders: Sequence[int] = ()
     ) -> Trace:
         """``classes``: of the router; None: as it answers. ``borders``: ends of segments of the prompt but the last."""
         w, spec = self.weights, self.world.spec

@@ -69,8 +69,8 @@ struct Runner {
     // The same of the three parts of a convolution's input, in `narrow`.
     void convolve(const Layer& l, const void* wide, void* narrow) const {
         int64_t stride = l.qkv.outputs;
-        headrace_gated_conv(wide, l.conv, l.conv_bias, l.rows, narrow, step.states, stride / 3, l.taps, stride, l.block_stride,
-                            type);
+        headrace_causal_conv(wide, l.conv, l.conv_bias, l.rows, narrow, step.states, stride / 3, l.taps, stride, l.block_stride,
+                             1, 0, type);
     }
 
     // x is what the layer before added to the stream, and then what this one adds. The first layer has only the stream.

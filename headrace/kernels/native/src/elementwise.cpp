@@ -116,45 +116,33 @@ API void headrace_init(void* parallel, void* threads) {
     omp_max_threads = reinterpret_cast<MaxThreads>(threads);
 }
 
-// Nothing is checked here: Python has checked dtypes, shapes and strides.
-#define DISPATCH(type, call)             \
-    if (type == FLOAT32) {               \
-        using T = float;                 \
-        call;                            \
-    } else {                             \
-        using T = bf16;                  \
-        call;                            \
-    }
-#define IN(p) static_cast<const T*>(p)
-#define OUT(p) static_cast<T*>(p)
-
 API void headrace_rms_norm(const void* x, const void* weight, float eps, void* out, int64_t rows, int64_t n, int type) {
-    DISPATCH(type, rms_norm(IN(x), IN(weight), eps, OUT(out), rows, n))
+    DISPATCH(type, T, rms_norm(IN(T, x), IN(T, weight), eps, OUT(T, out), rows, n))
 }
 
 void norm_heads(void* x, int64_t stride, const void* weight, float eps, int64_t tokens, int64_t heads, int64_t width, int type) {
-    DISPATCH(type, parallel(tokens, rows_of(heads * width), [&](int64_t begin, int64_t end) {
+    DISPATCH(type, T, parallel(tokens, rows_of(heads * width), [&](int64_t begin, int64_t end) {
                  for (int64_t t = begin; t < end; ++t)
                      for (int64_t h = 0; h < heads; ++h) {
-                         T* head = OUT(x) + t * stride + h * width;
-                         norm_row(head, IN(weight), eps, width, head);
+                         T* head = OUT(T, x) + t * stride + h * width;
+                         norm_row(head, IN(T, weight), eps, width, head);
                      }
              }))
 }
 
 API void headrace_add_rms_norm(const void* x, const void* residual, const void* weight, float eps, void* out, void* total,
                                int64_t rows, int64_t n, int type) {
-    DISPATCH(type, add_rms_norm(IN(x), IN(residual), IN(weight), eps, OUT(out), OUT(total), rows, n))
+    DISPATCH(type, T, add_rms_norm(IN(T, x), IN(T, residual), IN(T, weight), eps, OUT(T, out), OUT(T, total), rows, n))
 }
 
 API void headrace_silu_mul(const void* gate_up, void* out, int64_t rows, int64_t n, int type) {
-    DISPATCH(type, silu_mul(IN(gate_up), OUT(out), rows, n))
+    DISPATCH(type, T, silu_mul(IN(T, gate_up), OUT(T, out), rows, n))
 }
 
 // x [tokens, heads, width], `stride` elements from token to token -> out, contiguous.
 API void headrace_rotate(const void* x, int64_t stride, const float* cos_sin, void* out, int64_t tokens, int64_t heads,
                          int64_t width, int64_t rotary, int type) {
-    DISPATCH(type, rotate(IN(x), stride, cos_sin, OUT(out), tokens, heads, width, rotary))
+    DISPATCH(type, T, rotate(IN(T, x), stride, cos_sin, OUT(T, out), tokens, heads, width, rotary))
 }
 
 // Rotates q to `out`, contiguous, and k to its slot among the cache's rows [blocks, block_size, kv_heads, width + v_width],
@@ -164,8 +152,8 @@ API void headrace_rotate_and_write(const void* q, int64_t q_stride, const void* 
                                    int64_t tokens, int64_t heads, int64_t kv_heads, int64_t width, int64_t v_width,
                                    int64_t rotary, int64_t block_size, int64_t block_stride, int type) {
     Heads shape{tokens, heads, kv_heads, width, v_width, rotary, block_size, block_stride};
-    DISPATCH(type, rotate(IN(q), q_stride, cos_sin, OUT(out), tokens, heads, width, rotary);
-             write_kv(IN(k), k_stride, IN(v), v_stride, cos_sin, slots, OUT(rows), shape))
+    DISPATCH(type, T, rotate(IN(T, q), q_stride, cos_sin, OUT(T, out), tokens, heads, width, rotary);
+             write_kv(IN(T, k), k_stride, IN(T, v), v_stride, cos_sin, slots, OUT(T, rows), shape))
 }
 
 }  // namespace headrace

@@ -17,6 +17,18 @@ struct StateRows {
 
 }  // namespace headrace
 
+// Runs `call`, in which T is the type. Nothing is checked: Python has checked dtypes, shapes and strides.
+#define DISPATCH(type, T, call)          \
+    if (type == FLOAT32) {               \
+        using T = float;                 \
+        call;                            \
+    } else {                             \
+        using T = bf16;                  \
+        call;                            \
+    }
+#define IN(T, p) static_cast<const T*>(p)
+#define OUT(T, p) static_cast<T*>(p)
+
 API void headrace_rms_norm(const void* x, const void* weight, float eps, void* out, int64_t rows, int64_t n, int type);
 API void headrace_add_rms_norm(const void* x, const void* residual, const void* weight, float eps, void* out, void* total,
                                int64_t rows, int64_t n, int type);
@@ -31,9 +43,9 @@ API void headrace_attention(const void* q, int64_t q_stride, const void* rows, c
                             const int32_t* lengths, const float* sinks, void* out, int64_t batch, int64_t tokens, int64_t heads,
                             int64_t kv_heads, int64_t width, int64_t v_width, int64_t row_width, int64_t block_size,
                             int64_t block_stride, int64_t table_width, float scale, float soft_cap, int64_t window, int type);
-API void headrace_gated_conv(const void* x, const void* weight, const void* bias, void* cache, void* out,
-                             const headrace::StateRows* rows, int64_t channels, int64_t taps, int64_t stride,
-                             int64_t block_stride, int type);
+API void headrace_causal_conv(const void* x, const void* weight, const void* bias, void* cache, void* out,
+                              const headrace::StateRows* rows, int64_t channels, int64_t taps, int64_t stride,
+                              int64_t block_stride, int gated, int silu, int type);
 
 namespace headrace {
 

@@ -294,32 +294,14 @@ void gated_norm(const float* x, const T* z, const T* weight, T* out, const Gated
 
 }  // namespace
 
-// Nothing is checked here: Python has checked dtypes, shapes and strides.
-#define DISPATCH(type, T, call)          \
-    if (type == FLOAT32) {               \
-        using T = float;                 \
-        call;                            \
-    } else {                             \
-        using T = bf16;                  \
-        call;                            \
-    }
-#define IN(T, p) static_cast<const T*>(p)
-#define OUT(T, p) static_cast<T*>(p)
-
 // weight [channels, taps], cache [blocks, taps - 1, channels], out [tokens, channels]. bias may be null.
+// gated: x [tokens, 3, channels] has the gate of the inputs, that of the results, and the inputs.
 API void headrace_causal_conv(const void* x, const void* weight, const void* bias, void* cache, void* out,
                               const StateRows* rows, int64_t channels, int64_t taps, int64_t stride, int64_t block_stride,
-                              int silu, int type) {
+                              int gated, int silu, int type) {
     Convolution c{channels, taps, stride, block_stride, silu != 0};
-    DISPATCH(type, T, convolve<false>(IN(T, x), IN(T, weight), IN(T, bias), OUT(T, cache), OUT(T, out), *rows, c))
-}
-
-// x [tokens, 3, channels]: the gate of the inputs, that of the results, and the inputs. The rest is as above.
-API void headrace_gated_conv(const void* x, const void* weight, const void* bias, void* cache, void* out,
-                             const StateRows* rows, int64_t channels, int64_t taps, int64_t stride, int64_t block_stride,
-                             int type) {
-    Convolution c{channels, taps, stride, block_stride, false};
-    DISPATCH(type, T, convolve<true>(IN(T, x), IN(T, weight), IN(T, bias), OUT(T, cache), OUT(T, out), *rows, c))
+    DISPATCH(type, T, (gated ? convolve<true, T> : convolve<false, T>)(IN(T, x), IN(T, weight), IN(T, bias), OUT(T, cache),
+                                                                        OUT(T, out), *rows, c))
 }
 
 // state [blocks, heads, value_dim, key_dim]; fades: numbers of a head's decay, 1 or key_dim; out [tokens, heads * value_dim].

@@ -20,12 +20,7 @@ from headrace.config import Decision, EngineArgs, EngineConfig
 from headrace.errors import ConfigError, listed
 from headrace.model_spec import ForeignSpec
 from headrace.models.capture import one_line
-from headrace.models.fallback.megatron.describe import (
-    MegatronDescription,
-    check_routers,
-    describe_megatron,
-    import_megatron,
-)
+from headrace.models.fallback.megatron.describe import MegatronDescription, check_routers, describe_megatron, import_megatron
 from headrace.models.fallback.megatron.model import MegatronModel
 from headrace.models.fallback.refusal import refusals_as_errors
 from headrace.sources.files import ModelFiles

@@ -101,12 +101,6 @@ def _fuse(modules: Sequence[nn.Linear]) -> list[FusedPart]:
     product = Product(layer_of(weight, bias), rows)
     ends = torch.tensor(rows).cumsum(0).tolist()
     return [
-        FusedPart(
-            module,
-            weight[end - count : end],
-            None if bias is None else bias[end - count : end],
-            product,
-            index,
-        )
+        FusedPart(module, weight[end - count : end], None if bias is None else bias[end - count : end], product, index)
         for index, (module, end, count) in enumerate(zip(modules, ends, rows, strict=True))
     ]

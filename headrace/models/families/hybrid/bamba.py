@@ -20,7 +20,6 @@ from headrace.models.hf_config import (
     decoder_spec,
     dense_specs,
     hybrid_mixers,
-    required,
     uniform,
 )
 from headrace.models.mamba_config import mamba2_specs
@@ -70,7 +69,6 @@ def names(model: Decoder) -> NameTable:
 def model_spec(config: HFConfig) -> ModelSpec:
     mixers = hybrid_mixers(config, "linear_attention")
     layers = attending(attention_specs(config, partial_rotary=_ROTATED), mixers)
-    inner = required(config, "mamba_expand") * required(config, "hidden_size")
     return decoder_spec(
         config,
         ARCHITECTURE,
@@ -79,7 +77,7 @@ def model_spec(config: HFConfig) -> ModelSpec:
         reads=("partial_rotary_factor",),
         kind=MambaSpec,
         mixers=mixers,
-        states=mamba2_specs(config, len(mixers) - len(layers), inner),
+        states=mamba2_specs(config, len(mixers) - len(layers)),
         mamba_bias=bool(uniform(config, "mamba_proj_bias", False)),
         **attention_biases(config),
     )

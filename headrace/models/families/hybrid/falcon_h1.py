@@ -124,8 +124,6 @@ def model_spec(config: HFConfig) -> ModelSpec:
     key_factor, count = number(config, "key_multiplier", 1.0), required(config, "num_hidden_layers")
     # A factor on keys is one on logits.
     layers = tuple(dataclasses.replace(layer, scale=layer.scale * key_factor) for layer in attention_specs(config))
-    given = uniform(config, "mamba_d_ssm")
-    inner = required(config, "mamba_expand") * required(config, "hidden_size") if given is None else given
     factors = ("embedding", "lm_head", "attention_in", "attention_out", "ssm_in", "ssm_out")
     return decoder_spec(
         config,
@@ -135,7 +133,7 @@ def model_spec(config: HFConfig) -> ModelSpec:
         reads=("embedding_multiplier",),
         kind=FalconSpec,
         mixers=tuple(BlockSpec(layer, layer) for layer in range(count)),
-        states=mamba2_specs(config, count, inner),
+        states=mamba2_specs(config, count, uniform(config, "mamba_d_ssm")),
         mamba_bias=bool(uniform(config, "mamba_proj_bias", False)),
         out_bias=bool(uniform(config, "projectors_bias", False)),
         mamba_rms_norm=bool(uniform(config, "mamba_rms_norm", False)),

@@ -29,7 +29,7 @@ from headrace.models.hf_config import (
     whole,
 )
 from headrace.models.mamba_config import mamba2_specs
-from headrace.models.moe_config import activation, must_be, number
+from headrace.models.moe_config import activation, experts_of, must_be, number
 from headrace.models.names import decoder_names
 from headrace.weights.names import NameTable
 
@@ -108,13 +108,8 @@ def _mlp(config: HFConfig) -> MlpSpec:
     shared = DenseSpec(required(config, "shared_intermediate_size"), activation(config))
     if not whole(config, "num_local_experts", 0):
         return shared
-    return MoeSpec(
-        num_experts=required(config, "num_local_experts"),
-        top_k=required(config, "num_experts_per_tok"),
-        intermediate_size=required(config, "intermediate_size"),
-        act=activation(config),
-        shared=shared,
-    )
+    experts = experts_of(config, "num_local_experts", "num_experts_per_tok", "intermediate_size")
+    return MoeSpec(**experts, shared=shared)
 
 
 def model_spec(config: HFConfig) -> ModelSpec:
@@ -124,7 +119,6 @@ def model_spec(config: HFConfig) -> ModelSpec:
     layers = [dataclasses.replace(layer, scale=scale) for layer in attending(attention_specs(config), mixers)]
     if uniform(config, "position_embedding_type") != "rope":
         layers = [dataclasses.replace(layer, rotary_dim=0, rope=None) for layer in layers]
-    inner = required(config, "mamba_expand") * required(config, "hidden_size")
     if not layers:
         raise ConfigError("config: no layer has attention, which is not supported", "layer_types")
     return decoder_spec(
@@ -135,7 +129,7 @@ def model_spec(config: HFConfig) -> ModelSpec:
         reads=("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"),
         kind=GraniteSpec,
         mixers=mixers,
-        states=mamba2_specs(config, len(mixers) - len(layers), inner),
+        states=mamba2_specs(config, len(mixers) - len(layers)),
         mamba_bias=bool(uniform(config, "mamba_proj_bias", False)),
         embedding_multiplier=number(config, "embedding_multiplier", 1.0),
         residual_multiplier=number(config, "residual_multiplier", 1.0),

@@ -21,8 +21,8 @@ from headrace.layers.state import GatedNorm, SpanningNorm
 from headrace.model_spec import ModelSpec, MoeSpec, StateSpec
 from headrace.models.decoder import Decoder, DecoderLayer
 from headrace.models.family import Family
-from headrace.models.hf_config import HFConfig, attending, attention_specs, decoder_spec, hybrid_mixers, required
-from headrace.models.moe_config import activation, must_be, number
+from headrace.models.hf_config import HFConfig, attending, attention_specs, decoder_spec, hybrid_mixers
+from headrace.models.moe_config import experts_of, must_be, number
 from headrace.models.names import block_sparse_experts, decoder_names
 from headrace.weights.names import NameTable
 
@@ -161,13 +161,7 @@ def model_spec(config: HFConfig) -> ModelSpec:
     every = attention_specs(config)
     layers = attending(every, mixers)
     heads, width = every[0].num_heads, every[0].head_dim
-    experts = MoeSpec(
-        num_experts=required(config, "num_local_experts"),
-        top_k=required(config, "num_experts_per_tok"),
-        intermediate_size=required(config, "intermediate_size"),
-        act=activation(config),
-        normalize=True,
-    )
+    experts = MoeSpec(**experts_of(config, "num_local_experts", "num_experts_per_tok", "intermediate_size"), normalize=True)
     return decoder_spec(
         config,
         ARCHITECTURE,

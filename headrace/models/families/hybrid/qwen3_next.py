@@ -113,7 +113,6 @@ class Qwen3NextLayer(DecoderLayer):
 
 class Qwen3NextDecoder(Decoder):
     layer_class = Qwen3NextLayer
-    norm_class = OffsetRMSNorm
 
 
 class Qwen35Layer(Qwen3NextLayer):
@@ -196,8 +195,4 @@ def moe_spec(config: HFConfig) -> ModelSpec:
 
 QWEN3_NEXT = Family(model_spec=next_spec, decoder=Qwen3NextDecoder, names=names)
 QWEN3_5 = Family(model_spec=dense_spec, decoder=Qwen35Decoder, names=names)
-QWEN3_5_MOE = Family(
-    model_spec=moe_spec,
-    decoder=Qwen35Decoder,
-    names=names,
-)
+QWEN3_5_MOE = Family(model_spec=moe_spec, decoder=Qwen35Decoder, names=names)

@@ -7,7 +7,7 @@ import torch
 from headrace.attention.backend import VISIBLE_ENDS, AttentionBackend, AttentionInputs, LayerCache, Scratch, StepMetadata
 from headrace.attention.compose import output_of
 from headrace.kernels import support
-from headrace.kernels.attention import cuda_decode
+from headrace.kernels.attention import cuda_decode, cuda_ordered
 from headrace.kernels.attention.tiling import (
     Geometry,
     Tiling,
@@ -66,9 +66,7 @@ class TritonAttention(AttentionBackend):
         super().plan(step)
         self._tilings.clear()
         self._waited = False
-        # Invariance needs one tile shape for all rows; otherwise rows with one query take small tiles.
-        border = 0 if self._invariant else step.num_decode_rows
-        parts = (step.rows(0, border), step.rows(border, step.num_rows))
+        parts = (step.rows(0, step.num_decode_rows), step.rows(step.num_decode_rows, step.num_rows))
         self._parts = [part for part in parts if part.num_tokens]
 
     def finishes(self, cache: LayerCache) -> bool:
@@ -83,6 +81,10 @@ class TritonAttention(AttentionBackend):
             return out.flatten(1)
         for number, part in enumerate(self._parts):
             tiling = self._tiling_of(number, part, q, cache)
+            in_order = self._invariant and part.single_query
+            if in_order and cuda_ordered.takes(part.num_rows, spec, cache.rows, q, sinks):
+                self._decode_in_order(part, tiling, q, cache, out)
+                continue
             self._attend(
                 q,
                 cache.keys,
@@ -124,6 +126,25 @@ class TritonAttention(AttentionBackend):
             )
         # All that wrote lengths and block tables is complete when the next layer's starts.
         self._waited = True
+
+    def _decode_in_order(
+        self, part: StepMetadata, tiling: Tiling, q: torch.Tensor, cache: LayerCache, out: torch.Tensor
+    ) -> None:
+        """Runs rows of one query each by the kernel in CUDA C++ that sums up as Triton's batch-invariant one does."""
+        cuda_ordered.decode_attention(
+            q[part.tokens],
+            cache.rows,
+            part.block_tables[cache.group],
+            part.seq_lens,
+            out[part.tokens],
+            self._workspace,
+            scale=cache.spec.scale,
+            splits=tiling.splits,
+            split_tokens=tiling.split_tokens,
+            early=self._waited,
+        )
+        # As in ``_decode``, where the kernel is all that attends.
+        self._waited = len(self._parts) == 1
 
     def _tiling_of(self, number: int, part: StepMetadata, q: torch.Tensor, cache: LayerCache) -> Tiling:
         """Chooses a tiling once a step for all layers of one geometry, and grows the workspace for it."""

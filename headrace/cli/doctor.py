@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 def doctor(args: EngineArgs, options: DoctorOptions) -> None:
     """Say what would be served here, how, and why: environment, decisions, attention layer by layer, memory.
 
-    Without --load it reads no weights: the memory of the weights is then an estimate.
+    Without --load it loads no weights, and reads quantised ones of a layer alone, to say how they would be held: the memory
+    of the weights is then an estimate.
     """
     from headrace.cli.startup import as_json as encoded
     from headrace.cli.startup import print_report

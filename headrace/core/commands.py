@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
 from headrace.core.weights import MEMORY_TAGS, DeviceMemory, GroupSpec, PauseMode, SleepTag, Source
+from headrace.errors import WeightsError
 from headrace.host.tagged import Tagged
 
 
@@ -127,6 +129,32 @@ WeightCommand = (
     | Sleep
     | Wake
 )
+
+
+def check(command: WeightCommand) -> None:
+    """Checks the values of a command that comes from a user's program: the engine's process would die of a wrong type.
+
+    Raises:
+        WeightsError: a field has a value that it may not have (400).
+    """
+    for field in msgspec.structs.fields(command):
+        value = getattr(command, field.name)
+        try:
+            msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=field.type)
+        except (msgspec.ValidationError, TypeError) as error:
+            if words := list(_words(field.type)):
+                how = "be some of" if isinstance(value, tuple) else "be one of"
+                raise WeightsError(f"{field.name} must {how} {', '.join(map(str, words))}, not {value!r}", 400) from None
+            raise WeightsError(f"{field.name}: {str(error).partition(' - at ')[0]}", 400) from None
+
+
+def _words(kind: Any) -> Iterator[object]:
+    """The values of the literals within a type."""
+    for one in get_args(kind):
+        if get_origin(kind) is Literal:
+            yield one
+        else:
+            yield from _words(one)
 
 
 # To ranks

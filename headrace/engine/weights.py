@@ -187,7 +187,8 @@ class WeightControl:
 
     def _lose(self, number: int, version: str) -> None:
         self._number, self._version, self._of_files = number, version, False
-        self._damage = "lost", f"weights lost: version {version} was served, and this engine has those of its files"
+        what = f"weights lost: version {version} was served, and this engine has those of its files"
+        self._damage = "lost", f"{what}: update or reload them, or accept these"
 
     def _apply(self) -> None:
         """Makes the core hold and refuse what the state demands, and reports the state."""
@@ -347,7 +348,8 @@ class WeightControl:
             lacking = [name for name in found.missing if self._dropped or name not in found.fixed]
         if lacking:
             what = self._damage[1] if self._damage is not None else "the update is not complete (weights_must_be_complete)"
-            raise WeightsError(f"{what}; {len(lacking)} tensors were not written: {', '.join(lacking[:_SHOWN])}", 409)
+            tensors = "1 tensor was" if len(lacking) == 1 else f"{len(lacking)} tensors were"
+            raise WeightsError(f"{what}; {tensors} not written: {', '.join(lacking[:_SHOWN])}", 409)
         if command.checksums:
             self._compare(command.checksums)
         if found.written:
@@ -449,7 +451,7 @@ class WeightControl:
         self._open = False
         self._rank(commands.Forget())
         if self._changed:
-            self._damage = "torn", f"weights are torn: update {self._num_updates} failed: {reason}"
+            self._damage = "torn", f"weights are torn: update {self._num_updates} failed: {reason}; update or reload them"
         elif self._own_pause and self._damage is None:
             self._pause, self._own_pause = None, False
 

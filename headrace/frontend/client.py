@@ -77,7 +77,7 @@ class EngineClient:
     def health(self) -> Health:
         """Good while requests are served, or queued; else says why they are not."""
         health, weights = self._supervisor.health(), self._supervisor.weights
-        return Health(False, weights.reason) if health.ok and weights.reason else health
+        return Health(False, weights.reason, lacks_weights=True) if health.ok and weights.reason else health
 
     @property
     def failed(self) -> bool:

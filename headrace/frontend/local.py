@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from headrace.core.commands import WeightCommand
+from headrace.core.commands import WeightCommand, check
 from headrace.core.weights import WeightResult, WeightStatus
 from headrace.engine.info import Progress
 from headrace.engine.timeline import Timeline
@@ -32,6 +32,7 @@ class LocalEngine(LoadedEngine):
 
     def command(self, command: WeightCommand) -> WeightResult:
         """Carries out a command to the weights. Raises: WeightsError."""
+        check(command)
         return self.core.weights.call(command)
 
 

@@ -62,7 +62,8 @@ def planned(args: EngineArgs, devices: str | None = None) -> tuple[EngineInfo, C
         files = dataclasses.replace(files, decisions=(*lines, *files.decisions))
         config = _with_room(lambda room: resolve(args, files, chosen.spec, device, kv_room=room))
     phases = [StartupPhase("config", time.perf_counter() - start, "the weights were not loaded")]
-    config = dataclasses.replace(config, decisions=(*config.decisions, *other_formats(config, device)))
+    more = *_formats(files, config), *other_formats(config, device)
+    config = dataclasses.replace(config, decisions=(*config.decisions, *more))
     info = engine_info(files, config, device, phases, planned_ledger(config, device))
     try:
         text = load_text(args)
@@ -73,6 +74,31 @@ def planned(args: EngineArgs, devices: str | None = None) -> tuple[EngineInfo, C
         if error.param != "tokenizer":
             raise
         return info, refusal
+
+
+def _formats(files: ModelFiles, config: EngineConfig) -> tuple[Decision, ...]:
+    """The number formats in which the matrices of a native model would be held, as loading reports them."""
+    import torch
+
+    from headrace.model_spec import ModelSpec
+    from headrace.models import registry
+    from headrace.weights.load import planned_formats
+
+    if not isinstance(config.model, ModelSpec):
+        return ()
+    args, table = config.args, registry.name_table(config.model)
+    try:
+        return planned_formats(
+            registry.build(config.model, config.dtype, "meta"),
+            table,
+            files,
+            device=torch.device(config.device),
+            quantization=config.quantization,
+            quantize_head=args.quantize_head,
+            ignore=args.quantization_ignore,
+        )
+    except ConfigError as error:  # Other weights may be meant: those of a trainer, or files that are not here yet.
+        return (Decision("formats of matrices", "not known", error.message),)
 
 
 def _what_fits(args: EngineArgs, files: ModelFiles, device: DeviceFacts) -> list[str]:

@@ -71,6 +71,7 @@ class Weights:
 
     async def send(self, command: commands.WeightCommand) -> WeightResult:
         """Sends a command to all engines, and waits for their answer."""
+        commands.check(command)
         number, reply = next(self._numbers), asyncio.get_running_loop().create_future()
         self._calls[number] = (type(command).__name__, reply)
         try:
@@ -130,7 +131,9 @@ class Weights:
             until_update: the end of the next update wakes the engine. Weights that ``reload`` could not read again are kept at
                 level 2 too.
         """
-        asleep = self.send(commands.Sleep(level, mode, tuple(tags), until_update))
+        command = commands.Sleep(level, mode, tuple(tags), until_update)
+        commands.check(command)
+        asleep = self.send(command)
         if mode == "abort":
             self._abort()
         return await asleep
@@ -169,6 +172,7 @@ class Weights:
 
     async def update(self, source: Source, version: str | None = None) -> WeightResult:
         """An update from one source. If that is refused, nothing has changed."""
+        commands.check(commands.Finish(0, version))
         await self.begin()
         try:
             await self.load(source)

@@ -225,7 +225,7 @@ class UnquantizedMethod(LinearMethod):
         return linear(x, layer.weight, layer.bias, layer.out_dtype, **options)
 
     def apply_gated(self, layer: Linear, x: torch.Tensor) -> torch.Tensor | None:
-        return None if layer.batch_invariant else linear_gated(x, layer.weight)
+        return linear_gated(x, layer.weight, batch_invariant=layer.batch_invariant)
 
     def apply_adapted(self, layer: Linear, x: Activations, factors: Factors) -> torch.Tensor:
         if isinstance(x, Fp8Rows):  # Of a subclass that rounds.

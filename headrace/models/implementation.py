@@ -98,8 +98,9 @@ def _choose(args: EngineArgs, files: ModelFiles) -> Implementation:
     try:
         return _transformers(args, files, why)
     except ConfigError as error:
-        more = "" if error.message in why else f"; {error.message}"
-        raise ConfigError(f"{files.config_file}: {why}{more}", error.param) from error
+        # Where both refuse the same, as the checkpoint's number format, no implementation is the reason.
+        reason = error.message if error.message in why else f"{why}; {error.message}"
+        raise ConfigError(f"{files.config_file}: {reason}", error.param) from error
 
 
 def _refuse_encoder_decoder(files: ModelFiles) -> None:

@@ -74,7 +74,7 @@ def own_weights(model: Any, files: ModelFiles, seed: int, device: torch.device) 
         ConfigError: an update from them would not give the weights that loading gave.
     """
     if not isinstance(model, Decoder):
-        raise ConfigError("a foreign library's model is not loaded again: update its weights from a directory", "model")
+        raise ConfigError("a foreign library's model is not loaded again: update its weights", "model")
     table = registry.name_table(model.spec)
     dtype = model.embed_tokens.weight.dtype
     packed = {

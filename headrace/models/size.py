@@ -15,6 +15,7 @@ from headrace.model_spec.kv import DTYPE_BYTES
 from headrace.models import registry
 from headrace.models.adapters import add_tables
 from headrace.quant.ignored import ignored
+from headrace.quant.native import NativeMethod
 from headrace.quant.registry import find, head_quantization
 from headrace.weights.names import HEAD, layer_names
 
@@ -29,23 +30,31 @@ def adapter_lines(model: AnySpec, dtype: str, args: EngineArgs) -> list[MemoryLi
 
 
 def weight_bytes(
-    model: AnySpec, dtype: str, quantization: str, device: str, quantize_head: str = "auto", ignore: Sequence[str] = ()
+    model: AnySpec,
+    dtype: str,
+    quantization: str,
+    device: str,
+    quantize_head: str = "auto",
+    ignore: Sequence[str] = (),
+    *,
+    copies: bool = True,
 ) -> int:
     """Returns the bytes of the weights: exact for an unquantised model, otherwise those of a model whose matrices are
-    all packed, with a copy of each in ``dtype`` where the quantization may keep one. A head that is kept as stored counts as
-    floats.
+    all packed. A head that is kept as stored counts as floats.
 
     Args:
         device: its type.
         quantize_head: as of ``EngineArgs``.
         ignore: ``quantization_ignore``.
+        copies: ``DeviceFacts.keeps_copies``: matrices that the quantization packs have copies in ``dtype`` where it may keep
+            them, and not only those that no compiled kernel holds.
     """
     if isinstance(model, ForeignSpec):
         if quantization == "none":
             return model.num_weights * DTYPE_BYTES[dtype]
-        packed = sum(map(math.prod, model.matrices))
-        rest = (model.num_weights - packed) * DTYPE_BYTES[dtype]
-        return rest + math.ceil(packed * find(quantization, device).nbytes)
+        held, packed = find(quantization, device), sum(map(math.prod, model.matrices))
+        floats = model.num_weights - (0 if copies and held.copies else packed)
+        return floats * DTYPE_BYTES[dtype] + math.ceil(packed * held.nbytes)
     built = registry.build(model, dtype, "meta")
     nbytes = sum(parameter.nbytes for parameter in built.parameters())
     head = head_quantization(quantize_head, quantization, device)
@@ -64,10 +73,11 @@ def weight_bytes(
             continue
         nbytes += math.ceil(count * (held.head_nbytes if is_head else held.nbytes))
         tied = is_head and model.tie_word_embeddings
+        copied = held.copies and (copies or bool(NativeMethod.supports(layer.in_features, layer.out_features, device)))
         # Embeddings that are tied to the head stay, and a copy of it in floats is another.
-        if held.copies and tied:
+        if copied and tied:
             nbytes += count * DTYPE_BYTES[dtype]
-        elif not held.copies and not tied:
+        elif not copied and not tied:
             nbytes -= count * DTYPE_BYTES[dtype]
     if quantization != "none" and (held := find(quantization, device)).packs_experts:
         for path, experts in mixtures.items():

@@ -195,7 +195,8 @@ class ReplicaSet:
         down = [f"replica {replica.number}: {reason}" for replica in self._replicas if (reason := replica.reason())]
         num_up = len(self._replicas) - len(down)
         reason = f"{num_up} of {len(self._replicas)} replicas are up; {'; '.join(down)}" if down else ""
-        return Health(num_up > 0, reason, all(replica.supervisor.health().final for replica in self._replicas))
+        lacks_weights = all(replica.up and replica.weights.reason for replica in self._replicas)
+        return Health(num_up > 0, reason, all(replica.supervisor.health().final for replica in self._replicas), lacks_weights)
 
     def status(self) -> list[ReplicaStatus]:
         return [

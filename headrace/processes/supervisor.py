@@ -54,6 +54,8 @@ class Health(NamedTuple):
     """Reason why the engine does not serve; empty when all is well."""
     final: bool = False
     """The engine will not be started again."""
+    lacks_weights: bool = False
+    """The engine runs, of several all of them, and only their weights, or memory that sleeps, keep them from serving."""
 
 
 class Client(Protocol):

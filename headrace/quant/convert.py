@@ -32,11 +32,15 @@ class Converter:
     Args:
         device: that holds the weights.
         quantization: whose candidates are asked, in their order.
+        planned: layers are on the meta device and are not loaded. What shows in values alone, such as a scale that a format
+            does not hold, is not found then.
     """
 
-    def __init__(self, device: torch.device, quantization: Quantization) -> None:
+    def __init__(self, device: torch.device, quantization: Quantization, *, planned: bool = False) -> None:
         self._device = device
         self._quantization = quantization
+        self._planned = planned
+        self._place = torch.device("meta") if planned else device
 
     def convert(self, name: str, layer: Linear, parts: Sequence[StoredMatrix], *, is_head: bool = False) -> Conversion:
         """Loads the layer's weights, by the method of the first candidate that holds them.
@@ -65,9 +69,9 @@ class Converter:
                 against += reasons[:1]
                 continue
             method = candidate.method(facts)
-            method.allocate(layer, facts.dtype, self._device)
+            method.allocate(layer, facts.dtype, self._place)
             try:
-                error = method.load(layer, parts)
+                error = 0.0 if self._planned else method.load(layer, parts)
             except OverflowError as overflow:
                 against.append(str(overflow))
                 continue
@@ -77,9 +81,10 @@ class Converter:
         if not self._quantization.floats:
             why = against[0] if against else f"it has no kernel on {self._device.type}"
             raise ConfigError(f"{self._quantization.name} cannot hold {name}: {why}; set quantization none", "quantization")
-        if "weight" not in layer._parameters or layer.weight.device != self._device:
-            layer.method.allocate(layer, facts.dtype, self._device)
-        layer.method.load(layer, parts)
+        if "weight" not in layer._parameters or layer.weight.device != self._place:
+            layer.method.allocate(layer, facts.dtype, self._place)
+        if not self._planned:
+            layer.method.load(layer, parts)
         coded = any(part.spec is not None or part.codes is not None for part in parts)
         return Conversion(layer.method.format, _reason(facts, "dequantised" if coded else "which is kept", against), 0.0)
 
@@ -100,7 +105,7 @@ class Converter:
                 against += reasons[:1]
                 continue
             layer.method = candidate.method(facts)
-            layer.method.allocate(layer, dtype, self._device)
+            layer.method.allocate(layer, dtype, self._place)
             return Conversion(layer.method.format, _reason(facts, candidate.reason(facts), against), 0.0)
         if against:
             return Conversion(layer.method.format, _reason(facts, "dequantised", against), 0.0)

@@ -112,6 +112,10 @@ class KeepNative(Native):
             return ["not all of it has codes"]
         if all(NativeFp8Method.holds(one) for one in codes) or keep(layer.parts, self._bits(layer)) is not None:
             return []
+        sorts = [one.sort() for code in codes if (one := integer_codes(code)) is not None]
+        orders = [found[0] for found in sorts if found is not None]
+        if any(not torch.equal(orders[0], order) for order in orders[1:]):
+            return ["the inputs of its parts are in several orders"]
         return [f"the native kernels have groups of {GROUP}, which do not hold these codes"]
 
     def _bits(self, layer: LayerFacts) -> int:

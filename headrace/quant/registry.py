@@ -24,6 +24,7 @@ from headrace.quant.wna16 import KEEP_INTEGERS, Int4GpuMethod, Int8GpuMethod, ro
 STORED, STORED_INT4 = "stored", "stored_int4"
 """The quantizations that keep what a checkpoint stores, where kernels multiply it; the second, if all of it is held with 4
 bits. Users name them with ``auto``."""
+_TITLES = {STORED: "as stored", STORED_INT4: "int4 as stored"}
 _SCALES = 4 / INTEGER_GROUP
 """Most bytes that the scales of a weight take."""
 _ZEROS = 2 * _SCALES
@@ -147,6 +148,11 @@ QUANTIZATIONS: Mapping[str, Mapping[str, Quantization]] = {
     }.items()
 }
 """Type of device -> each by its name. All have the same names."""
+
+
+def title(name: str) -> str:
+    """Returns the name of a quantization in reports."""
+    return _TITLES.get(name, name)
 
 
 def find(name: str, device: str) -> Quantization:

@@ -31,6 +31,12 @@ class DeviceFacts:
         return self.device == "cuda"
 
     @property
+    def keeps_copies(self) -> bool:
+        """Whether a CPU keeps floats beside integers, for products of many rows: PyTorch's packed kernels need them, and matrix
+        units (AMX) are faster with them."""
+        return self.native_kernels in ("", "portable") or bool(self.instructions & {"amx_tile", "amx_bf16"})
+
+    @property
     def native_bfloat16(self) -> bool:
         return self.cuda or bool(self.instructions & {"avx512_bf16", "amx_bf16", "bf16"})
 

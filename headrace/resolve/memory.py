@@ -29,7 +29,8 @@ def estimated_room(args: EngineArgs, model: AnySpec, dtype: str, quantization: s
     """Bytes left for KV beside the weights, before these are there."""
     # Ranks must come to the same size of the cache, so each counts the weights of the one that holds the most.
     whole = largest(model) if isinstance(model, ModelSpec) else model
-    weights = weight_bytes(whole, dtype, quantization, device.device, args.quantize_head, args.quantization_ignore)
+    asked = quantization, device.device, args.quantize_head, args.quantization_ignore
+    weights = weight_bytes(whole, dtype, *asked, copies=device.keeps_copies)
     if weights > device.available_memory:
         raise MemoryConfigError(
             f"the model's configuration means {human_size(weights)} of weights, and {human_size(device.available_memory)} are "

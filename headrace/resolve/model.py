@@ -136,7 +136,7 @@ def quantization(
             raise ConfigError(f"quantization {requested}: {limit.reason}", limit.param)
         return requested
     name, why = registry.automatic(engine, types, stored)
-    log.note("quantization", name, why)
+    log.note("quantization", registry.title(name), why)
     return name
 
 

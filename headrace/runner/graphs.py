@@ -45,8 +45,8 @@ KINDS = 4
 of ``shapes``."""
 _BESIDE = (0, 8, 32, 64, 128, 256)
 """Decode rows of steps with prompts: fewer sizes than of other steps, since the shapes multiply."""
-_MOST_LOGITS_ROWS = 512
-"""Logits of more rows take long enough for the host to launch kernels one by one, and graphs would keep gigabytes for them."""
+_MOST_LOGITS = 1 << 28
+"""Logits of a graph, at most: they are float32, and graphs keep their memory, 1 GiB."""
 
 
 def rows_beside(graph_rows: tuple[int, ...]) -> tuple[int, ...]:
@@ -155,18 +155,18 @@ class StepGraphs:
         self._decode_tokens = sorted({1, config.scheduler.decode_tokens})
         """Tokens of a decode row for which there are graphs: one, and one with all drafts."""
         self._adapters = (False, True) if config.scheduler.max_loras else (False,)
-        most = min(config.graph_rows[-1], _MOST_LOGITS_ROWS)
+        most, room = config.graph_rows[-1], max(1, _MOST_LOGITS // model.spec.vocab_size)
         self._beside = rows_beside(config.graph_rows)
         self._prompt_tokens = config.graph_prompt_tokens
         # Fewer sizes than of decode rows: a padding row costs the sampler less than the model.
         self._logits_rows = tuple(
             size
             for size in self._decode_rows
-            if size <= most and (size <= 8 or size == most or size % (16 if size <= 64 else 32) == 0)
+            if size <= room and (size <= 8 or size == most or size % (16 if size <= 64 else 32) == 0)
         )
         # Which mask each logits row has, and the masks.
         self._words = -(-model.spec.vocab_size // 32)
-        self._masks = torch.full((most * (1 + self._words),), -1, dtype=torch.int32, device=self._device)
+        self._masks = torch.full((self._logits_rows[-1] * (1 + self._words),), -1, dtype=torch.int32, device=self._device)
         self._captured: dict[Shape | SampleShape, Captured] = {}
         self._compiled: set[Shape | SampleShape] = set()
         """Shapes that ran kernel by kernel."""

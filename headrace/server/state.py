@@ -20,7 +20,7 @@ from fastapi import Request
 
 import headrace
 from headrace.core.request import AdapterRef
-from headrace.core.weights import WeightState, WeightStatus
+from headrace.core.weights import WeightState
 from headrace.engine.info import EngineInfo
 from headrace.errors import ConfigError, ConflictError, EngineDeadError, EngineError, QueueFullError, RequestError
 from headrace.frontend.adapters import LoRARequest
@@ -251,18 +251,13 @@ class Serving(ServerState):
         """Returns the field that /health has while generation is paused."""
         return {"paused": True} if self.settings.enable_rl_api and self.llm.weights.status().pause is not None else {}
 
-    @property
-    def awaits_weights(self) -> WeightStatus | None:
-        """The state of weights that only an update can make whole, which the RL API takes; None: nothing waits for one."""
+    def damage(self) -> dict[str, str] | None:
+        """The answer of /health where only an update can make the weights whole, and the RL API takes one; else None."""
         weights = self.llm.weights.status()
-        waits = weights.state in ("torn", "lost", "hollow") and self._lacks_weights
-        return weights if waits and self.settings.enable_rl_api and not (self.draining or self.loading) else None
-
-    @property
-    def _lacks_weights(self) -> bool:
-        """Whether the engine runs, and only its weights keep it from serving."""
-        reason = self.llm.weights.status().reason
-        return bool(reason) and self.llm.health().reason == reason
+        waits = weights.state in ("torn", "lost", "hollow") and self.llm.health().lacks_weights
+        if not waits or not self.settings.enable_rl_api or self.draining or self.loading:
+            return None
+        return {"status": weights.state, "reason": first_line(weights.reason)}
 
     def check_live(self) -> None:
         """Raises: ApiError 503 if the server cannot serve again: its engine did not start, or died repeatedly."""
@@ -273,8 +268,14 @@ class Serving(ServerState):
         """Raises: ApiError 503 with the reason."""
         ok, reason = self.health()
         if not ok:
-            seconds = max(self.settings.retry_after, WEIGHTS_RETRY_SECONDS if self._lacks_weights else 0)
+            seconds = max(self.settings.retry_after, WEIGHTS_RETRY_SECONDS if self.llm.health().lacks_weights else 0)
             raise unavailable(reason, seconds)
+
+    def check_running(self) -> None:
+        """Raises: ApiError 503 with the reason: the engine does not run. One that runs may be asleep, or have weights that are
+        not whole."""
+        if not self.llm.health().lacks_weights:
+            self.check_ready()
 
     async def until_ready(self) -> None:
         """Waits for an engine that starts or restarts, at most ``ready_timeout`` seconds.
@@ -282,7 +283,9 @@ class Serving(ServerState):
         Raises: ApiError 503 with the reason: that was not enough, or the engine does not come.
         """
         deadline = time.monotonic() + self.settings.ready_timeout
-        while not (self.health()[0] or self.draining or self.failure is not None or self.llm.failed or self._lacks_weights):
+        while not (
+            self.health()[0] or self.draining or self.failure is not None or self.llm.failed or self.llm.health().lacks_weights
+        ):
             if (left := deadline - time.monotonic()) <= 0:
                 break
             await asyncio.sleep(min(left, _READY_POLL_SECONDS))
@@ -292,7 +295,7 @@ class Serving(ServerState):
     def model(self) -> ServedModel:
         """Facts that are known once the engine runs."""
         if self._facts is None:
-            self.check_ready()
+            self.check_running()
             self._facts = ServedModel(self.llm, self.settings)
         return self._facts
 
@@ -410,4 +413,15 @@ def ready(request: Request) -> Serving:
     """The Serving of the app that got this request. Raises: ApiError 503 with the reason for which it does not serve."""
     state = serving(request)
     state.check_ready()
+    return state
+
+
+def described(request: Request) -> Serving:
+    """The same for routes that describe the model, which trainers ask before they write weights.
+
+    Raises:
+        ApiError: 503 with the reason for which the engine does not run.
+    """
+    state = serving(request)
+    state.check_running()
     return state

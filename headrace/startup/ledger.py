@@ -61,7 +61,7 @@ def planned_ledger(config: EngineConfig, device: DeviceFacts) -> list[MemoryLine
     """Lines of an engine that was configured but not built: weights are estimated."""
     args = config.args
     asked = config.quantization, device.device, args.quantize_head, args.quantization_ignore
-    estimate = weight_bytes(config.model, config.dtype, *asked)
+    estimate = weight_bytes(config.model, config.dtype, *asked, copies=device.keeps_copies)
     weights = MemoryLine("weights", estimate, "estimated: --load measures it")
     lines = [weights, *adapter_lines(config.model, config.dtype, args), *cache_lines(config)]
     if not device.cuda:
@@ -87,8 +87,8 @@ def other_formats(config: EngineConfig, device: DeviceFacts) -> list[Decision]:
             continue
         limit = refusal(name, engine)
         why = f"--quantization {name}" if limit is None else f"not here: {limit.reason}"
-        more = ", with copies in floats where kernels need them" if quantization.copies else ""
-        nbytes = human_size(weight_bytes(config.model, config.dtype, name, device.device))
+        more = ", with copies in floats for many rows" if quantization.copies and device.keeps_copies else ""
+        nbytes = human_size(weight_bytes(config.model, config.dtype, name, device.device, copies=device.keeps_copies))
         lines.append(Decision(f"weights in {name}", f"at most {nbytes}", why + more))
     return lines
 

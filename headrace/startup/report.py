@@ -7,6 +7,7 @@ from headrace.config import EngineConfig, MemoryLine
 from headrace.core.request import MediaFacts
 from headrace.engine.info import EngineInfo, LayerLine, StartupPhase
 from headrace.model_spec import layer_kv
+from headrace.quant.registry import title
 from headrace.resolve import DeviceFacts
 from headrace.resolve.schedule import DETERMINISTIC
 from headrace.sources.files import ModelFiles
@@ -34,7 +35,7 @@ def engine_info(
         num_blocks=list(config.cache.num_blocks[: len(config.cache.groups)]),
         state_grid=config.cache.state_grid if config.cache.states is not None else 0,
         dtype=config.dtype,
-        quantization=config.quantization,
+        quantization=title(config.quantization),
         device=config.device,
         timeline=phases,
         memory=memory,

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from headrace.config import Decision
 from headrace.errors import ConfigError, listed
 from headrace.layers.linear import Linear
 from headrace.layers.moe import Experts
@@ -26,7 +28,7 @@ from headrace.sources.files import ModelFiles
 from headrace.weights.checkpoint import Checkpoint, DummyCheckpoint
 from headrace.weights.matrices import load_expert, stored_experts, stored_parts
 from headrace.weights.names import HEAD, NameTable, layer_names
-from headrace.weights.report import LoadReport, decisions, memory
+from headrace.weights.report import LoadReport, decisions, kind_of, memory
 from headrace.weights.safetensors import SafetensorsCheckpoint
 from headrace.weights.scaled import ScaledCheckpoint
 from headrace.weights.sharded import ShardedCheckpoint, is_sharded
@@ -70,6 +72,31 @@ def load_weights(
         loader = _Loader(model, table.chosen(checkpoint.tensors), checkpoint, device, progress)
         loader.check()
         return loader.load(quantization, head_quantization(quantize_head, quantization, device.type), ignore)
+
+
+def planned_formats(
+    model: nn.Module,
+    table: NameTable,
+    files: ModelFiles,
+    *,
+    device: torch.device,
+    quantization: str,
+    quantize_head: str = "auto",
+    ignore: Sequence[str] = (),
+) -> tuple[Decision, ...]:
+    """Returns what ``load_weights`` would report of number formats on a device that need not be here.
+
+    Args:
+        model: on the meta device. It is of no use afterwards.
+        device: of which the type counts.
+
+    Raises:
+        ConfigError: as ``load_weights``, for what shows without values.
+    """
+    with closing(open_checkpoint(model, table, files, 0, torch.device("cpu"))) as checkpoint:
+        loader = _Loader(model, table.chosen(checkpoint.tensors), checkpoint, device, None)
+        loader.check()
+        return loader.plan(quantization, head_quantization(quantize_head, quantization, device.type), ignore)
 
 
 def open_checkpoint(
@@ -123,6 +150,18 @@ class Room:
                 self._changed.notify_all()
 
 
+class _Choice(NamedTuple):
+    """The layers of a model by the converters that are asked for them."""
+
+    linears: Mapping[str, Linear]
+    mixtures: Mapping[str, Experts]
+    left: Mapping[str, str]
+    """Layers that the user leaves in floats -> why."""
+    experts: Sequence[tuple[Converter, dict[str, Experts]]]
+    converters: dict[str, Converter]
+    """Converters of linear layers by their paths; layers without one are loaded in their present format."""
+
+
 class _Loader:
     def __init__(
         self, model: nn.Module, table: NameTable, checkpoint: Checkpoint, device: torch.device, progress: Progress | None
@@ -172,25 +211,50 @@ class _Loader:
             )
 
     @torch.no_grad()
-    def load(self, quantization: str, head: str, ignore: Sequence[str]) -> LoadReport:
-        """``head``: the quantization of the output head."""
-        start = time.perf_counter()
+    def _choose(self, quantization: str, head: str, ignore: Sequence[str], *, planned: bool = False) -> _Choice:
         linears = {path: module for path, module in self._model.named_modules() if isinstance(module, Linear)}
-        matrices = {f"{path}.weight" for path in linears}
-        held = {name: find(name, self._device.type) for name in dict.fromkeys((quantization, head)) if name != "none"}
-        converters = {name: Converter(self._device, each) for name, each in held.items()}
         mixtures = {path: module for path, module in self._model.named_modules() if isinstance(module, Experts)}
+        held = {name: find(name, self._device.type) for name in dict.fromkeys((quantization, head)) if name != "none"}
+        converters = {name: Converter(self._device, each, planned=planned) for name, each in held.items()}
         left = ignored(ignore, layer_names(self._table, (*linears, *mixtures))) if converters and ignore else {}
-        conversions = {path: Conversion("floats", why, 0.0) for path, why in left.items()}
-        if quantization in converters:
-            asked = {path: layer for path, layer in mixtures.items() if path not in left}
-            conversions |= self._prepare(asked, converters[quantization])
+        asked = {path: layer for path, layer in mixtures.items() if path not in left}
         tied = linears[HEAD].weight is not self._parameters.get(f"{HEAD}.weight") if HEAD in linears else False
         chosen: dict[str, Converter] = {}
         for path in linears:
             name = head if path == HEAD else quantization
             if path not in left and name in converters and not (path == HEAD and tied and not held[name].rounding):
                 chosen[path] = converters[name]
+        experts = [(converters[quantization], asked)] if quantization in converters else []
+        return _Choice(linears, mixtures, left, experts, chosen)
+
+    @torch.no_grad()
+    def plan(self, quantization: str, head: str, ignore: Sequence[str]) -> tuple[Decision, ...]:
+        """Returns what ``load`` would decide for a model on the meta device. One of the layers that are alike in shapes and
+        number formats is examined, which reads its codes from the checkpoint."""
+        chosen = self._choose(quantization, head, ignore, planned=True)
+        conversions = {path: Conversion("floats", why, 0.0) for path, why in chosen.left.items()}
+        for converter, layers in chosen.experts:
+            conversions |= self._prepare(layers, converter)
+        parameters = {id(value): name for name, value in self._parameters.items()}
+        known: dict[object, Conversion] = {}
+        for path, converter in chosen.converters.items():
+            layer = chosen.linears[path]
+            stored = [part for name in self._table.names(parameters[id(layer.weight)]) for part in self._stored(name)]
+            alike = kind_of(path), layer.in_features, layer.out_features, *((part.kind, part.spec) for part in stored)
+            if alike not in known:
+                known[alike] = converter.convert(path, layer, stored, is_head=path == HEAD)
+            conversions[path] = known[alike]
+        return (*self._checkpoint.decisions(), *decisions(conversions, planned=True))
+
+    def load(self, quantization: str, head: str, ignore: Sequence[str]) -> LoadReport:
+        """``head``: the quantization of the output head."""
+        start = time.perf_counter()
+        chosen = self._choose(quantization, head, ignore)
+        linears, mixtures = chosen.linears, chosen.mixtures
+        matrices = {f"{path}.weight" for path in linears}
+        conversions = {path: Conversion("floats", why, 0.0) for path, why in chosen.left.items()}
+        for converter, layers in chosen.experts:
+            conversions |= self._prepare(layers, converter)
         experts = {f"{path}.{matrix}": layer for path, layer in mixtures.items() for matrix in layer.shapes}
         for parameter in self._table.parameters():
             if parameter not in matrices:
@@ -198,10 +262,10 @@ class _Loader:
         for path in mixtures.keys() & conversions.keys():
             conversions[path] = dataclasses.replace(conversions[path], error=mixtures[path].method.error())
         for path, linear in linears.items():
-            if path not in chosen:
+            if path not in chosen.converters:
                 self._load(path, linear)
         self._check_ties()
-        conversions |= self._pack({path: linears[path] for path in chosen}, chosen)
+        conversions |= self._pack({path: linears[path] for path in chosen.converters}, chosen.converters)
         self._progress(self._total, self._total)
         return LoadReport(
             seconds=time.perf_counter() - start,

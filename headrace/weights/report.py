@@ -64,16 +64,21 @@ def memory(model: nn.Module) -> tuple[MemoryLine, ...]:
     return tuple(lines)
 
 
-def decisions(conversions: dict[str, Conversion]) -> tuple[Decision, ...]:
-    """One for each kind of matrix: those of all layers that were treated alike are one line."""
+def kind_of(path: str) -> str:
+    """Returns the path of a layer without its number: ``layers.*.mlp.down_proj``."""
+    return re.sub(r"\.\d+\.", ".*.", path)
+
+
+def decisions(conversions: Mapping[str, Conversion], *, planned: bool = False) -> tuple[Decision, ...]:
+    """One for each kind of matrix: those of all layers that were treated alike are one line. ``planned``: they were not loaded,
+    so no error is known."""
     alike: dict[tuple[str, str, str], list[float]] = {}
     for path, conversion in conversions.items():
-        kind = re.sub(r"\.\d+\.", ".*.", path)
-        alike.setdefault((kind, conversion.format, conversion.reason), []).append(conversion.error)
+        alike.setdefault((kind_of(path), conversion.format, conversion.reason), []).append(conversion.error)
     out = []
     for (kind, how, reason), errors in alike.items():
         worst = float(torch.tensor(errors).max())  # NaN if one is.
         error = "no rounding of weights" if worst == 0 else f"relative error at most {worst:.1e}"
-        count = f" ({len(errors)} layers)" if "*" in kind else ""
-        out.append(Decision(f"format of {kind}{count}", how, f"{reason}; {error}"))
+        count = f" ({len(errors)} layer{'s' * (len(errors) > 1)})" if "*" in kind else ""
+        out.append(Decision(f"format of {kind}{count}", how, reason if planned else f"{reason}; {error}"))
     return tuple(out)

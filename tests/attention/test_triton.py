@@ -166,12 +166,10 @@ def test_layers_of_different_geometry_share_an_instance(device: torch.device) ->
     assert len(places) == 1 and backend._workspace.numel() > 0
 
 
-def test_invariance(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_invariance(together: Case, device: torch.device, tolerance: float) -> None:
     """Bitwise: a row in a batch, and alone; decode, and the same token in a chunk."""
-    monkeypatch.setattr(triton, "INVARIANT_SPLIT", 32)
-    together = make_case(layer_spec(sinks=True), [(1, 60), (1, 9), (6, 41)], dtype=torch.float16, block_size=8)
     expected = run(InvariantAttention(), to(together, device)).cpu()
-    torch.testing.assert_close(expected, run(ReferenceAttention(), together), atol=4e-3, rtol=4e-3)
+    torch.testing.assert_close(expected, run(ReferenceAttention(), together), atol=tolerance, rtol=tolerance)
     for row, tokens in ((0, slice(0, 1)), (2, slice(2, 8)), (2, slice(7, 8))):
         count = tokens.stop - tokens.start
         alone = dataclasses.replace(
@@ -185,6 +183,22 @@ def test_invariance(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> No
         )
         case = Case(together.q[tokens], together.cache, alone, together.sinks)
         assert torch.equal(run(InvariantAttention(), to(case, device)).cpu(), expected[tokens])
+
+
+def test_invariance(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "INVARIANT_SPLIT", 32)
+    rows = [(1, 60), (1, 9), (6, 41)]
+    check_invariance(make_case(layer_spec(sinks=True), rows, dtype=torch.float16, block_size=8), device, 4e-3)
+
+
+@pytest.mark.gpu
+@on_cuda
+@pytest.mark.parametrize("length", [41, 400, 5000])
+def test_invariance_of_both_kernels(length: int) -> None:
+    """Decode rows have one in CUDA C++ on Hopper, a chunk has Triton's."""
+    spec = layer_spec(num_heads=8, num_kv_heads=2, head_dim=128, v_head_dim=128)
+    case = make_case(spec, [(1, 60), (1, 9), (6, length)], dtype=torch.bfloat16, block_size=16)
+    check_invariance(case, torch.device("cuda"), 2e-2)
 
 
 @pytest.mark.gpu

@@ -62,6 +62,11 @@ def test_gpus_that_are_not_here(folder: str, monkeypatch: pytest.MonkeyPatch) ->
     assert "no CUDA device" not in decisions["attention_backend"]["reason"]
     assert "H200 (not this machine)" in report["environment"]["device"]
     assert {line["name"]: line["nbytes"] for line in report["memory"]}["KV cache"] > 2**36
+    result = CliRunner().invoke(app, [*args, "--devices", "h200", "--quantization", "fp8"])
+    decisions = {line["name"]: line for line in json.loads(result.stdout)["decisions"]}
+    rounded = decisions["format of layers.*.mlp.down_proj (6 layers)"]
+    assert rounded["value"] == "FP8, a scale for each output"
+    assert rounded["reason"].startswith("stored as BF16, rounded to FP8; by Triton")
     for words, complaint in (
         (["--devices", "h2000"], "did you mean h200?"),
         (["--devices", "h200:0"], "must be a GPU or GPU:COUNT"),
@@ -171,6 +176,16 @@ def test_the_number_format_of_the_checkpoint(tmp_path: Path, scheme: dict[str, A
         return
     assert found["checkpoint format"].value == value
     assert found["checkpoint format"].reason == "its matrices are dequantised to float32"
+
+
+def test_a_number_format_that_is_not_read_is_the_whole_reason(tmp_path: Path) -> None:
+    """And not that a native model, or one of transformers, does not do all."""
+    write_config(tmp_path, quantization_config={"quant_method": "gptq", "bits": 3, "group_size": 32})
+    save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError) as caught:
+        planned(EngineArgs(model=str(tmp_path), skip_tokenizer_init=True))
+    reason = "quantization_config (gptq): bits 3 is not supported; supported are: 4, 8"
+    assert caught.value.message == f"{tmp_path}/config.json: {reason}"
 
 
 def test_bytes_of_the_weights_in_other_formats(folder: str) -> None:

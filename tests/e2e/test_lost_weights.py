@@ -43,6 +43,7 @@ def test_the_next_process_knows_the_version_that_was_served(tmp_path: Path) -> N
         lost = call("/weight_info")
         assert (lost["state"], lost["number"], lost["pause"]) == ("lost", 1, "keep")
         assert "version step-1 was served" in call("/health")["reason"]
+        assert call("/v1/models")["data"] and call("/server_info")["model"] == str(folder)
         assert "lost" in call("/v1/completions", {"prompt": "Hi", "max_tokens": 2}, 503)["error"]["message"]
         call("/update_weights_from_disk", update)
         call("/resume", {})

@@ -191,7 +191,7 @@ def test_updates_that_must_be_complete(text: ModelText) -> None:
         while world.core.weights.busy:
             world.turn()
     assert [result.status for result in results] == [200, 200, 409, 200, 200]
-    assert "weights_must_be_complete" in results[2].error and "1 tensors were not written" in results[2].error
+    assert "weights_must_be_complete" in results[2].error and "1 tensor was not written" in results[2].error
 
 
 def test_an_update_that_is_given_up_counts_for_no_other(text: ModelText) -> None:
@@ -212,7 +212,7 @@ def test_an_update_that_is_given_up_counts_for_no_other(text: ModelText) -> None
     world.core.weights.submit(Load(DiskSource("half")), results.append)
     while world.core.weights.busy:
         world.turn()
-    assert do(Finish(0)).status == 409 and "1 tensors were not written" in results[-1].error
+    assert do(Finish(0)).status == 409 and "1 tensor was not written" in results[-1].error
     world.core.weights.submit(Load(DiskSource("whole")), results.append)
     while world.core.weights.busy:
         world.turn()

@@ -16,7 +16,7 @@ from .test_invariants import arguments
 from .tiny import FAMILIES, write_family
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512}
-"""What the formats of packed weights take."""
+"""Sizes that the formats of packed weights hold."""
 KINDS = ("llama", "sinks, 48 and 32 wide", "mixture", "mla", "latent, full width", "delta rule", "state space")
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     **{family: (FAMILIES[family], {}) for family in KINDS},

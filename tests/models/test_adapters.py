@@ -84,7 +84,7 @@ def test_an_adapter_of_every_matrix_is_added_to_its_rows(name: str, size: int, t
 @pytest.mark.parametrize("sizes", [ParallelSizes(1), ParallelSizes(2), ParallelSizes(2, whole_experts=True)], ids=str)
 @pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
 def test_stacked_experts_have_one_addition_each(name: str, sizes: ParallelSizes, tmp_path: Path) -> None:
-    """In peft's form: the experts' A one below the other, and the columns of their B in turns."""
+    """The factors in peft's form: the experts' A one below the other, and the columns of their B in turns."""
     whole = pair(name)[1].spec
     module, tensors, deltas, matrices = "model.layers.0.mlp.experts", {}, {}, []
     layers = with_tables(whole).layers

@@ -139,6 +139,16 @@ def test_a_dead_replica_takes_only_its_own_along(stubs: Any) -> None:
     assert first.requests() == ["r0", "r2", "r5"]
 
 
+def test_replicas_lack_weights_where_they_all_run_and_none_serves(stubs: Any) -> None:
+    one, _, (first, second) = stubs()
+    first.weights = WeightStatus(state="torn", reason="the weights are torn")
+    assert not one.health().lacks_weights, "one serves"
+    second.weights = first.weights
+    assert one.health().lacks_weights and not one.health().ok
+    second.die()
+    assert not one.health().lacks_weights, "no update reaches it"
+
+
 def test_the_last_replica_takes_those_that_wait_along(stubs: Any) -> None:
     one, client, (first, second) = stubs()
     for number in range(8):

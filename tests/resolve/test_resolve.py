@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.resolving import MIB, ZEN, decide, model
 
 from headrace.config import EngineArgs, EngineConfig
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, MemoryConfigError
 from headrace.kernels import support
 from headrace.kv import KVCacheManager
 from headrace.model_spec import ModelSpec, RopeSpec, VisionSpec
@@ -253,6 +253,17 @@ def test_default_memory_is_what_could_be_used_but_modest() -> None:
         decide(device=dataclasses.replace(ZEN, available_memory=weight_bytes(model(), "bfloat16", "none", "cpu") + 100_000))
     with pytest.raises(ConfigError):
         decide(device=dataclasses.replace(ZEN, available_memory=0), max_model_len="auto")
+
+
+def test_packed_weights_need_no_room_for_floats() -> None:
+    """Unless kernels keep a copy of them."""
+    floats = weight_bytes(model(), "bfloat16", "none", "cpu")
+    small = dataclasses.replace(ZEN, available_memory=floats, native_kernels="avx512_vnni")
+    assert decide(quantization="int4", device=small, max_model_len=32).quantization == "int4"
+    amx = dataclasses.replace(small, instructions=ZEN.instructions | {"amx_tile"})
+    for device in (amx, dataclasses.replace(small, native_kernels="")):
+        with pytest.raises(MemoryConfigError, match="of weights, and"):
+            decide(quantization="int4", device=device, max_model_len=32)
 
 
 @hypothesis_settings(max_examples=150, deadline=None, derandomize=True)

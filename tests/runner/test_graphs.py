@@ -82,7 +82,7 @@ def test_plain_requests_are_drawn_by_graphs(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_many_rows_are_drawn_kernel_by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model runs in a graph for all rows, and the sampler in one for the last few."""
-    monkeypatch.setattr(graphs_module, "_MOST_LOGITS_ROWS", 4)
+    monkeypatch.setattr(graphs_module, "_MOST_LOGITS", 4 * VOCAB)
     requests = [request(f"r{count}", prompt(count, 3), max_tokens=count + 1, ignore_eos=True) for count in range(6)]
     found, graphs = through_graphs(World(), requests, monkeypatch)
     same(found, serve(World(), requests))

@@ -24,7 +24,7 @@ RERANKER = ScoringConfig(head="tokens", template="qwen3-reranker", token_ids=(7,
 
 
 def numbers(request: Request) -> list[float]:
-    """Of a pair, logits by its document; of a text, a vector. ``!`` breaks a prompt."""
+    """Computes logits of a pair from its document, and a vector of a text. ``!`` breaks a prompt."""
     tokens = request.prompt_token_ids
     if ord("!") in tokens:
         raise EngineError("the model computed an embedding or a score that is not finite")

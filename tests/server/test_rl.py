@@ -123,7 +123,7 @@ def until(condition: Any) -> None:
 
 
 def joined(http: httpx.Client) -> Trainer:
-    """What TRL's client sends at its start."""
+    """Sends the requests of TRL's client at its start."""
     config = http.get("/server_info?config_format=json").json()["vllm_config"]
     assert config["model_config"]["dtype"] == "torch.float32"
     assert config["lora_config"] is None and config["weight_transfer_config"]["backend"] == "gloo"
@@ -138,7 +138,7 @@ def joined(http: httpx.Client) -> Trainer:
 
 
 def sync(http: httpx.Client, trainer: Trainer, weights: Weights, number: str) -> Any:
-    """What TRL's client sends for each of its steps; ``is_checkpoint_format`` only says how tensors are named."""
+    """Sends the requests of TRL's client for each of its steps; ``is_checkpoint_format`` only says how tensors are named."""
     post(http, "/pause?mode=keep")
     assert http.get("/is_paused").json() == {"is_paused": True}
     post(http, "/start_weight_update", {"is_checkpoint_format": True})
@@ -181,6 +181,9 @@ def test_trl(http: httpx.Client, folder: Path) -> None:
     health = http.get("/health")
     assert health.status_code == 200 and health.json()["status"] == "torn" and "torn" in health.json()["reason"]
     assert http.get("/ready").status_code == 503 and http.get("/live").json() == {"status": "ok"}
+    # What trainers ask for before they write weights.
+    assert http.get("/health_generate").json()["status"] == "torn" and http.get("/get_server_info").status_code == 200
+    assert http.get("/v1/models").json()["data"][0]["max_model_len"] > 0
     again = joined(http)
     sync(http, again, weights_of(folder, 3), "step-3")
     assert http.get("/health").json() == {"status": "ok"}
@@ -241,7 +244,7 @@ def test_prime_rl(http: httpx.Client, folder: Path, root: Path) -> None:
     ):
         assert text in post(http, "/update_weights", body, 400)["error"]["message"]
     for path, param, text in (
-        ("/pause?mode=halt", "mode", "mode must be one of abort, wait, keep"),
+        ("/pause?mode=halt", "mode", "mode must be one of abort, keep, wait"),
         ("/pause?kv=recompute", "kv", "mode=keep"),
         ("/pause?modes=keep", "modes", "did you mean mode?"),
         ("/wake_up?tag=weights", "tag", "did you mean tags?"),
@@ -291,7 +294,7 @@ def test_slime(http: httpx.Client, folder: Path, root: Path) -> None:
         more = {"group_name": "slime-pp_0", "flush_cache": False, "weight_version": "7"}
         assert post(http, "/update_weights_from_distributed", body | more)["success"] is True
         trainer.wait()
-    post(http, "/continue_generation", {})
+    post(http, "/continue_generation", {"torch_empty_cache": True})
     assert versions(post(http, "/v1/completions", ASK)) == [("7", 0, 6)]
     rollout = Rollout(http, LONG)
     until(lambda: running_requests(http))
@@ -300,6 +303,10 @@ def test_slime(http: httpx.Client, folder: Path, root: Path) -> None:
         assert http.get("/flush_cache").status_code == 200
     path = saved(root / "weight_v000008", weights_of(folder, 6))
     post(http, "/update_weights_from_disk", {"model_path": str(path), "weight_version": "8"})
+    (path / "model.safetensors").unlink()
+    save_file(dict(items[1:]), path / "model.safetensors")
+    message = post(http, "/update_weights_from_disk", {"model_path": str(path), "weight_version": "8"})["message"]
+    assert message == f"the weights were updated; kept, as they were not sent: {items[0][0]}"
     shutil.rmtree(path)
     assert http.get("/get_weight_version").json() == {"weight_version": "8"}
     post(http, "/continue_generation", {})
@@ -326,11 +333,11 @@ def test_slime(http: httpx.Client, folder: Path, root: Path) -> None:
     # With a begin and an end, tensors of several calls are one update, whatever sleeps meanwhile.
     post(http, "/release_memory_occupation")
     post(http, "/begin_weight_update")
-    for bucket in (dict(items[:5]), dict(items[5:])):
+    for bucket, form, most in ((dict(items[:5]), "flattened_bucket", 2**40), (dict(items[5:]), None, None)):
         body = announced(bucket)
         body = {"names": body["names"], "dtypes": body["dtype_names"], "shapes": body["shapes"], "group_name": "slime-pp_0"}
-        trainer.beside(lambda bucket=bucket: trainer.send(bucket))
-        post(http, "/update_weights_from_distributed", body)
+        trainer.beside(lambda bucket=bucket, most=most: trainer.send(bucket, most))
+        post(http, "/update_weights_from_distributed", body | {"load_format": form})
         trainer.wait()
     post(http, "/end_weight_update", {"weight_version": "8"})
     post(http, "/resume_memory_occupation")
@@ -395,6 +402,8 @@ def test_sums_of_weights(http: httpx.Client, folder: Path, root: Path) -> None:
         sums.append(post(http, "/weight_checker", {"action": "checksum"})["checksums"])
     assert sums[0] == sums[2] and all(sums[0][name] != sums[1][name] for name in sums[0])
     assert post(http, "/weight_checker", {"action": "compare", "baseline": sums[2]})["equal"] is True
+    refused = post(http, "/weight_checker", {"action": "compare"}, 400)["error"]
+    assert refused["param"] == "baseline" and "is missing" in refused["message"]
     compared = post(http, "/weight_checker", {"action": "compare", "baseline": sums[1]})
     assert len(compared["differing"]) == len(sums[1])
 

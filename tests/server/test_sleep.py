@@ -39,6 +39,26 @@ def server(folder: Path) -> Iterator[Running]:
         yield server
 
 
+@pytest.mark.slow
+def test_two_replicas(folder: Path) -> None:
+    """A trainer finds them as it finds one engine, and requests are refused at once."""
+    sizes = {"num_threads": 1, "num_kv_blocks": 64, "data_parallel_size": 2}
+    args = EngineArgs(model=str(folder), dtype="float32", device="cpu", **sizes)
+    settings = ServerSettings(enable_rl_api=True, ready_timeout=120)
+    with running(AsyncLLM(args), settings) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        before = tokens(http)
+        post(http, "/sleep?level=2")
+        assert "asleep" in post(http, "/v1/completions", ASK, 503)["error"]["message"]
+        assert post(http, "/wake_up")["state"] == "hollow"
+        for path in ("/health", "/health_generate"):
+            assert get(http, path)["status"] == "hollow"
+        for path in ("/v1/models", "/server_info"):
+            get(http, path)
+        assert "dropped" in post(http, "/v1/completions", ASK, 503)["error"]["message"]
+        post(http, "/update_model_weight")
+        assert tokens(http) == before and get(http, "/health")["replicas"] == {"up": 2, "total": 2}
+
+
 @pytest.fixture
 def http(server: Running) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, timeout=60) as http:
@@ -83,6 +103,7 @@ def test_vllms_names(http: httpx.Client) -> None:
         assert get(http, "/is_sleeping") == {"is_sleeping": True}
         assert f"asleep (level {level})" in get(http, "/health", 503)["error"]["message"]
         assert get(http, "/live") == {"status": "sleeping"}
+        assert len(get(http, "/v1/models")["data"]) == 1, "what the model is does not depend on its memory"
         refused = http.post("/v1/completions", json=ASK)
         assert refused.status_code == 503 and refused.headers["Retry-After"] == "5"
         assert "asleep" in post(http, "/resume", status=409)["error"]["message"]
@@ -106,10 +127,11 @@ def test_vllms_names(http: httpx.Client) -> None:
     assert tokens(http) == before
     for path in ("/sleep?level=3", "/sleep?mode=halt", "/sleep?tags=all", "/wake_up?tags=lora"):
         post(http, path, status=400)
+    assert "a parameter of the query" in post(http, "/sleep", {"level": 2}, 400)["error"]["message"]
 
 
 def test_sglangs_names(http: httpx.Client, folder: Path) -> None:
-    """As slime calls them, colocated with its trainer."""
+    """Calls the routes in the order in which slime does beside its trainer."""
     before = tokens(http)
     post(http, "/pause_generation", {})
     get(http, "/flush_cache")

@@ -13,9 +13,12 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaConfig, PretrainedConfig
 
+from headrace.config import Decision
 from headrace.model_spec import ModelSpec
 from headrace.models import registry
 from headrace.sources.files import ModelFiles
+from headrace.weights.load import planned_formats
+from headrace.weights.report import LoadReport
 
 SIZES = {
     "vocab_size": 96,
@@ -47,6 +50,21 @@ def tensors(hf_config: PretrainedConfig, seed: int = 0) -> dict[str, torch.Tenso
         name: 0.02 * torch.randn(part.view(parameters[part.parameter]).shape, generator=generator)
         for name, part in table.items()
     }
+
+
+def planned(hf_config: PretrainedConfig, found: ModelFiles, quantization: str, dtype: str = "bfloat16") -> list[Decision]:
+    """Returns the decisions that loading on a CPU would report, without loading."""
+    model = registry.build(spec(hf_config), dtype, "meta")
+    cpu = torch.device("cpu")
+    return list(planned_formats(model, registry.name_table(model.spec), found, device=cpu, quantization=quantization))
+
+
+def without_errors(report: LoadReport) -> list[Decision]:
+    errors = ("; no rounding of weights", "; relative error at most ")
+    return [
+        Decision(one.name, one.value, min((one.reason.partition(error)[0] for error in errors), key=len))
+        for one in report.decisions
+    ]
 
 
 def parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:

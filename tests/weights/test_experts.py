@@ -54,7 +54,7 @@ from .models import files, tensors
 
 @pytest.fixture(autouse=True)
 def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type:
-    """That of a GPU, unless a test asks for the one of a CPU's kernels too."""
+    """Uses the methods of a GPU, unless a test asks for those of a CPU's kernels too."""
     found, kernels = getattr(request, "param", CodedExperts), load()
     if found is NativeExperts and (kernels is None or kernels.tile == "portable"):
         pytest.skip("no native products here")
@@ -117,7 +117,7 @@ def test_ranks_hold_parts_of_codes(name: str, size: int, whole: bool, method: ty
 
 
 def test_groups_that_a_cut_splits_become_smaller_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 256 inputs in groups of 128, each of four ranks holds 64."""
+    """Each of four ranks holds 64 of 256 inputs, which are in groups of 128."""
     monkeypatch.setitem(FORMATS, "wide", in_groups(128))
     hf_config = saved(tmp_path, Qwen3MoeConfig, QWEN | {"moe_intermediate_size": 256, "num_key_value_heads": 4}, "wide")
     for rank in range(4):
@@ -273,7 +273,7 @@ def test_floats_are_rounded_while_they_load(quantization: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("quantization", ["fp8", "fp8_per_block", "int8"])
 def test_new_values_are_rounded_as_loading_rounds_them(quantization: str, tmp_path: Path) -> None:
-    """In the memory of the old ones, which captured graphs read."""
+    """New values are written into the memory of the old ones, which captured graphs read."""
     hf_config = Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], **{**SIZES, **QWEN, "num_key_value_heads": 4})
     old = tensors(hf_config)
     new = {name: one.flip(0) if "_proj" in name else one for name, one in old.items()}

@@ -124,7 +124,7 @@ MIXTURE = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 def test_experts_are_parts_of_one_tensor(tmp_path: Path) -> None:
-    """Of several types, as in files of the M kind; routers are floats."""
+    """The parts of a fused matrix have several types, as in files of the M kind; routers are floats."""
     hf_config = config(Qwen3MoeConfig, **MIXTURE)
     expected = dict(tensors(hf_config))
 

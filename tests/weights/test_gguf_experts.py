@@ -115,7 +115,8 @@ def test_every_type_is_tested() -> None:
     ids=str,
 )
 def test_matrices_of_several_types_have_one_format(kinds: tuple[str, ...], value: str, tmp_path: Path) -> None:
-    """As in files of the M kind; gate and up, which are one matrix, are held in a format that holds both."""
+    """Matrices of an expert have several types, as in files of the M kind; gate and up, which are one matrix, are held in a
+    format that holds both."""
     hf_config, path = saved(tmp_path, tuple(Type[kind] for kind in kinds))
     (held, report), (floats, _) = (loaded(hf_config, path, how) for how in (STORED, "none"))
     same_experts(held, floats, CodedExperts, MINIMA)

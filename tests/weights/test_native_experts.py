@@ -47,7 +47,7 @@ def need_native() -> None:
 
 
 def test_inputs_in_another_order_are_gathered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of some experts: the others have theirs in order. Gate and up have the same inputs, in one order."""
+    """Some experts have inputs in another order. Gate and up of an expert have the same inputs, in one order."""
     calls = iter(range(1000))
 
     def some(weight: torch.Tensor) -> Packed:

@@ -171,7 +171,7 @@ def test_one_scale_for_a_matrix_or_for_each_output(
 
 
 def test_scales_that_are_exponents(tmp_path: Path) -> None:
-    """As scale_fmt ue8m0 has them in the newest checkpoints."""
+    """Scales are exponents, as scale_fmt ue8m0 means in the newest checkpoints."""
     exponents = torch.tensor([[120, 127], [130, 128], [1, 126]], dtype=torch.uint8)
     held = {"m.weight": CODES, "m.weight_scale_inv": exponents.view(torch.float8_e8m0fnu)}
     checkpoint = write(tmp_path / "a.safetensors", held, FP8 | {"scale_fmt": "ue8m0"})

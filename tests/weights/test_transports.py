@@ -30,7 +30,7 @@ from headrace.weights.transport.sibling import OpenSibling, send_weights
 
 
 class ncclUniqueId(ctypes.Structure):
-    """As vLLM has it."""
+    """The class of this name in vLLM, of which its trainer leaves a pickle in the store."""
 
     _fields_ = (("internal", ctypes.c_byte * 128),)
 

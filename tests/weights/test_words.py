@@ -25,7 +25,7 @@ from headrace.weights.names import Slice
 from headrace.weights.safetensors import SafetensorsCheckpoint
 from headrace.weights.scaled import ScaledCheckpoint
 
-from .models import config, expected_parameters, files, parameters_of, spec, tensors
+from .models import config, expected_parameters, files, parameters_of, planned, spec, tensors, without_errors
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
@@ -190,7 +190,7 @@ def load(folder: Path, hf_config: Any, held: dict[str, torch.Tensor], **options:
 
 
 def test_a_model_whose_matrices_differ(tmp_path: Path) -> None:
-    """Of one fused matrix, k has other groups and bits than q, and v is stored as floats; the output head is quantised."""
+    """In one fused matrix, k has other groups and bits than q, and v is stored as floats; the output head is quantised."""
     scheme = GPTQ | {
         "lm_head": True,
         "dynamic": {r"+:.*\.k_proj": {"bits": 8, "group_size": 64}, r"-:.*\.v_proj": {}},
@@ -212,6 +212,10 @@ def test_a_model_whose_matrices_differ(tmp_path: Path) -> None:
         "3 further matrices are stored as floats; zero points are read as checkpoint_format says they are stored; "
         "1 scales of the KV cache are not needed: it computes its own"
     )
+    for quantization in ("stored", "int4"):
+        _, report = load(tmp_path, hf_config, held, quantization=quantization)
+        found = files(hf_config, "safetensors", [tmp_path / "model.safetensors"])
+        assert planned(hf_config, found, quantization, "float32") == without_errors(report)
     held["model.layers.0.self_attn.q_proj.bias"][3] = 1
     with pytest.raises(ConfigError, match=r"no place for: model\.layers\.0\.self_attn\.q_proj\.bias"):
         load(tmp_path, hf_config, held)
@@ -264,8 +268,8 @@ def test_codes_are_multiplied_as_they_are_stored(quantization: str, tmp_path: Pa
 
 
 def test_codes_are_kept_for_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As are those in another order of inputs, of a matrix that is alone; parts of a fused matrix in orders of their own become
-    floats."""
+    """Codes in another order of inputs are kept too, of a matrix that is alone; parts of a fused matrix in orders of their own
+    become floats."""
     hf_config = config(quantization_config=GPTQ | {"group_size": 128, "lm_head": True})
     held, meant = quantised(hf_config, {"_proj": {"group": 128}, "lm_head": {"group": 128}})
     for name, seed in (("0.self_attn.o_proj", 1), ("1.self_attn.q_proj", 2)):

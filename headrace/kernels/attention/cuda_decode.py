@@ -74,7 +74,7 @@ def choose_tiling(programs: int, multiprocessors: int) -> DecodeTiling:
     if 2 * programs > multiprocessors:
         return DecodeTiling(4, 3, 2)
     if 16 * programs <= multiprocessors:
-        return DecodeTiling(8, 3, 4, 3, gathers=True)
+        return DecodeTiling(8, 3, 8, 3, gathers=True)
     split = 2 if 4 * programs > multiprocessors else 4
     return DecodeTiling(8, 3, split, split // 2)
 

@@ -50,7 +50,7 @@ def _walk(
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_A: tl.constexpr,
     D_B: tl.constexpr, DV: tl.constexpr, DV_A: tl.constexpr, DV_B: tl.constexpr, WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr, FP8: tl.constexpr, V_LANE: tl.constexpr, KEYS_FIRST: tl.constexpr,
-    PRECISION: tl.constexpr, DIRTY: tl.constexpr, SINGLE: tl.constexpr, MASKED: tl.constexpr
+    PRECISION: tl.constexpr, DIRTY: tl.constexpr, SINGLE: tl.constexpr, MASKED: tl.constexpr, ORDERED: tl.constexpr
 ):  # fmt: skip
     """Takes in the keys ``[begin, end)``, tile after tile, from a multiple of ``BLOCK_N``."""
     for start in range(begin, end, BLOCK_N):
@@ -58,7 +58,7 @@ def _walk(
             start, low, high, highest, total, acc_a, acc_b, q_a, q_b, peak, position, last_seen, factor, soft_cap, window,
             keys, values, k_scales, v_scales, table, k_block, k_offset, v_block, v_offset, scale_block, scale_offset,
             BLOCK_SIZE, BLOCK_M, BLOCK_N, D, D_A, D_B, DV, DV_A, DV_B, WINDOW, SOFT_CAP, FP8, V_LANE, KEYS_FIRST,
-            PRECISION, DIRTY, SINGLE, MASKED,
+            PRECISION, DIRTY, SINGLE, MASKED, ORDERED,
         )  # fmt: skip
     return highest, total, acc_a, acc_b
 
@@ -70,7 +70,7 @@ def _walk_phases(
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_A: tl.constexpr,
     D_B: tl.constexpr, DV: tl.constexpr, DV_A: tl.constexpr, DV_B: tl.constexpr, WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr, FP8: tl.constexpr, V_LANE: tl.constexpr, KEYS_FIRST: tl.constexpr,
-    PRECISION: tl.constexpr, DIRTY: tl.constexpr, SINGLE: tl.constexpr, PHASED: tl.constexpr
+    PRECISION: tl.constexpr, DIRTY: tl.constexpr, SINGLE: tl.constexpr, PHASED: tl.constexpr, ORDERED: tl.constexpr
 ):  # fmt: skip
     """``_walk`` of ``[begin, end)``. With PHASED, tiles before ``middle`` need no masks: all queries see them in full."""
     if PHASED:
@@ -78,13 +78,13 @@ def _walk_phases(
             begin, middle, low, high, highest, total, acc_a, acc_b, q_a, q_b, peak, position, last_seen, factor, soft_cap,
             window, keys, values, k_scales, v_scales, table, k_block, k_offset, v_block, v_offset, scale_block, scale_offset,
             BLOCK_SIZE, BLOCK_M, BLOCK_N, D, D_A, D_B, DV, DV_A, DV_B, WINDOW, SOFT_CAP, FP8, V_LANE, KEYS_FIRST,
-            PRECISION, DIRTY, SINGLE, False,
+            PRECISION, DIRTY, SINGLE, False, ORDERED,
         )  # fmt: skip
     return _walk(
         middle, end, low, high, highest, total, acc_a, acc_b, q_a, q_b, peak, position, last_seen, factor, soft_cap,
         window, keys, values, k_scales, v_scales, table, k_block, k_offset, v_block, v_offset, scale_block, scale_offset,
         BLOCK_SIZE, BLOCK_M, BLOCK_N, D, D_A, D_B, DV, DV_A, DV_B, WINDOW, SOFT_CAP, FP8, V_LANE, KEYS_FIRST,
-        PRECISION, DIRTY, SINGLE, True,
+        PRECISION, DIRTY, SINGLE, True, ORDERED,
     )  # fmt: skip
 
 
@@ -192,6 +192,7 @@ def _attend(
     DIRTY: tl.constexpr,  # what is no key may be NaN, in FP8 too
     SPLIT: tl.constexpr,
     KEYS_FIRST: tl.constexpr,
+    ORDERED: tl.constexpr,  # weights are summed as values are, in an order that every kernel can keep to
     FINISH: tl.constexpr,  # SINGLE only: of a token, k and v lie behind q, which is not normed and rotated yet, as k is not
     HALF: tl.constexpr,
     Q_NORM: tl.constexpr,
@@ -241,7 +242,7 @@ def _attend(
         # Scores are in base 2; where a soft cap comes first, after it.
         factor = scale if SOFT_CAP else scale * 1.4426950408889634
         highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = spread(BLOCK_M, BLOCK_N, KEYS_FIRST)
+        total = spread(BLOCK_M, BLOCK_N, KEYS_FIRST, ORDERED)
         acc_a = zeros(BLOCK_M, DV_A, KEYS_FIRST)
         acc_b = zeros(BLOCK_M, DV_B, KEYS_FIRST) if DV_B > 0 else highest  # any tensor where there is no part b
         keys += kv_head * k_head
@@ -262,10 +263,10 @@ def _attend(
             begin, middle, high, low, high, highest, total, acc_a, acc_b, q_a, q_b, peak, position, last_seen, factor, soft_cap,
             window, keys, values, k_scale, v_scale, table, k_block, k_offset, v_block, v_offset, scale_block,
             scale_offset, BLOCK_SIZE, BLOCK_M, BLOCK_N, D, D_A, D_B, DV, DV_A, DV_B, WINDOW, SOFT_CAP, FP8,
-            V_LANE, KEYS_FIRST, PRECISION, DIRTY, SINGLE, PHASED,
+            V_LANE, KEYS_FIRST, PRECISION, DIRTY, SINGLE, PHASED, ORDERED,
         )  # fmt: skip
         highest, total, inverse = finish(
-            sinks, head, valid, split, position, split_tokens, highest, total, SINKS, SPLIT, FP8, KEYS_FIRST
+            sinks, head, valid, split, position, split_tokens, highest, total, SINKS, SPLIT, FP8, KEYS_FIRST, ORDERED
         )  # fmt: skip
         place = token * HEADS + head
         if SPLIT:
@@ -360,6 +361,7 @@ def paged_attention(
         FP8=fp8, V_LANE=values.stride(3),
         SINGLE=single, PHASED=not (single or tiling.batch_invariant or window is not None),
         DIRTY=dirty and fp8 != OFF, SPLIT=tiling.merges, KEYS_FIRST=tiling.keys_first,
+        ORDERED=tiling.batch_invariant and q.itemsize == 2 and fp8 == OFF and not tiling.keys_first,
         FINISH=unfinished is not None, HALF=0 if unfinished is None else unfinished.rotary_dim // 2,
         Q_NORM=unfinished is not None and unfinished.q_weight is not None,
         K_NORM=unfinished is not None and unfinished.k_weight is not None,

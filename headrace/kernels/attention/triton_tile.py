@@ -166,7 +166,7 @@ def take_tile(
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_A: tl.constexpr,
     D_B: tl.constexpr, DV: tl.constexpr, DV_A: tl.constexpr, DV_B: tl.constexpr, WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr, FP8: tl.constexpr, V_LANE: tl.constexpr, KEYS_FIRST: tl.constexpr,
-    PRECISION: tl.constexpr, DIRTY: tl.constexpr, SINGLE: tl.constexpr, MASKED: tl.constexpr
+    PRECISION: tl.constexpr, DIRTY: tl.constexpr, SINGLE: tl.constexpr, MASKED: tl.constexpr, ORDERED: tl.constexpr = False
 ):  # fmt: skip
     """Takes in the ``BLOCK_N`` keys from ``start`` on, a multiple of ``BLOCK_N``; of these only ``[low, high)`` count.
 
@@ -219,9 +219,11 @@ def take_tile(
             weights = tl.where(seen, weights, 0.0)
     if KEYS_FIRST:
         total = total * per_query(decay, KEYS_FIRST) + masses
-    else:
+    elif not ORDERED:
         total = total * decay + tl.sum(masses, axis)
     weights = weights.to(q_a.dtype)
+    if ORDERED:
+        total = tl.dot(weights, tl.full([BLOCK_N, 16], 1.0, weights.dtype), total * decay[:, None])
     # e4m3 that is not DIRTY is finite: weight 0 is enough for what is not a key. A mask by token would part its loads.
     shielded: tl.constexpr = MASKED and FP8 == 0
     if V_LANE == 1:
@@ -267,10 +269,12 @@ def load_queries(
 
 
 @triton.jit
-def spread(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEYS_FIRST: tl.constexpr):
+def spread(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEYS_FIRST: tl.constexpr, ORDERED: tl.constexpr = False):
     """The sum of weights before the first key."""
     if KEYS_FIRST:
         return tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    elif ORDERED:
+        return tl.zeros([BLOCK_M, 16], tl.float32)
     else:
         return tl.zeros([BLOCK_M], tl.float32)
 
@@ -278,11 +282,14 @@ def spread(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEYS_FIRST: tl.constexp
 @triton.jit
 def finish(
     sinks, head, valid, split, position, split_tokens, highest, total, SINKS: tl.constexpr, SPLIT: tl.constexpr,
-    FP8: tl.constexpr, KEYS_FIRST: tl.constexpr
+    FP8: tl.constexpr, KEYS_FIRST: tl.constexpr, ORDERED: tl.constexpr = False
 ):  # fmt: skip
     """The maximum and the sum of weights, sinks included, and what the sums of values must be multiplied with."""
     if KEYS_FIRST:
         total = tl.sum(total, 0)
+    elif ORDERED:
+        # All are the same.
+        total = tl.max(total, 1)
     share = gain(FP8)
     if SINKS:
         sink = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634

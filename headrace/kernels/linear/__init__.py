@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.kernels import gpu, support
-from headrace.kernels.linear import cuda_rows, cuda_tall, cuda_wide, native
+from headrace.kernels.linear import cuda_invariant, cuda_rows, cuda_tall, cuda_wide, native
 from headrace.kernels.linear.reference import linear_by_head_ref, linear_float32_ref, linear_ref
 from headrace.kernels.lora import Factors, expand, expand_gated, shrink
 
@@ -62,7 +62,8 @@ def linear(
         exact: a float32 result of a 2-dimensional x is rounded to no other type. On a GPU it never is.
     """
     if batch_invariant and x.ndim == 2 and gpu.takes(x) and weight.dtype == x.dtype:
-        return matmul_kernels.matmul(x, weight, bias, out_dtype)
+        y = cuda_invariant.linear(x, weight, bias, out_dtype)
+        return matmul_kernels.matmul(x, weight, bias, out_dtype) if y is None else y
     if x.ndim == 2 and weight.dtype == x.dtype and gpu.takes(x):
         if (tiling := cuda_wide.choose(x, weight)) is not None:
             return cuda_wide.linear(x, weight, bias, out_dtype, tiling=tiling)
@@ -82,10 +83,12 @@ def linear(
     return linear_ref(x, weight, bias, out_dtype)
 
 
-def linear_gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+def linear_gated(x: torch.Tensor, weight: torch.Tensor, *, batch_invariant: bool = False) -> torch.Tensor | None:
     """``silu(gate) * up`` of the halves of ``x W^T``: ``[T, K] -> [T, N / 2]``; None where no kernel computes both faster."""
     if x.ndim != 2 or weight.dtype != x.dtype or not gpu.takes(x):
         return None
+    if batch_invariant:
+        return cuda_invariant.gated(x, weight)
     if (tiling := cuda_rows.choose(x, weight, gated=True)) is not None:
         return cuda_rows.linear(x, weight, tiling, gated=True)
     y = cuda_wide.gated(x, weight)

@@ -17,6 +17,7 @@ import torch
 from headrace.kernels import support
 from headrace.kernels.cuda_launch import CudaKernel, counters, refusals, tensor_map
 from headrace.kernels.linear.fp8_reference import Fp8Rows, Fp8Weight
+from headrace.kernels.linear.splits import span_of
 from headrace.kernels.lora.reference import PARTS, Factors
 from headrace.kernels.support import cdiv
 
@@ -132,6 +133,7 @@ def linear(
     *,
     tiling: CudaTiling,
     added: Factors | None = None,
+    ordered: bool = False,
 ) -> torch.Tensor:
     """``x W^T + bias`` for rows and a weight that the kernel ``takes``.
 
@@ -142,17 +144,22 @@ def linear(
         out_dtype: what the product is rounded to; None: x's dtype.
         tiling: of at most 64 rows, each a multiple of 8, times its ``fold``.
         added: adapters that add to it before it is rounded, with parts of whole tiles.
+        ordered: channels are cut into as many splits (``splits.span_of``) as a tile has runs and blocks, on whose number alone
+            sums depend. Without adapters.
 
     Returns:
         ``[rows, out]``
     """
-    return _product(x, weight, bias, out_dtype or x.dtype, tiling, 0, 0, added=added)
+    return _product(x, weight, bias, out_dtype or x.dtype, tiling, 0, 0, added=added, ordered=ordered)
 
 
 def gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
     """``silu_mul`` of ``linear``: ``[rows, in] -> [rows, out / 2]``. None where the product's own tiling is another."""
-    if len(weight) % 2 or choose(x, weight) != _GATED:
-        return None
+    return None if len(weight) % 2 or choose(x, weight) != _GATED else gated_by(x, weight)
+
+
+def gated_by(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The same of rows and a weight that the kernel ``takes``, summed from the first channel to the last."""
     return _product(x, weight, None, x.dtype, _GATED, 0, 0, gated=True)
 
 
@@ -210,6 +217,7 @@ def _product(
     *,
     gated: bool = False,
     added: Factors | None = None,
+    ordered: bool = False,
 ) -> torch.Tensor:
     (rows, inputs), out, height = x.shape, len(weight), tiling.tile
     if gated:
@@ -217,13 +225,16 @@ def _product(
     wide = max(8, support.power_of_two(rows))
     columns = _LINE // x.itemsize
     y = torch.empty(rows, out, dtype=dtype, device=x.device)
-    kernel = _kernel(tiling, wide, x.dtype, dtype, None if bias is None else bias.dtype, gated, added is not None)
+    kernel = _kernel(tiling, wide, x.dtype, dtype, None if bias is None else bias.dtype, gated, added is not None, ordered)
     blocks = cdiv(out, height) * tiling.split
     adapters = [] if added is None else _adapters(x, added, tiling, blocks, height)
+    splits = tiling.split * tiling.fold
+    step = tiling.lines * columns
+    steps = cdiv(span_of(inputs, splits), step) if ordered else cdiv(inputs, tiling.fold * step)
     kernel.launch(
         (blocks, 1, 1), tensor_map(weight, height, columns), tensor_map(x, wide, columns),
         y.data_ptr(), 0 if bias is None else bias.data_ptr(), x_scales, weight_scales, rows, out,
-        cdiv(inputs, tiling.lines * tiling.fold * columns), *adapters,
+        steps, *adapters,
     )  # fmt: skip
     return y
 
@@ -254,11 +265,14 @@ def _kernel(
     bias: torch.dtype | None,
     gated: bool = False,
     adapted: bool = False,
+    ordered: bool = False,
 ) -> CudaKernel:
     macros = {"KIND": _KINDS[kind], "ROWS": rows, "TILE": tiling.tile, "SPLIT": tiling.split, "LINES": tiling.lines}
     macros |= {"STAGES": tiling.stages(rows), "Y_KIND": _RESULTS[result], "GATED": int(gated)}
     macros |= {"BIAS": 0 if bias is None else _RESULTS[bias] + 1}
     parameters = "MMPPPPiii"
+    if ordered:
+        macros |= {"ORDERED": 1}
     if adapted:
         macros |= {"ADAPTED": 1, "RESIDENT": tiling.resident}
         parameters += "MPPPPPqqiiiiii"

@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import ScalingType, scaled_mm
 
 from headrace.kernels import gpu, support
-from headrace.kernels.linear import cuda_single, cuda_wide
+from headrace.kernels.linear import cuda_invariant, cuda_single, cuda_wide
 from headrace.kernels.linear.fp8_reference import Activations, Fp8Rows, Fp8Weight, fp8_linear_ref, round_rows_ref
 from headrace.kernels.linear.fp8_tilings import INVARIANT, FewTiling, Library, SingleTiling, WideTiling, choose
 
@@ -61,8 +61,9 @@ def fp8_linear(
         return x.scales.new_empty(0, len(weight.codes), dtype=dtype)
     if not gpu.takes(x.codes):
         return fp8_linear_ref(x, weight, bias, dtype)
-    if not (batch_invariant or weight.in_blocks):
-        tiling = cuda_wide.choose(x.codes[:rows], weight.codes)
+    if not weight.in_blocks:
+        choose_cuda = cuda_invariant.choose_fp8 if batch_invariant else cuda_wide.choose
+        tiling = choose_cuda(x.codes[:rows], weight.codes)
         if tiling is not None:
             return cuda_wide.fp8_linear(x, weight, bias, dtype, tiling)
     choice = INVARIANT if batch_invariant else choose(rows, weight, hopper=support.is_hopper(x.codes.device))

@@ -19,14 +19,13 @@ import triton
 import triton.language as tl
 
 from headrace.kernels import support
+from headrace.kernels.linear.splits import STEP, span_of, splits_of
 from headrace.kernels.support import cdiv
 from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import announce, options, wait
 
-_OUTPUTS, _PROGRAMS, _LEAST_SPLIT = 64, 132, 512
-"""Outputs of a tile and programs that fill an H200, by which channels are split; and channels of a split, at least."""
-_STEP = 128
-"""A split's channels are a multiple of this, but for the last one's: no tile takes channels of two."""
+_OUTPUTS, _PROGRAMS = 64, 132
+"""Outputs of a tile and programs that fill an H200."""
 _LEAST_CHANNELS = 64
 """Channels of a step where they are too few for any tile to take several steps."""
 _MOST_TILES = 4096
@@ -155,12 +154,6 @@ def turns_of(device: torch.device) -> torch.Tensor:
     return _turns(device, torch.cuda.current_stream(device).cuda_stream)
 
 
-def splits_of(in_features: int, out_features: int) -> int:
-    """Splits of the channels, whatever the number of rows. It settles the order of sums, so that it must not change from one
-    launch to the next, nor from one GPU to another."""
-    return max(1, min(in_features // _LEAST_SPLIT, round(_PROGRAMS / cdiv(out_features, _OUTPUTS))))
-
-
 def choose_tile(rows: int, out_features: int, splits: int, dtype: torch.dtype, device: torch.device) -> Tile:
     """Chooses what was fastest on an H200 with the products of Qwen3 0.6B, 8B and 30B-A3B.
 
@@ -215,12 +208,12 @@ def matmul(
         partials = torch.empty(tiles * splits * tile.outputs * tile.rows, dtype=torch.float32, device=x.device)
         turns = turns_of(x.device)
     # Triton unrolls a loop of one step, and then sums onto the bias instead of adding it at the end: tiles take equal steps.
-    channels = _LEAST_CHANNELS if in_features <= _STEP else tile.channels
+    channels = _LEAST_CHANNELS if in_features <= STEP else tile.channels
     aligned = not (weight.data_ptr() % 16 or weight.stride(0) % 8 or in_features % 8) and in_features >= tile.near
     _invariant_product[(tiles, splits if shared else 1)](
         x, weight, x if bias is None else bias, y, partials, turns, rows, x.stride(0), weight.stride(0),
         y.stride(0), IN=in_features, OUT=out_features, OUTPUTS=tile.outputs, ROWS=tile.rows, CHANNELS=channels,
-        SPLITS=splits, SPAN=cdiv(cdiv(in_features, splits), _STEP) * _STEP, SHARED=shared, BAND=_BAND,
+        SPLITS=splits, SPAN=span_of(in_features, splits), SHARED=shared, BAND=_BAND,
         NEAR=tile.near if aligned else 0, PIECES=max(32 * tile.num_warps // tile.outputs, 1), BIAS=bias is not None,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **options(x.device),
     )  # fmt: skip

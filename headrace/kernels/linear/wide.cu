@@ -11,13 +11,17 @@
 // LINES (128 bytes of channels of each line of an instruction a step), STAGES, Y_KIND (0 bfloat16, 1 float16, 2 float32),
 // BIAS (0 none, 1 bfloat16, 2 float16, 3 float32), GATED (1: the weight is a gate's, then as many outputs of an up projection,
 // and y is silu(gate) up; TILE, at least 64, is lines of both, SPLIT 1 and BIAS 0), ADAPTED (1: what adapters add joins the sums;
-// 0), RESIDENT (blocks that a multiprocessor is to have at a time).
+// 0), RESIDENT (blocks that a multiprocessor is to have at a time), ORDERED (1: channels are cut into as many splits as a tile has
+// runs and blocks, of `steps` steps each, which are added in their order, so that sums depend on their number alone; 0).
 #define PACKED_KIND Y_KIND
 #include "hopper.cuh"
 
 #ifndef ADAPTED
 #define ADAPTED 0
 #define RESIDENT (TILE > 128 ? 1 : 3)
+#endif
+#ifndef ORDERED
+#define ORDERED 0
 #endif
 
 #if TILE < 64
@@ -156,12 +160,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) wide_product(
     unsigned base = (shared_address(memory) + 1023) & ~1023u;
     unsigned full = base + STAGES * STAGE_BYTES, empty = full + 8 * STAGES;
     int rank = SPLIT > 1 ? blockIdx.x % SPLIT : 0, first_output = blockIdx.x / SPLIT * OUTPUTS;
+#if ORDERED
+    int count = steps;
+    auto channel_of = [&](int unit, int line, int run) { return (((rank * FOLD + run) * steps + unit) * LINES + line) * LINE_CHANNELS; };
+#else
     int begin = steps * rank / SPLIT, count = steps * (rank + 1) / SPLIT - begin;
+    auto channel_of = [&](int unit, int line, int run) { return (((begin + unit) * LINES + line) * FOLD + run) * LINE_CHANNELS; };
+#endif
 
     u64 once, often;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
     asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(often));
-    auto channel_of = [&](int unit, int line, int run) { return (((begin + unit) * LINES + line) * FOLD + run) * LINE_CHANNELS; };
     auto load_weight = [&](int unit, unsigned to, unsigned barrier) {
 #pragma unroll
         for (int l = 0; l < LINES; ++l)

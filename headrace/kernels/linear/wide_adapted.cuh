@@ -24,6 +24,7 @@ struct Adapters {
 
 constexpr int RUNS = RESIDENT > 2 ? 2 : 4;  // of 32 channels, which a warp has in registers
 constexpr int SPAN = 128 * RUNS, SHARE = GATED && ROWS > 32 ? 1024 : 512;  // channels at a time, and of a block in all
+constexpr int FEW_PLACES = 8, MANY_SHARE = 2048;  // with more places than that, a block has so many channels
 constexpr int EIGHTS = ROWS < 16 || RESIDENT > 1 ? 1 : 2;  // of rows, whose products with A are made at a time
 constexpr int SHARES_AT_ONCE = RESIDENT > 2 ? 4 : 8;
 constexpr int MADE = 0, KNOWN = 32;
@@ -40,6 +41,7 @@ struct Columns {
         used = places.of_warp(), present = __popcll(used);
         of_place = (rank + 15) / 16, of_part = present * of_place, all = GATED ? 2 * of_part : of_part;
     }
+    __device__ __forceinline__ int share() const { return present > FEW_PLACES ? MANY_SHARE : SHARE; }
     __device__ __forceinline__ int steps() const { return (all + STEP_SIXTEENS - 1) / STEP_SIXTEENS; }
     // How many times 16 channels of a line are multiplied, in each run the next of the columns.
     __device__ __forceinline__ int instructions(int step, int line) const {
@@ -92,7 +94,7 @@ __device__ __forceinline__ int multiply_by_a(const Adapters& given, const Column
     __shared__ float exchanged[4][8][16];
     __shared__ unsigned char list[16];
     int thread = threadIdx.x - 160, warp = thread >> 5, lane = thread & 31, line = lane >> 2, quarter = lane & 3;
-    int across = given.parts * columns.of_place, shares = (given.inputs + SHARE - 1) / SHARE, groups = 0;
+    int span = columns.share(), across = given.parts * columns.of_place, shares = (given.inputs + span - 1) / span, groups = 0;
     auto rows_of = [&](int place) { return (u64)__ballot_sync(~0u, second == place) << 32 | __ballot_sync(~0u, first == place); };
     for (u64 rest = columns.used; rest; rest &= rest - 1) groups += (__popcll(rows_of(__ffsll(rest) - 1)) + 8 * EIGHTS - 1) / (8 * EIGHTS);
     int units = groups * across * shares;
@@ -119,7 +121,7 @@ __device__ __forceinline__ int multiply_by_a(const Adapters& given, const Column
     for (int unit = blockIdx.x; unit < units; unit += given.workers) {
         Unit found = find(unit);
         int count = __popcll(found.own) - found.group * 8 * EIGHTS;
-        int start = found.share * SHARE + warp * (RUNS * 32) + quarter * 8;
+        int start = found.share * span + warp * (RUNS * 32) + quarter * 8;
         unsigned lines[RUNS][2][4];
         auto load_lines = [&](int channel) {
 #pragma unroll
@@ -142,8 +144,8 @@ __device__ __forceinline__ int multiply_by_a(const Adapters& given, const Column
             for (int later = unit; later < units; later += given.workers) {
                 Unit next = find(later);
 #pragma unroll
-                for (int from = 0; from < SHARE; from += 512) {
-                    int channel = next.share * SHARE + from + thread % 8 * 64;
+                for (int from = 0; from < span; from += 512) {
+                    int channel = next.share * span + from + thread % 8 * 64;
                     if (thread / 8 < lines_of(next) && channel < given.inputs)
                         asm volatile("prefetch.global.L2 [%0];" :: "l"(line_of(next, thread / 8) + channel));
                 }
@@ -158,7 +160,7 @@ __device__ __forceinline__ int multiply_by_a(const Adapters& given, const Column
 #pragma unroll
             for (int i = 0; i < 4; ++i) sums[j][i] = 0.0f;
         }
-        for (int pass = 0; pass < SHARE; pass += SPAN) {
+        for (int pass = 0; pass < span; pass += SPAN) {
             int channel = start + pass;
             if (pass) load_lines(channel);
             uint4 right[EIGHTS][RUNS];
@@ -205,7 +207,7 @@ __device__ __forceinline__ void put_products(
     unsigned lows) {
     constexpr int SUBS = 64 / ROWS;
     int thread = threadIdx.x - 160, lane = thread & 31, row = thread / 2 % ROWS, half = thread % 2, sub = thread / (2 * ROWS);
-    int shares = (given.inputs + SHARE - 1) / SHARE, width = given.parts * columns.of_place * 16;
+    int span = columns.share(), shares = (given.inputs + span - 1) / span, width = given.parts * columns.of_place * 16;
     int low_place = __shfl_sync(~0u, first, row & 31), high_place = __shfl_sync(~0u, second, row & 31);
     int place = row < 32 ? low_place : high_place, slot = place < 0 ? -1 : __popcll(columns.used & (((u64)1 << place) - 1));
     constexpr int KEPT = GATED ? 2 : 1;

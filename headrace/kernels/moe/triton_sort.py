@@ -50,7 +50,7 @@ def _sort_expert(
     TOKENS: tl.constexpr
 ):  # fmt: skip
     """Writes where one expert's choices begin in the order, which they are, and its tiles; the last expert also those of
-    ``tiles`` that are nobody's."""
+    ``tiles`` that have no rows."""
     other = tl.arange(0, EXPERTS_P)
     counts = tl.zeros([EXPERTS_P], tl.int32)
     for first in range(0, choices, CHUNK):

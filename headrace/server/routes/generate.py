@@ -23,7 +23,7 @@ from headrace.server.request import posts
 from headrace.server.sampling import inference_params, limit, rollout_names, sglang_params
 from headrace.server.schema import AbortBody, GenerateBody, InferenceBody
 from headrace.server.shape.generate import GenerateAnswer, InferenceAnswer
-from headrace.server.state import Serving, ready
+from headrace.server.state import Serving, ready, serving
 
 router = APIRouter()
 _PROBE_SECONDS = 20.0
@@ -160,7 +160,10 @@ async def inference(state: Serving, body: InferenceBody, request_id: str, caller
 @router.get("/health_generate")
 @router.post("/health_generate")
 async def health_generate(request: Request) -> Response:
-    """200 if the engine generates, a token of its own or within 20 seconds the steps of others, or is paused; else 503."""
+    """200 if the engine generates, a token of its own or within 20 seconds the steps of others, or is paused; else 503. 200 too
+    where /health is, while a trainer may write weights."""
+    if (damage := serving(request).damage()) is not None:
+        return JSON(damage)
     state = ready(request)
     if paused := state.paused():
         return JSON({"status": "ok"} | paused)

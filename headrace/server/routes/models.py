@@ -10,7 +10,7 @@ from starlette.responses import Response
 from headrace.engine.info import EngineInfo
 from headrace.frontend.adapters import NamedAdapter
 from headrace.server.errors import JSON
-from headrace.server.state import Serving, ready
+from headrace.server.state import Serving, described
 
 router = APIRouter()
 
@@ -18,7 +18,7 @@ router = APIRouter()
 @router.get("/v1/models")
 async def models(request: Request) -> Response:
     """The names under which the model is served, and its adapters."""
-    state = ready(request)
+    state = described(request)
     names = state.model.names
     found: dict[str, Any] = {"object": "list", "data": cards(state)}
     # Codex would use instructions that are not there in place of its own.
@@ -30,7 +30,7 @@ async def models(request: Request) -> Response:
 @router.get("/v1/models/{name:path}")
 async def model(request: Request) -> Response:
     """One of them."""
-    state, name = ready(request), request.path_params["name"]
+    state, name = described(request), request.path_params["name"]
     adapter = state.adapter(name)
     if adapter is not None:
         return JSON(_adapter_card(state, state.llm.adapters.names.find(adapter.name)))

@@ -32,7 +32,7 @@ from headrace.server.shape.ollama import (
     thinking_fields,
 )
 from headrace.server.shape.turns import late_system, renamed
-from headrace.server.state import Serving, fingerprint, ready
+from headrace.server.state import Serving, described, fingerprint
 from headrace.sources.pooling import EmbeddingConfig
 
 router = APIRouter()
@@ -121,14 +121,14 @@ async def version() -> Response:
 @router.get("/api/tags")
 async def tags(request: Request) -> Response:
     """The names under which the model is served."""
-    state = ready(request)
+    state = described(request)
     return JSON({"models": [tag(name, state.llm.info, state.created, gguf=is_gguf(state)) for name in state.model.names]})
 
 
 @router.get("/api/ps")
 async def loaded(request: Request) -> Response:
     """The model, which is loaded as long as the server runs."""
-    state = ready(request)
+    state = described(request)
     return JSON({"models": [running(name, state.llm.info, NEVER, gguf=is_gguf(state)) for name in state.model.names]})
 
 

@@ -77,7 +77,7 @@ def query_word(request: Request, name: str, *words: str) -> str:
     """Returns a parameter of the query, the first of ``words`` by default. Raises: RequestError: it is another word."""
     word = request.query_params.get(name, words[0])
     if word not in words:
-        raise RequestError(f"{name} must be one of {', '.join(words)}, not {shown(word)!r}", name)
+        raise RequestError(f"{name} must be one of {', '.join(sorted(words))}, not {shown(word)!r}", name)
     return word
 
 
@@ -102,6 +102,9 @@ async def rl_body(request: Request, kind: type[T], *parameters: str) -> T:
     empty = request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers
     if not empty:
         fields = await json_object(request, state.settings, state.bodies, state.max_json_values)
+    if misplaced := next((name for name in parameters if name in fields), None):
+        where = f"POST {request.url.path}?{misplaced}=..."
+        raise RequestError(f"{misplaced} is a parameter of the query, not a field of the body: {where}", misplaced)
     read: T = Kind(kind).checked(fields, strict=False)
     return read
 

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from headrace.core.weights import GroupSource, GroupSpec, PauseMode
+from headrace.core.weights import GroupSource, GroupSpec, PauseMode, WeightResult
 from headrace.errors import RequestError, listed
 from headrace.frontend.weights import tensor_specs
 from headrace.server.errors import JSON, ApiError, shown
@@ -37,6 +37,8 @@ _WORKER = "0"
 """Id of this server as a worker of its own."""
 _SECTIONS = ("all", "core", "memory", "spec", "lora", "disagg", "queues")
 """Parts of SGLang's report of loads."""
+_WHOLE = 2**62
+"""Bytes that no pack of tensors has: all tensors of a call come in one."""
 
 
 class _Pause(RlBody):
@@ -50,6 +52,12 @@ class _Disk(RlBody):
     load_format: Literal["auto", "safetensors"] | None = None
     flush_cache: bool = True
     abort_all_requests: bool = False
+    torch_empty_cache: bool = False
+    recapture_cuda_graph: bool = False
+
+
+class _Continue(RlBody):
+    torch_empty_cache: bool = True
 
 
 class _Group(RlBody):
@@ -67,6 +75,7 @@ class _Distributed(RlBody):
     shapes: list[list[int]]
     group_name: str
     weight_version: Version | None = None
+    load_format: Literal["auto", "flattened_bucket"] | None = None
     flush_cache: bool = True
     abort_all_requests: bool = False
 
@@ -112,19 +121,26 @@ async def pause_generation(request: Request) -> str:
 @router.post("/continue_generation")
 @in_sglangs_form
 async def continue_generation(request: Request) -> str:
-    """Finishes the open update, and goes on with requests."""
-    await rl_body(request, RlBody)
+    """Finishes the open update, and goes on with requests. torch_empty_cache changes nothing: updates are written in place."""
+    await rl_body(request, _Continue)
     weights = serving(request).llm.weights
+    kept = ""
     if weights.status().updating or weights.status().state in ("torn", "lost", "hollow"):
-        await _finish(serving(request), None)
+        kept = await _finish(serving(request), None)
     await weights.resume()
-    return "generation goes on"
+    return "generation goes on" + kept
 
 
-async def _finish(state: Serving, version: str | None) -> None:
-    """``version``: None: the one that came with the tensors."""
-    await state.llm.weights.finish(version or state.next_version)
+async def _finish(state: Serving, version: str | None) -> str:
+    """``version``: None: the one that came with the tensors. Returns what the answer says of tensors that were not sent."""
+    result = await state.llm.weights.finish(version or state.next_version)
     state.next_version = None
+    return _kept(result)
+
+
+def _kept(result: WeightResult) -> str:
+    more = f" and {others} more" if (others := result.num_kept - len(result.kept)) else ""
+    return f"; kept, as they were not sent: {', '.join(result.kept)}{more}" if result.num_kept else ""
 
 
 @router.post("/begin_weight_update")
@@ -146,8 +162,7 @@ async def _begin(state: Serving) -> None:
 async def end_weight_update(request: Request) -> str:
     """Ends the update. 400 after a failure, until an update has written all weights."""
     body = await rl_body(request, _End)
-    await _finish(serving(request), body.weight_version)
-    return "the update is finished"
+    return "the update is finished" + await _finish(serving(request), body.weight_version)
 
 
 @router.get("/flush_cache")
@@ -162,14 +177,13 @@ async def flush_cache(request: Request) -> str:
 @router.post("/update_weights_from_disk")
 @in_sglangs_form
 async def update_weights_from_disk(request: Request) -> str:
-    """An update from the safetensors files of a directory below --weight-root. flush_cache changes nothing: KV of other weights
-    is never found."""
+    """An update from the safetensors files of a directory below --weight-root. flush_cache changes nothing, since KV of other
+    weights is never found, nor do torch_empty_cache and recapture_cuda_graph: weights are written in place."""
     body, state = await rl_body(request, _Disk), serving(request)
     folder = weight_directory(state, body.model_path, "model_path")
     if body.abort_all_requests:
         state.llm.abort_all()
-    await state.llm.weights.update_from_disk(folder, body.weight_version)
-    return "the weights were updated"
+    return "the weights were updated" + _kept(await state.llm.weights.update_from_disk(folder, body.weight_version))
 
 
 @router.post("/init_weights_update_group")
@@ -208,7 +222,8 @@ async def update_weights_from_distributed(request: Request) -> str:
     if body.abort_all_requests:
         state.llm.abort_all()
     weights = state.llm.weights
-    source = GroupSource(body.group_name, tensor_specs(body.names, body.dtypes, body.shapes))
+    packed_bytes = _WHOLE if body.load_format == "flattened_bucket" else None
+    source = GroupSource(body.group_name, tensor_specs(body.names, body.dtypes, body.shapes), packed_bytes)
     if weights.status().state == "serving":
         await weights.update(source, body.weight_version)
     else:

@@ -83,7 +83,7 @@ class _Abort(RlBody):
 
 class _Checker(RlBody):
     action: Literal["checksum", "compare", "reset"] = "checksum"
-    baseline: dict[str, int] = {}
+    baseline: dict[str, int] | None = None
 
 
 def _done(message: str, result: WeightResult) -> Response:
@@ -240,8 +240,10 @@ async def weight_checker(request: Request) -> Response:
     if body.action == "reset":
         await drop_weights(serving(request))
         return _done("the weights were dropped", WeightResult(weights=serving(request).llm.weights.status()))
+    if body.action == "compare" and body.baseline is None:
+        raise RequestError("baseline is missing: compare needs the sums that checksum gave", "baseline")
     sums = await serving(request).llm.weights.checksums()
-    if body.action == "checksum":
+    if body.baseline is None or body.action == "checksum":
         return JSON({"checksums": sums})
     differing = sorted(name for name in sums.keys() | body.baseline.keys() if sums.get(name) != body.baseline.get(name))
     return JSON({"equal": not differing, "differing": differing})

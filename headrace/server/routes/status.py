@@ -19,7 +19,7 @@ from headrace.server.errors import JSON, first_line, unavailable
 from headrace.server.routes.rl import query_word
 from headrace.server.routes.rl_sglang import sglang_args
 from headrace.server.routes.rl_vllm import vllm_config
-from headrace.server.state import Serving, serving
+from headrace.server.state import Serving, described, serving
 
 router = APIRouter()
 
@@ -31,8 +31,8 @@ async def health(request: Request) -> Response:
     """200 if requests are served; else 503 with the reason. Of several replicas, says how many are up. 200 too where a trainer
     may write weights (--enable-rl-api) and an engine that runs has none that are whole: the next trainer waits for it."""
     state = serving(request)
-    if (damage := state.awaits_weights) is not None:
-        return JSON({"status": damage.state, "reason": first_line(damage.reason)} | _counted(state) | state.paused())
+    if (damage := state.damage()) is not None:
+        return JSON(damage | _counted(state) | state.paused())
     state.check_ready()
     return JSON({"status": "ok"} | _counted(state) | state.paused())
 
@@ -74,10 +74,7 @@ async def version() -> Response:
 async def server_info(request: Request) -> Response:
     """Describes the server: the model, the engine's arguments and the load; of several replicas the load of each, with the
     latest routing decisions. Has the arguments of SGLang that its trainers compare; config_format=json adds those of vLLM."""
-    state, config_format = serving(request), query_word(request, "config_format", "text", "json")
-    if config_format == "text":
-        state.check_ready()
-    _ = state.model  # A trainer asks also while the weights are not whole.
+    state, config_format = described(request), query_word(request, "config_format", "text", "json")
     info, args = state.llm.info, state.llm.args
     answer = {
         "version": headrace.__version__,

@@ -145,7 +145,7 @@ def test_tilings_that_were_fastest() -> None:
     """Those of 8 KV heads on an H200. No block asks for more than the 227 KB that it may have."""
     found = {rows: choose_tiling(rows * 8, 132) for rows in (1, 2, 4, 8, 16, 32, 64, 256)}
     assert found == {
-        1: DecodeTiling(8, 3, 4, 3, True),
+        1: DecodeTiling(8, 3, 8, 3, True),
         2: DecodeTiling(8, 3, 4, 2), 4: DecodeTiling(8, 3, 4, 2), 8: DecodeTiling(8, 3, 2), 16: DecodeTiling(4, 3, 2),
         32: DecodeTiling(4, 3, 1), 64: DecodeTiling(4, 3, 1), 256: DecodeTiling(4, 3, 1),
     }  # fmt: skip
@@ -159,7 +159,7 @@ def test_tilings_that_were_fastest() -> None:
 @pytest.mark.parametrize(("kv_heads", "group"), [(8, 4), (2, 8), (4, 1), (2, 5)])
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
 def test_rows(lengths: list[int], kv_heads: int, group: int, tiling: DecodeTiling) -> None:
-    """Full pages and one token; rows of the graph's that are nobody's; keys and values that are written, and nothing else."""
+    """Full pages and one token; padding rows of a graph; keys and values that are written, and nothing else."""
     for dtype, bare in ((BF16, False), (torch.float16, True)):
         rows = Rows.make(lengths, kv_heads, group, dtype=dtype, bare=bare)
         expected, cache = rows.expected()

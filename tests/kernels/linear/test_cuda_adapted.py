@@ -1,4 +1,4 @@
-"""What adapters add to products of 2 to 64 rows, in their kernel in CUDA C++."""
+"""Tests of products of 2 to 64 rows with adapters, which the kernel in CUDA C++ makes in one launch."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def deals(rows: int, places: int) -> list[torch.Tensor]:
 
 
 def expected(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, factors: Factors) -> torch.Tensor:
-    """In float64, but for A's products, which are rounded."""
+    """The products in float64, except that those of A are rounded as the kernel rounds them."""
     wanted, held, rank = x.double() @ weight.double().t(), factors.places, factors.b.shape[2]
     assert held is not None
     wanted += 0 if bias is None else bias.double()

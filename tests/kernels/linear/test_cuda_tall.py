@@ -27,7 +27,7 @@ def test_kernels_compile(kind: torch.dtype, gated: bool, adapted: bool, nvrtc: N
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
-    """What is launched where there seems to be an H200."""
+    """Replaces the compiled kernels by a recorder on a machine that claims to have an H200, and returns the launches."""
     launches: list[tuple[object, ...]] = []
     monkeypatch.setattr(CudaKernel, "launch", lambda self, *arguments: launches.append((self, *arguments)))
     monkeypatch.setattr(cuda_tall, "tensor_map", lambda x, height, width: (tuple(x.shape), x.stride(0), height, width))

@@ -1,4 +1,4 @@
-"""How products in FP8 are computed, by rows and weight."""
+"""The table of tilings chooses the kernel of an FP8 product by its rows and the shape of its weight."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class Case:
     codec: str
     group: tuple[int, int]
     rounded: str = "none"
-    """How activations are rounded: none, token, group or static."""
+    """Rounding of activations: none, token, group or static."""
     zeros: bool = False
     minima: bool = False
     ordered: bool = False

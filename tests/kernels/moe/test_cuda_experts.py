@@ -125,7 +125,7 @@ def product(
 def wanted_sum(
     x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: ExpertCodes, down: ExpertCodes
 ) -> torch.Tensor:
-    """In float64 but for the rounding of rows."""
+    """The experts' products in float64, of rows that are rounded as the kernel rounds them."""
 
     total = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for expert in experts.unique().tolist():

@@ -42,6 +42,7 @@ GRAMMARS = GrammarFactory(StructuredOutputsConfig(), None)
 class Health(NamedTuple):
     ok: bool
     reason: str
+    lacks_weights: bool = False
 
 
 class SeededInputs(InputProcessor):

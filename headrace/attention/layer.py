@@ -66,6 +66,8 @@ class Attention(nn.Module):
         k_norm: HeadNorm | None = None,
         v_norm: ValueNorm | None = None,
         v_factor: float = 1.0,
+        *,
+        streamed: bool = False,
     ) -> torch.Tensor:
         """Attention of one step's tokens from a fused projection: split, norms, rotation, write, attend.
 
@@ -76,6 +78,7 @@ class Attention(nn.Module):
             q_norm, k_norm: applied to each head before rotation. All norms have the same eps.
             v_norm: applied to each head of v.
             v_factor: multiplies v after its norm.
+            streamed: as ``Unfinished.streamed``.
 
         Returns:
             ``[T, num_heads * v_head_dim]``
@@ -85,7 +88,7 @@ class Attention(nn.Module):
             # One kernel from the split to the write to the cache, or none where attention does that; the lines below are
             # their reference.
             if v_norm is None and v_factor == 1 and self._finishes(ctx):
-                return self._attend_unfinished(qkv, ctx, cos_sin, q_norm, k_norm)
+                return self._attend_unfinished(qkv, ctx, cos_sin, q_norm, k_norm, streamed)
             q = self._norm_rotate_and_cache(qkv, ctx, cos_sin, q_norm, k_norm, v_norm, v_factor)
             return self._attend(q, ctx)
         q, k, v = self._split(qkv)
@@ -199,6 +202,7 @@ class Attention(nn.Module):
         cos_sin: torch.Tensor | None,
         q_norm: HeadNorm | None,
         k_norm: HeadNorm | None,
+        streamed: bool,
     ) -> torch.Tensor:
         spec, cache = self.spec, ctx.caches[self.spec.layer]
         norms = [norm for norm in (q_norm, k_norm) if norm is not None]
@@ -211,6 +215,7 @@ class Attention(nn.Module):
             None if k_norm is None else k_norm.weight,
             norms[0].eps if norms else 0.0,
             any(norm.offset for norm in norms),
+            streamed,
         )
         inputs = AttentionInputs(self._queries(qkv), cache, self.sinks, ctx.step.visible_ends, unfinished=unfinished)
         return ctx.backends[spec.layer].run(inputs)

@@ -61,12 +61,18 @@ class Linear(nn.Module):
 
     def gated(self, x: Activations) -> torch.Tensor | None:
         """``silu_mul`` of the result for ``[T, in_features]``, where one kernel computes both; None: none does."""
-        if not isinstance(x, torch.Tensor) or self.bias is not None or self.out_dtype is not None:
+        if self.bias is not None or self.out_dtype is not None:
             return None
-        factors = None if self.lora is None else self.lora.factors(len(x))
+        factors = None if self.lora is None else self.lora.factors(x.rows if isinstance(x, Fp8Rows) else len(x))
+        if isinstance(x, Fp8Rows):
+            return None if factors is not None else self.method.apply_rounded_gated(self, x)
         if factors is not None:
             return self.method.apply_adapted_gated(self, x, factors)
         return self.method.apply_gated(self, x)
+
+    def streams(self, rows: int) -> bool:
+        """Whether the product of so many rows fills the shared memory of all multiprocessors with weights."""
+        return self.method.streams(self, rows)
 
     def memory(self) -> list[MemoryLine]:
         return self.method.memory(self)
@@ -158,6 +164,14 @@ class LinearMethod(ABC):
     def apply_rounded(self, layer: Linear, x: Fp8Rows) -> torch.Tensor:
         """``apply`` of the rows that have been rounded to x: ``[T, out_features]``."""
         raise TypeError(f"{self.format} are not multiplied by rounded rows")
+
+    def apply_rounded_gated(self, layer: Linear, x: Fp8Rows) -> torch.Tensor | None:
+        """``silu_mul`` of ``apply_rounded`` of a layer without a bias, or None."""
+        return None
+
+    def streams(self, layer: Linear, rows: int) -> bool:
+        """``Linear.streams``."""
+        return False
 
     def apply_adapted(self, layer: Linear, x: Activations, factors: Factors) -> torch.Tensor:
         """``apply``, or ``apply_rounded``, and what adapters add: ``[T, out_features]``."""

@@ -80,7 +80,9 @@ class DecoderAttention(nn.Module):
             self.see_sparse(qkv, ctx.step.sparse)
         if self.spec.output_gate:
             qkv, gate = qkv.split((qkv.shape[1] - self.spec.out_size, self.spec.out_size), dim=1)
-        out = self.attention.forward_qkv(qkv, ctx, cos_sin, self.q_norm, self.k_norm, self.v_norm, self.v_factor)
+        norms = self.q_norm, self.k_norm, self.v_norm
+        streamed = self.qkv_proj.streams(len(qkv))
+        out = self.attention.forward_qkv(qkv, ctx, cos_sin, *norms, self.v_factor, streamed=streamed)
         if gate is not None:
             out = sigmoid_gated(out, ctx.wanted_of(gate))
         return self.o_proj(out)  # type: ignore[no-any-return]

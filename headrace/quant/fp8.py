@@ -8,11 +8,12 @@ from typing import ClassVar
 import torch
 
 from headrace.kernels import support
-from headrace.kernels.linear.fp8 import fp8_linear, round_rows
+from headrace.kernels.linear.fp8 import fp8_linear, fp8_linear_gated, streams
 from headrace.kernels.linear.fp8_reference import (
     E4M3_MAX,
     GROUP,
     LEAST_SCALE,
+    Activations,
     Fp8Rows,
     Fp8Weight,
     dequantize,
@@ -92,13 +93,22 @@ class Fp8Method(PackedMethod):
         return count
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
-        y = self.apply_rounded(layer, round_rows(x.reshape(-1, layer.in_features), self.group(layer)))
+        y = self._product(layer, x.reshape(-1, layer.in_features))
         return y.view(*x.shape[:-1], layer.out_features)
 
     def group(self, layer: Linear) -> int:
         return layer.in_features
 
     def apply_rounded(self, layer: Linear, x: Fp8Rows) -> torch.Tensor:
+        return self._product(layer, x)
+
+    def apply_rounded_gated(self, layer: Linear, x: Fp8Rows) -> torch.Tensor | None:
+        return None if layer.batch_invariant else fp8_linear_gated(x, self.weight)
+
+    def streams(self, layer: Linear, rows: int) -> bool:
+        return rows == 1 and not layer.batch_invariant and streams(self.weight)
+
+    def _product(self, layer: Linear, x: Activations) -> torch.Tensor:
         return fp8_linear(x, self.weight, layer.bias, layer.out_dtype, batch_invariant=layer.batch_invariant)
 
     def dequantize(self, layer: Linear) -> torch.Tensor:

@@ -421,6 +421,7 @@ def fp8_products() -> None:
         fp8_few.few(rows, weight, x[0, :1024], BF16, FewTiling(16, 4, 8))
         for split in (1, 2):
             fp8_wide.wide(rows, weight, x[0, :1024], BF16, WideTiling(64, 32, 4, 6, split))
+    linear_fp8.quantize_rows(torch.zeros(1, 12_288, dtype=BF16), 12_288)
     linear_fp8.scale(torch.zeros(4, 1024), rows.scales, scales, x[0, :1024], BF16)
 
 

@@ -2,29 +2,32 @@
 // compiled by NVRTC. It norms and rotates q and k of the rows' tokens, and writes k and v to the cache.
 //
 // A block serves the query heads of one KV head of a row. Each warp has a ring of pages, 16 tokens of the KV head, which the
-// tensor memory accelerator loads, and a softmax of its own. Up to SPLIT blocks, a cluster, share a row's pages: as many as have LEAST
-// pages for each warp, and the others end at once. Warps merge what they have by way of shared memory, and blocks in that of the first.
+// tensor memory accelerator loads, and a softmax of its own. Up to SPLIT blocks share a row's pages: as many as have LEAST pages for each
+// warp, and the others end at once. Warps merge what they have by way of shared memory. Blocks are a cluster and merge in the memory of the
+// first; with GATHERS they are none, so that they start wherever there is room, and the last to be done merges what all have stored.
 //
 // The first pages are asked for before the kernel before is complete (EARLY), which no kernel since the last of these may have written:
-// so this kernel lets the next one start only when it has waited itself.
+// so this kernel lets the next one start only when it has waited itself. With GATHERS, only a step's first launch does, which reads
+// nothing early.
 //
 // Constants: KIND (0 bfloat16, 1 float16), GROUP (query heads of a KV head, 1 to 8), WARPS, STAGES (pages of a warp in flight), SPLIT
-// (blocks of a cluster, 1 to 8), LEAST, NORMS (1: q and k are normed), ROTATES.
+// (blocks that may share a row's pages: 1 to 8 if they are clusters), LEAST, GATHERS, NORMS (1: q and k are normed), ROTATES.
 
 #define PACKED_KIND KIND
 #include "hopper.cuh"
 typedef unsigned short u16;
 
+#define CLUSTERED (SPLIT > 1 && !GATHERS)
 #define INFINITY_ __int_as_float(0x7f800000)
 
 constexpr int WIDTH = 128, PAGE = 16, PAGE_BYTES = PAGE * 2 * WIDTH * 2, PART = PAGE * 128;
 constexpr int THREADS = 32 * WARPS, RING = STAGES * PAGE_BYTES;
 constexpr int SUMS = GROUP * WIDTH * 4 + 64;  // bytes: sums of values of each head, then maxima and masses
-constexpr int PITCH = WIDTH + 8;
+constexpr int PITCH = WIDTH + 8, CLUSTER = GATHERS ? 1 : SPLIT;
 static_assert(SUMS <= RING, "a warp's sums take the place of its pages");
 
 // Where everything is, behind the rings: the blocks' sums, heads, the new token's key and value, barriers.
-constexpr int AT_SUMS = WARPS * RING, AT_HEADS = AT_SUMS + (SPLIT > 1 ? SPLIT * SUMS : 0), AT_NEW = AT_HEADS + 8 * PITCH * 2, AT_BARRIERS = AT_NEW + 2 * WIDTH * 2;
+constexpr int AT_SUMS = WARPS * RING, AT_HEADS = AT_SUMS + (CLUSTER > 1 ? SPLIT * SUMS : 0), AT_NEW = AT_HEADS + 8 * PITCH * 2, AT_BARRIERS = AT_NEW + 2 * WIDTH * 2;
 
 __device__ __forceinline__ void load_page(unsigned to, const TensorMap& map, unsigned barrier, int head, int block, u64 policy) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "n"(PAGE_BYTES) : "memory");
@@ -149,12 +152,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(
     const long long* slots,  // [rows]: page * 16 + place of the new token; -1: it is not written
     const float* angles,  // [rows, angle_row]: 64 cosines, then 64 sines
     const u16* q_weight, const u16* k_weight, float eps, float factor, int table_row, int qkv_row, int angle_row, int heads,
-    long long page_stride, long long token_stride, long long head_stride, int early
+    long long page_stride, long long token_stride, long long head_stride, int early,
+    float* parts,  // GATHERS: [rows, heads, SPLIT, SUMS / 4]
+    int* turns  // GATHERS: [rows, heads], zeros before and after
 ) {
     extern __shared__ char memory[];
     unsigned base = (shared_address(memory) + 1023) & ~1023u;
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+#if GATHERS
+    // The blocks that have something to do whatever the row's length are the first to find room.
+    int rank = blockIdx.x / heads, head = blockIdx.x % heads, row = blockIdx.y;
+#else
     int rank = SPLIT > 1 ? blockIdx.x % SPLIT : 0, head = blockIdx.x / SPLIT, row = blockIdx.y;
+#endif
     int worker = rank * WARPS + warp, quad = lane >> 2, place = lane & 3;
     [[maybe_unused]] unsigned merging = base + AT_BARRIERS + WARPS * STAGES * 8;
     unsigned ring = base + warp * RING, barriers = base + AT_BARRIERS + warp * STAGES * 8;
@@ -164,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
-#if SPLIT > 1
+#if CLUSTERED
     // Of the cluster's first block: the others' sums have come.
     if (threadIdx.x == 0) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" :: "r"(merging) : "memory");
 #endif
@@ -175,6 +185,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(
     q_factors = ((const uint2*)q_weight)[lane];
     k_factors = ((const uint2*)k_weight)[lane];
 #endif
+    // With 8 rows, whose blocks are clusters, steps are slower so.
+    if (early && GATHERS) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     if (!early) asm volatile("griddepcontrol.wait;" ::: "memory");
     // The row's pages go round the workers. The new token is behind them, and the worker's whose turn it is.
     int context = lengths[row] - 1, pages = (context + PAGE - 1) / PAGE;
@@ -183,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(
         blocks = (pages + WARPS * LEAST - 1) / (WARPS * LEAST);
         blocks = blocks < 1 ? 1 : blocks > SPLIT ? SPLIT : blocks;
         if (rank >= blocks) return;
-#if SPLIT > 1
+#if !GATHERS
         asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 #endif
     }
@@ -214,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(
 #endif
     // What the kernel before has written is read behind this alone, and what is asked for above is what no kernel behind the last
     // of these has written.
-    if (early) asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 
     // Warps finish the heads in turn; the new token's last.
@@ -385,7 +397,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(
     };
     auto of_warp = [&](int w) { return base + w * RING; };
     [[maybe_unused]] unsigned first = 0, first_merging = 0;
-#if SPLIT > 1
+#if CLUSTERED
     if (blocks > 1 && rank) {
         // No block stores to one that has not begun.
         asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
@@ -397,6 +409,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(
         int query = at / WIDTH;
         if (blocks == 1) {
             store(all, at);
+#if GATHERS
+        } else {
+            float* part = parts + (((long long)row * heads + head) * SPLIT + rank) * (SUMS / 4);
+            *(float4*)(part + at) = all.sum;
+            if (at % WIDTH == 0) part[GROUP * WIDTH + query] = all.highest, part[GROUP * WIDTH + 8 + query] = all.mass;
+        }
+#else
         } else if (rank) {
             send_four(first + at * 4, all.sum, first_merging);
             if (at % WIDTH == 0) {
@@ -412,8 +431,38 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(
                 store_one(to + GROUP * WIDTH * 4 + 32 + query * 4, all.mass);
             }
         }
+#endif
     }
-#if SPLIT > 1
+#if GATHERS
+    if (blocks == 1) return;
+    // All of a block's threads have stored before one of them says so.
+    __syncthreads();
+    bool& last = *(bool*)memory;
+    int* count_at = turns + row * heads + head;
+    if (threadIdx.x == 0) {
+        __threadfence();
+        last = atomicAdd(count_at, 1) == blocks - 1;
+        __threadfence();
+        if (last) *count_at = 0;
+    }
+    __syncthreads();
+    if (!last) return;
+    const float* stored = parts + ((long long)row * heads + head) * (SPLIT * (SUMS / 4));
+    for (int at = threadIdx.x * 4; at < GROUP * WIDTH; at += THREADS * 4) {
+        int query = at / WIDTH;
+        Merged all = {make_float4(0.0f, 0.0f, 0.0f, 0.0f), -INFINITY_, 0.0f};
+        for (int w = 0; w < blocks; ++w) all.highest = fmaxf(all.highest, __ldcg(stored + w * (SUMS / 4) + GROUP * WIDTH + query));
+        float pivot = all.highest == -INFINITY_ ? 0.0f : all.highest;
+        for (int w = 0; w < blocks; ++w) {
+            const float* part = stored + w * (SUMS / 4);
+            float share = power_of_two(__ldcg(part + GROUP * WIDTH + query) - pivot);
+            float4 four = __ldcg((const float4*)(part + at));
+            all.mass += share * __ldcg(part + GROUP * WIDTH + 8 + query);
+            all.sum.x += share * four.x, all.sum.y += share * four.y, all.sum.z += share * four.z, all.sum.w += share * four.w;
+        }
+        store(all, at);
+    }
+#elif CLUSTERED
     if (blocks == 1 || rank) return;
     if (threadIdx.x == 0)
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(merging), "r"((blocks - 1) * GROUP * (WIDTH * 4 + 8)) : "memory");

@@ -18,6 +18,8 @@ class Unfinished(NamedTuple):
     k_weight: torch.Tensor | None
     eps: float
     offset: bool
+    streamed: bool = False
+    """The projection fills the shared memory of all multiprocessors, as the kernel of ``single.cu`` does."""
 
     def of_tokens(self, tokens: slice) -> Unfinished:
         """Returns the part of some tokens."""

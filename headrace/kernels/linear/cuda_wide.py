@@ -32,9 +32,9 @@ _LINE, _OUTPUTS, _THREADS, _FIXED = 128, 64, 160, 1024 + 256
 """Bytes of a line of shared memory, outputs of an instruction, threads of a block, and bytes that it needs beside stages."""
 _SHARED_KB = 216
 """Shared memory of a multiprocessor for whole blocks of 72, 108 or 216 KB."""
-_MAX_PLACES, _SIXTEEN, _SHARE, _ADDING, _COUNTERS = 64, 16, 512, 128, 64
-"""Places of adapters, ranks that an instruction takes, least channels over which a block multiplies by A, its threads that do,
-and counters of all blocks."""
+_MAX_PLACES, _SIXTEEN, _SHARE, _ADDING = 64, 16, 512, 128
+"""Places of adapters, ranks that an instruction takes, least channels over which a block multiplies by A, and its threads that
+do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,10 +249,10 @@ def _adapters(x: torch.Tensor, factors: Factors, tiling: CudaTiling, blocks: int
     ends = (*factors.ends, *[factors.ends[-1]] * PARTS)[: PARTS - 1]
     # All of these run at the same time, whatever the others wait for.
     workers = min(blocks, support.resources(x.device).multiprocessors * tiling.resident)
+    cells = counters("wide", x.device)
     return [
         tensor_map(factors.b, height, _SIXTEEN), x.data_ptr(), factors.a.data_ptr(), factors.places.data_ptr(),
-        shares.data_ptr(), counters(x.device, _COUNTERS).data_ptr(), x.stride(0), factors.a.stride(0), inputs, rank, parts,
-        *ends, workers,
+        shares.data_ptr(), cells.data_ptr(), x.stride(0), factors.a.stride(0), inputs, rank, parts, *ends, workers,
     ]  # fmt: skip
 
 

@@ -12,8 +12,8 @@ import torch
 from torch.nn.functional import ScalingType, scaled_mm
 
 from headrace.kernels import gpu, support
-from headrace.kernels.linear import cuda_invariant, cuda_wide
-from headrace.kernels.linear.fp8_reference import Fp8Rows, Fp8Weight, fp8_linear_ref, round_rows_ref
+from headrace.kernels.linear import cuda_invariant, cuda_single, cuda_wide
+from headrace.kernels.linear.fp8_reference import Activations, Fp8Rows, Fp8Weight, fp8_linear_ref, round_rows_ref
 from headrace.kernels.linear.fp8_tilings import INVARIANT, FewTiling, Library, SingleTiling, WideTiling, choose
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def round_rows(x: torch.Tensor, group: int) -> Fp8Rows:
 
 
 def fp8_linear(
-    x: Fp8Rows,
+    x: Activations,
     weight: Fp8Weight,
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -45,13 +45,18 @@ def fp8_linear(
     """``x W^T + bias``.
 
     Args:
-        x: ``[T, K]``, rounded with a scale for each ``weight.group`` channels.
+        x: ``[T, K]``, rounded with a scale for each ``weight.group`` channels; or floats, which are rounded so.
         weight: on a GPU, of multiples of 16 outputs and inputs.
         bias: ``[N]``
         out_dtype: dtype of the result; None: that of the rows before they were rounded.
         batch_invariant: a row comes out bitwise the same in any batch; on Hopper alone.
     """
-    dtype, rows = out_dtype or x.dtype, x.rows
+    dtype = out_dtype or x.dtype
+    if not batch_invariant and (y := cuda_single.fp8_linear(x, weight, bias, dtype)) is not None:
+        return y
+    if isinstance(x, torch.Tensor):
+        return fp8_linear(round_rows(x, weight.group), weight, bias, dtype, batch_invariant=batch_invariant)
+    rows = x.rows
     if not rows:
         return x.scales.new_empty(0, len(weight.codes), dtype=dtype)
     if not gpu.takes(x.codes):
@@ -79,3 +84,13 @@ def fp8_linear(
         y = torch._scaled_mm(codes, weight_t, weight.one, weight.one, out_dtype=torch.float32, use_fast_accum=fast)
         return kernels.scale(y, scales, weight.scales, bias, dtype)
     return torch._scaled_mm(codes, weight_t, scales, weight.scales.t(), bias=bias, out_dtype=dtype, use_fast_accum=True)
+
+
+def fp8_linear_gated(x: Fp8Rows, weight: Fp8Weight) -> torch.Tensor | None:
+    """``silu(gate) * up`` of the halves of ``fp8_linear``: ``[T, K] -> [T, N / 2]``; None: no kernel computes both faster."""
+    return cuda_single.fp8_linear(x, weight, None, x.dtype, gated=True)
+
+
+def streams(weight: Fp8Weight) -> bool:
+    """Whether the product of one row fills the shared memory of all multiprocessors with the weight."""
+    return cuda_single.choose(weight) is not None

@@ -13,7 +13,9 @@ from headrace.kernels.triton_launch import launched
 from headrace.kernels.triton_pdl import begin, options
 
 _BLOCK = 1024
-"""Channels that a program rounds, where groups are narrower."""
+"""Channels that a program rounds, where groups are narrower, or a row is long."""
+_LONG = 8192
+"""Channels of a row from which several programs round it."""
 
 
 @triton.jit
@@ -54,6 +56,21 @@ def _quantize(
     store_rounded(value, codes, scales, scale_column, row, first, WIDTH, BLOCK, GROUP, MODE)
 
 
+@launched
+def _quantize_long(
+    x, codes, scales, WIDTH: tl.constexpr, WIDTH_P: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """One row with one scale: each program looks at all of it, and rounds a block."""
+    begin(PDL)
+    first = tl.program_id(0) * BLOCK
+    channel, every = first + tl.arange(0, BLOCK), tl.arange(0, WIDTH_P)
+    value = tl.load(x + channel, mask=channel < WIDTH, other=0.0).to(tl.float32)
+    scale = scale_of(tl.load(x + every, mask=every < WIDTH, other=0.0).to(tl.float32), 0)
+    if tl.program_id(0) == 0:
+        tl.store(scales, scale)
+    tl.store(codes + channel, quantized(value, scale, MODE), mask=channel < WIDTH)
+
+
 def block_of(width: int, group: int) -> int:
     """Channels that a program rounds: a power of two that holds the row, or some of its groups."""
     block: int = power_of_two(width)
@@ -76,7 +93,12 @@ def quantize_rows(x: torch.Tensor, group: int) -> Fp8Rows:
     """
     rows, width = x.shape
     codes, scales = empty_rows(rows, width, group, x.device)
-    if rows:
+    if rows == 1 and group == width >= _LONG:
+        _quantize_long[(cdiv(width, _BLOCK),)](
+            x, as_bytes(codes), scales, WIDTH=width, WIDTH_P=power_of_two(width), BLOCK=_BLOCK, MODE=mode(x.device),
+            num_warps=16, **options(x.device),
+        )  # fmt: skip
+    elif rows:
         block = block_of(width, group)
         _quantize[(rows, cdiv(width, block))](
             x, as_bytes(codes), scales, scales.stride(1), x.stride(0), WIDTH=width, BLOCK=block, GROUP=group,

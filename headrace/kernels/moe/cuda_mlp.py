@@ -130,7 +130,7 @@ def products(
     y = torch.empty(choices, hidden, dtype=x.dtype, device=x.device)
     columns, blocks = _LINE // x.itemsize, sizes.resident * support.resources(x.device).multiprocessors
     weights = (tensor_map(held.view(-1, held.shape[2]), _BOX, columns, promotion=_PROMOTION) for held in (first, second))
-    tensors = x, experts, factors, middle, y, counters(x.device, _COUNTERS)
+    tensors = x, experts, factors, middle, y, counters("mlp", x.device, _COUNTERS)
     _kernel(sizes, x.dtype, experts.shape[1], count, hidden, inner, blocks).launch(
         (blocks, 1, 1), *weights, tensor_map(middle, 8, columns),
         *(tensor.data_ptr() for tensor in tensors), x.stride(0) * x.itemsize, choices,

@@ -61,6 +61,15 @@ def test_rows_are_rounded_as_the_reference_rounds(inputs: int, group: int, dtype
     assert torch.equal(rounded.codes[:3].cpu().view(torch.uint8), expected.view(torch.uint8))
 
 
+@pytest.mark.parametrize("inputs", [8192, 12_290])
+def test_long_rows_are_rounded_by_several_programs(inputs: int, device: torch.device) -> None:
+    x = rows_of(1, inputs, torch.float16)
+    expected, factors = quantize_rows_ref(x, inputs)
+    rounded = quantize_rows(x.to(device), inputs)
+    assert torch.equal(rounded.scales[:1].cpu(), factors)
+    assert torch.equal(rounded.codes[:1].cpu().view(torch.uint8), expected.view(torch.uint8))
+
+
 FEW = [FewTiling(16, 4, 4), FewTiling(32, 2, 2), FewTiling(8, 4, 8), SingleTiling(4, 256, 4, 2), SingleTiling(2, 1024, 4, 4)]
 
 

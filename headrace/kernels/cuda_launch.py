@@ -193,8 +193,8 @@ def _tensor_map(
 
 
 def counters(owner: str, device: torch.device, count: int = 64) -> torch.Tensor:
-    """``[count]`` int32 of a kernel's blocks: 0 between launches. Each stream has its own, and so have graphs, which are replayed
-    one after the other: theirs exist before the first is captured, as kernels run once before."""
+    """``[count]`` int32 of a kernel's blocks: 0 between launches. Each stream has its own, and so have graphs, which are
+    replayed one after the other: theirs exist before the first is captured, as kernels run once before."""
     captured = _counters_of(owner, device, count, None)
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return captured

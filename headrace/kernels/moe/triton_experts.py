@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headrace.kernels import support
 from headrace.kernels.kv_cache.triton_fp8 import NATIVE, gain, mode, quantized, scale_of
-from headrace.kernels.moe import cuda_experts
+from headrace.kernels.moe import cuda_experts, cuda_mlp
 from headrace.kernels.moe.codes import BLOCK, MIDDLE, X_GROUP, ExpertCodes
 from headrace.kernels.moe.reference import ExpertFactors
 from headrace.kernels.moe.tiling import Kind, MoeTiling, batch_invariant_tiling, choose_tiling
@@ -323,6 +323,10 @@ def moe_mlp(
     if not experts.numel():
         return torch.empty_like(x)
     hidden, inner = x.shape[1], spec.intermediate_size
+    plain = tiling is None and adapters is None and gate_up_bias is None and down_bias is None and not batch_invariant
+    both = cuda_mlp.taken(x, experts, weights, gate_up, down, spec) if plain else None
+    if both is not None:
+        return _sum(cuda_mlp.products(x, experts, weights, *both), experts, plus, spec)
     sizes = experts.numel(), spec.num_held
     first = product_tiling(gate_up, x, *sizes, inner, tiling, paired=spec.gated, batch_invariant=batch_invariant)
     second = product_tiling(down, x, *sizes, hidden, tiling, batch_invariant=batch_invariant)
@@ -334,7 +338,6 @@ def moe_mlp(
     elif due is not None:
         due.launch()
     taken = (x, x) if rounding is None else (_typed(rounding.codes, gate_up), rounding.scales)
-    plain = tiling is None and adapters is None and gate_up_bias is None and down_bias is None and not batch_invariant
     few = cuda_experts.taken(gate_up, down, spec, routing, x.dtype) if plain else None
     if few is not None:
         rows, scales = _rounded(cuda_experts.first(*taken, routing, few[0], spec.top_k, x.dtype), down)

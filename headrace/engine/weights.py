@@ -20,8 +20,9 @@ from headrace.core.weights import (
     WeightResult,
     WeightState,
     WeightStatus,
+    whole_sum,
 )
-from headrace.errors import ConfigError, EngineError, WeightsError
+from headrace.errors import ConfigError, EngineError, WeightsError, listed
 from headrace.outputs import OutputDelta
 
 if TYPE_CHECKING:
@@ -267,8 +268,15 @@ class WeightControl:
                 self._check_idle()
                 if "weights" in self._asleep:
                     raise WeightsError(self._reason, 409)
-                result = WeightResult(checksums=self._rank(command).checksums)
+                result = self._checksums()
         return msgspec.structs.replace(result, weights=self.status)
+
+    def _checksums(self) -> WeightResult:
+        reply = self._rank(commands.Checksums())
+        found = {name: whole_sum(parts) for name, parts in reply.checksums.items()}
+        if differing := [name for name, value in found.items() if value is None]:
+            raise WeightsError(f"ranks hold different values, or not all, of {listed(differing)}", 409)
+        return WeightResult(checksums={name: value for name, value in found.items() if value is not None}, tied=reply.tied)
 
     def _on_pause(self, mode: PauseMode, reply: Reply) -> list[OutputDelta]:
         """A pause may only be tightened."""

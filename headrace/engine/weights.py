@@ -292,13 +292,15 @@ class WeightControl:
         return ended
 
     def _on_resume(self) -> None:
-        if self._asleep:
+        if self._asleep and ("weights" in self._asleep or "kv_cache" not in self._asleep):
             raise WeightsError(self._reason, 409)
         if self._damage is not None:
             raise WeightsError(self._damage[1], 409)
         if self._open or self._begins:
             raise WeightsError("an update is open: finish it first", 409)
-        self._own_pause = self._own_sleep = False
+        self._own_pause, self._own_sleep = False, bool(self._asleep)
+        if self._asleep:  # Trainers update weights before they wake KV: its waking is what resumes.
+            return
         awaiting, self._awaiting, self._pause = self._awaiting, [], None
         for reply in awaiting:
             reply(WeightResult(status=409, error="the engine was resumed before it was paused", weights=self.status))
@@ -449,7 +451,7 @@ class WeightControl:
 
     def _end_own_sleep(self) -> None:
         """Resumes an engine that only sleep had paused, once nothing speaks against it."""
-        if self._own_sleep and not self._asleep and self._damage is None:
+        if self._own_sleep and not self._asleep and self._damage is None and not self._open:
             self._pause, self._own_sleep = None, False
 
     def _fail(self, reason: str) -> None:
@@ -462,6 +464,7 @@ class WeightControl:
             self._damage = "torn", f"weights are torn: update {self._num_updates} failed: {reason}; update or reload them"
         elif self._own_pause and self._damage is None:
             self._pause, self._own_pause = None, False
+        self._end_own_sleep()
 
     def _check_idle(self) -> None:
         if self._load is not None:

@@ -358,6 +358,32 @@ def test_slime(http: httpx.Client, folder: Path, root: Path) -> None:
     trainer.close()
 
 
+@pytest.mark.parametrize("woken", [[["weights"]], [["cuda_graph"], ["weights"]]], ids=["weights", "graphs first"])
+def test_slime_with_offload(http: httpx.Client, folder: Path, root: Path, woken: list[list[str]]) -> None:
+    """Its trainer takes the GPU between rollouts: weights wake, are updated between pause and continue, and then KV wakes."""
+    if (root / "offload").exists():
+        shutil.rmtree(root / "offload")
+    for seed in (15, 16):
+        path = saved(root / "offload", weights_of(folder, seed))
+        assert http.get("/flush_cache").status_code == 200
+        post(http, "/release_memory_occupation", {})
+        for tags in woken:
+            post(http, "/resume_memory_occupation", {"tags": tags})
+        post(http, "/pause_generation", {})
+        assert http.get("/flush_cache").status_code == 200
+        post(http, "/update_weights_from_disk", {"model_path": str(path), "weight_version": str(seed)})
+        assert post(http, "/continue_generation", {})["success"] is True
+        assert http.post("/v1/completions", json=ASK).status_code == 503, "KV is still asleep"
+        post(http, "/resume_memory_occupation", {"tags": ["kv_cache"]})
+        post(http, "/resume_memory_occupation", {"tags": ["cuda_graph"]})
+        assert versions(post(http, "/v1/completions", ASK)) == [(str(seed), 0, 6)]
+        shutil.rmtree(path)
+    post(http, "/sleep?tags=weights&tags=kv_cache&mode=keep")
+    refused = post(http, "/continue_generation", {}, 400)
+    assert "asleep" in refused["message"]
+    post(http, "/wake_up")
+
+
 def test_requests_that_began_with_old_weights_are_ended(http: httpx.Client) -> None:
     """Numbers tell which: names of versions may be anything, and change before or after the weights."""
 

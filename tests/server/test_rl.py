@@ -358,6 +358,13 @@ def test_slime(http: httpx.Client, folder: Path, root: Path) -> None:
     trainer.close()
 
 
+def test_slimes_check_of_offload() -> None:
+    """It compares the server's word with --offload-rollout, and takes none but the same."""
+    for rl, given in ((True, True), (True, False), (False, True)):
+        api = Api(FakeLLM(), ServerSettings(enable_rl_api=rl, enable_memory_saver=given))
+        assert api.get("/get_server_info").json()["enable_memory_saver"] is (rl and given)
+
+
 @pytest.mark.parametrize("woken", [[["weights"]], [["cuda_graph"], ["weights"]]], ids=["weights", "graphs first"])
 def test_slime_with_offload(http: httpx.Client, folder: Path, root: Path, woken: list[list[str]]) -> None:
     """Its trainer takes the GPU between rollouts: weights wake, are updated between pause and continue, and then KV wakes."""

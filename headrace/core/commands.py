@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
-from headrace.core.weights import MEMORY_TAGS, DeviceMemory, GroupSpec, PauseMode, SleepTag, Source
+from headrace.core.weights import MEMORY_TAGS, DeviceMemory, GroupSpec, PartSum, PauseMode, SleepTag, Source
 from headrace.errors import WeightsError
 from headrace.host.tagged import Tagged
 
@@ -227,4 +227,5 @@ class RankReply(msgspec.Struct, frozen=True, array_like=True):
     """With ``Missing``: tensors that only the model's files write."""
     memory: list[DeviceMemory] = []
     """With ``Release``."""
-    checksums: dict[str, int] = {}
+    checksums: dict[str, list[PartSum]] = {}
+    tied: dict[str, str] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -162,6 +163,33 @@ class DeviceMemory(msgspec.Struct, frozen=True, array_like=True):
     libraries, and other processes."""
 
 
+class PartSum(msgspec.Struct, frozen=True, array_like=True):
+    """The sum of a rank's part of a tensor: of ``[start, stop)`` along the axis that ranks cut."""
+
+    start: int
+    stop: int
+    size: int
+    """Length of the whole axis; 0: each rank has a part of its own."""
+    value: int
+
+
+PACKED = "#packed"
+"""Follows the name of a weight in that of the sum of its packed form."""
+
+
+def whole_sum(parts: Sequence[PartSum]) -> int | None:
+    """Adds the parts of all ranks, of which several may hold the same. None: they contradict each other, or some lack."""
+    found = {(part.start, part.stop): part for part in parts}
+    end = 0
+    for start, stop in sorted(found):
+        if start != end:
+            return None
+        end = stop
+    if any(part.size not in (0, end) or part != found[part.start, part.stop] for part in parts):
+        return None
+    return sum(part.value for part in found.values()) % 2**64
+
+
 class WeightResult(msgspec.Struct, frozen=True, kw_only=True):
     """Answer to a command."""
 
@@ -175,5 +203,9 @@ class WeightResult(msgspec.Struct, frozen=True, kw_only=True):
     """The first of the tensors that the update did not write."""
     num_kept: int = 0
     checksums: dict[str, int] = {}
+    """64-bit sums of all weights, by their names in the checkpoint; of those that are kept packed, of the packed form, by
+    that name and ``PACKED``."""
+    tied: dict[str, str] = {}
+    """Names that a checkpoint may have besides, and the names of the tensors that they equal."""
     memory: list[DeviceMemory] = []
     """With ``Sleep``: of each rank of each replica, once it is asleep."""

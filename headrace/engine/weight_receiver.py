@@ -30,7 +30,7 @@ from headrace.weights.transport.group import OpenBroadcasts, WeightGroup, join_g
 from headrace.weights.transport.shared import OpenHandles, OpenSegment
 from headrace.weights.transport.sibling import OpenSibling, send_weights
 from headrace.weights.transport.source import OpenFiles, OpenSource
-from headrace.weights.update import WeightUpdate
+from headrace.weights.update import TensorFacts, WeightUpdate
 
 logger = logging.getLogger("headrace.engine")
 
@@ -85,6 +85,7 @@ class WeightReceiver:
         """All weights came from a replica since ``Forget``."""
         self._sums: dict[str, int] = {}
         """Sums of tensors that came since ``Forget``, where they are kept."""
+        self._own_names: list[TensorFacts] | None = None
 
     def handle(self, command: commands.RankCommand) -> commands.RankReply:
         try:
@@ -132,7 +133,8 @@ class WeightReceiver:
                 work = functools.partial(send_weights, self._socket(folder), tensors, self._seconds)
                 _Job(work, "sending weights to a replica")
             case commands.Checksums():
-                return commands.RankReply(checksums={name: checksum(value) for name, value in self._model.named_parameters()})
+                named = self._named()
+                return commands.RankReply(checksums=named.sums(self._rank), tied=named.tied())
         return commands.RankReply()
 
     def note(self, update: WeightUpdate) -> None:
@@ -140,6 +142,16 @@ class WeightReceiver:
         self._table = update
         for parameter, names in update.written.items():
             self._written.setdefault(parameter, set()).update(names)
+
+    def _named(self) -> WeightUpdate:
+        """All weights, under the names of the checkpoint that the model was loaded from, or the usual ones."""
+        if self._own_names is None:
+            try:
+                with contextlib.closing(self._own()) as opened:
+                    self._own_names = opened.facts
+            except ConfigError:
+                self._own_names = []
+        return self._plan(self._own_names)
 
     def _open(self, source: Source) -> OpenSource:
         match source:

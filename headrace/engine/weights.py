@@ -20,8 +20,9 @@ from headrace.core.weights import (
     WeightResult,
     WeightState,
     WeightStatus,
+    whole_sum,
 )
-from headrace.errors import ConfigError, EngineError, WeightsError
+from headrace.errors import ConfigError, EngineError, WeightsError, listed
 from headrace.outputs import OutputDelta
 
 if TYPE_CHECKING:
@@ -267,8 +268,15 @@ class WeightControl:
                 self._check_idle()
                 if "weights" in self._asleep:
                     raise WeightsError(self._reason, 409)
-                result = WeightResult(checksums=self._rank(command).checksums)
+                result = self._checksums()
         return msgspec.structs.replace(result, weights=self.status)
+
+    def _checksums(self) -> WeightResult:
+        reply = self._rank(commands.Checksums())
+        found = {name: whole_sum(parts) for name, parts in reply.checksums.items()}
+        if differing := [name for name, value in found.items() if value is None]:
+            raise WeightsError(f"ranks hold different values, or not all, of {listed(differing)}", 409)
+        return WeightResult(checksums={name: value for name, value in found.items() if value is not None}, tied=reply.tied)
 
     def _on_pause(self, mode: PauseMode, reply: Reply) -> list[OutputDelta]:
         """A pause may only be tightened."""
@@ -284,13 +292,15 @@ class WeightControl:
         return ended
 
     def _on_resume(self) -> None:
-        if self._asleep:
+        if self._asleep and ("weights" in self._asleep or "kv_cache" not in self._asleep):
             raise WeightsError(self._reason, 409)
         if self._damage is not None:
             raise WeightsError(self._damage[1], 409)
         if self._open or self._begins:
             raise WeightsError("an update is open: finish it first", 409)
-        self._own_pause = self._own_sleep = False
+        self._own_pause, self._own_sleep = False, bool(self._asleep)
+        if self._asleep:  # Trainers update weights before they wake KV: its waking is what resumes.
+            return
         awaiting, self._awaiting, self._pause = self._awaiting, [], None
         for reply in awaiting:
             reply(WeightResult(status=409, error="the engine was resumed before it was paused", weights=self.status))
@@ -441,7 +451,7 @@ class WeightControl:
 
     def _end_own_sleep(self) -> None:
         """Resumes an engine that only sleep had paused, once nothing speaks against it."""
-        if self._own_sleep and not self._asleep and self._damage is None:
+        if self._own_sleep and not self._asleep and self._damage is None and not self._open:
             self._pause, self._own_sleep = None, False
 
     def _fail(self, reason: str) -> None:
@@ -454,6 +464,7 @@ class WeightControl:
             self._damage = "torn", f"weights are torn: update {self._num_updates} failed: {reason}; update or reload them"
         elif self._own_pause and self._damage is None:
             self._pause, self._own_pause = None, False
+        self._end_own_sleep()
 
     def _check_idle(self) -> None:
         if self._load is not None:

@@ -209,8 +209,18 @@ class Weights:
         return await self.send(commands.AcceptFiles())
 
     async def checksums(self) -> dict[str, int]:
-        """64-bit sums of all parameters, by name, rank and replica."""
-        return (await self.send(commands.Checksums())).checksums
+        """64-bit sums of all weights but those of a vision encoder, by their names in the checkpoint, as
+        ``headrace.weights.checksum.checksum`` makes them of its tensors. Of weights that are kept packed, whose floats are
+        gone, there is the sum of the packed form, as ``NAME#packed``.
+
+        Raises:
+            WeightsError: ranks or replicas contradict each other (409); names the weights.
+        """
+        return (await self.sums()).checksums
+
+    async def sums(self) -> WeightResult:
+        """Returns what ``checksums`` does, with the names of tied weights."""
+        return await self.send(commands.Checksums())
 
 
 def tensor_specs(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[TensorSpec]:

@@ -24,6 +24,7 @@ import torch
 from headrace.config import EngineArgs
 from headrace.core.commands import RankCommand, RankReply
 from headrace.core.plan import GraphCount, SamplePlan, StepPlan, StepResult, encode_plan
+from headrace.core.weights import PartSum
 from headrace.engine.executor import Executor
 from headrace.errors import ConfigError, EngineError, RankKilledError, RankLostError
 from headrace.host.channel import Channel, wait
@@ -145,7 +146,10 @@ class MultiprocessExecutor(Executor[int]):
         replies = self.gather(RankReply)
         error = next((f"rank {rank}: {reply.error}" for rank, reply in enumerate(replies) if reply.error), "")
         done = all(reply.done for reply in replies)
-        checksums = {f"{name}#{rank}": value for rank, reply in enumerate(replies) for name, value in reply.checksums.items()}
+        checksums: dict[str, list[PartSum]] = {}
+        for reply in replies:
+            for name, parts in reply.checksums.items():
+                checksums.setdefault(name, []).extend(parts)
         memory = [one for reply in replies for one in reply.memory]
         shared = {"checksums": checksums, "memory": memory}
         return msgspec.structs.replace(replies[0], done=done, error=error if done else "", **shared)

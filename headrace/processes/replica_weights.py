@@ -11,7 +11,7 @@ import msgspec
 
 from headrace.core import commands
 from headrace.core.weights import MEMORY_TAGS, SiblingSource, WeightResult, WeightStatus
-from headrace.errors import EngineDeadError
+from headrace.errors import EngineDeadError, listed
 from headrace.processes.messages import ToEngine, WeightCall, WeightReply
 
 _STATES = ("serving", "paused", "open", "writing", "asleep", "hollow", "lost", "torn")
@@ -173,9 +173,14 @@ class ReplicaWeights:
         failed = {number: result for number, result in call.results.items() if result.status != 200}
         results = list(call.results.values())
         if not failed:
-            sums = {f"{name}@{at}": value for at, one in call.results.items() for name, value in one.checksums.items()}
+            sums = results[0].checksums
+            if differing := [name for name in sums if any(one.checksums.get(name) != sums[name] for one in results)]:
+                error = f"replicas hold different values of {listed(differing)}"
+                refused = msgspec.structs.replace(results[0], status=409, error=error, checksums={})
+                self._answer(WeightReply(call.number, refused))
+                return
             memory = [one for _, result in sorted(call.results.items()) for one in result.memory]
-            self._answer(WeightReply(call.number, msgspec.structs.replace(results[0], checksums=sums, memory=memory)))
+            self._answer(WeightReply(call.number, msgspec.structs.replace(results[0], memory=memory)))
             return
         number, first = next(iter(failed.items()))
         error = f"replica {number}: {first.error}"

@@ -44,8 +44,7 @@ def build_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI:
 
 def routers(settings: ServerSettings) -> tuple[APIRouter, ...]:
     """The routers of a model's routes; of --enable-rl-api's among them."""
-    trains = settings.enable_rl_api and (settings.admin_keys or not settings.api_keys)
-    return (*ROUTERS, *(TRAINERS if trains else NO_TRAINERS))
+    return (*ROUTERS, *(TRAINERS if settings.trains else NO_TRAINERS))
 
 
 def assemble(state: ServerState, routers: Iterable[APIRouter], middleware: Sequence[Middleware] = ()) -> FastAPI:

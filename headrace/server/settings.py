@@ -91,6 +91,10 @@ class ServerSettings(Checked):
     --admin-key."""
     weight_root: Annotated[Path | None, OptionSpec(default="no directory", metavar="DIRECTORY")] = None
     """Directory of the checkpoints that trainers may name, such as /dev/shm for checkpoints in memory."""
+    enable_memory_saver: Annotated[bool, OptionSpec(flags=("--enable-memory-saver",))] = False
+    """Tell slime, by SGLang's name in /server_info, that its trainer may take the GPU between rollouts. Give it just where the
+    trainer has --offload-rollout: slime refuses a server that says otherwise. It says no without the routes of --enable-rl-api;
+    sleep itself needs these alone."""
     pause_timeout: Annotated[float | None, OptionSpec(above=0.0, default="none", metavar="SECONDS")] = None
     """Seconds after which the log warns of a pause, once a minute. The pause goes on."""
     cors_origins: Annotated[tuple[str, ...], OptionSpec(flags=("--cors-origin",), metavar="ORIGIN")] = ()
@@ -198,6 +202,11 @@ class ServerSettings(Checked):
     def share(self, total: int) -> int:
         """An API key's part of what all of them share; all of it where there are no keys."""
         return max(1, total // max(1, len(set(self.api_keys))))
+
+    @property
+    def trains(self) -> bool:
+        """Whether the routes of ``enable_rl_api`` are there."""
+        return self.enable_rl_api and bool(self.admin_keys or not self.api_keys)
 
     def validate(self) -> None:
         super().validate()

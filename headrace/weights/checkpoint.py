@@ -9,11 +9,13 @@ from collections.abc import Mapping
 import torch
 
 from headrace.config import Decision
+from headrace.errors import ConfigError
 from headrace.layers.stored import Codes, QuantSpec
 from headrace.weights.names import Slice
 
 DUMMY_STD = 0.02
 _CHUNK = 2**22
+_E8M0_NAN = 255
 _KINDS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
@@ -93,3 +95,13 @@ class DummyCheckpoint(Checkpoint):
             part = flat[start : start + _CHUNK]
             part.copy_(torch.empty(part.shape, device=self._device).normal_(std=DUMMY_STD, generator=generator))
         return made
+
+
+def check_scales(name: str, scales: torch.Tensor) -> None:
+    """Raises: ConfigError: a scale is NaN or infinite. Bytes are exponents (e8m0)."""
+    if scales.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        wrong = bool((scales.view(torch.uint8) == _E8M0_NAN).any())
+    else:
+        wrong = not bool(scales.float().isfinite().all())
+    if wrong:
+        raise ConfigError(f"{name} has scales that are NaN or infinite: the checkpoint is damaged", "model")

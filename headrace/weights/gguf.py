@@ -20,7 +20,7 @@ from headrace.quant import gguf_blocks
 from headrace.quant.formats.gguf import PLAIN_TYPES, SPECS
 from headrace.quant.groups import GroupCodes
 from headrace.sources.gguf import Metadata, forget, mtp_layers, open_gguf
-from headrace.weights.checkpoint import Checkpoint, StoredTensor
+from headrace.weights.checkpoint import Checkpoint, StoredTensor, check_scales
 from headrace.weights.gguf_names import hf_names, hf_shape, hf_values
 
 Type = GGMLQuantizationType
@@ -94,7 +94,12 @@ class GGUFCheckpoint(Checkpoint):
     def codes(self, name: str) -> Codes | None:
         if self.spec(name) is None:
             return None
-        codes = gguf_blocks.decode(self._blocks(name), self._stored[name][0].tensor_type)
+        stored = self._stored[name][0]
+        codes = gguf_blocks.decode(self._blocks(name), stored.tensor_type)
+        if codes is not None:
+            check_scales(stored.name, codes.scales)
+        if isinstance(codes, GroupCodes) and codes.offsets.is_floating_point():
+            check_scales(stored.name, codes.offsets)
         if self._dealt_inputs(name) is None or not isinstance(codes, GroupCodes):
             return codes
         values, scales, offsets = (self._ordered_inputs(name, one) for one in (codes.codes, codes.scales, codes.offsets))

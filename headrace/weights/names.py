@@ -383,6 +383,10 @@ class NameTable:
         """Returns the parameter that the checkpoint's tensor ``name`` must equal; None: it is not tied."""
         return self._ties.get(name)
 
+    def ties(self) -> dict[str, str]:
+        """Every tied name with the parameter that it must equal."""
+        return dict(self._ties)
+
     def ignored(self, name: str) -> bool:
         """Returns whether a checkpoint's tensor of this name is skipped."""
         usual = _move(name, {theirs: ours for ours, theirs in self._moved.items()})

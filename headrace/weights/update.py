@@ -7,11 +7,13 @@ from typing import NamedTuple, cast
 
 import torch
 
+from headrace.core.weights import PACKED, PartSum
 from headrace.errors import ConfigError, listed
 from headrace.layers.linear import Linear
 from headrace.layers.moe import Experts
 from headrace.layers.stored import StoredMatrix
 from headrace.quant.packed import PackedMethod
+from headrace.weights.checksum import packed_sum, part_sums
 from headrace.weights.matrices import CodedTensor, load_expert
 from headrace.weights.names import NameTable, Target
 
@@ -184,6 +186,27 @@ class WeightUpdate:
             raise ConfigError(f"{listed(list(self._missing))} did not come", "tensors")
         for name, value in self._ties.items():
             self._check_tie(name, value, self._parameters[cast(str, self._table.tied(name))])
+
+    def sums(self, rank: int) -> dict[str, list[PartSum]]:
+        """Returns the sums of what this rank holds of each weight, by its name. Of a weight that is kept packed, which is no
+        tensor of a checkpoint, there is that of the whole packed matrix, or of all experts, by its name and ``PACKED``."""
+        found = dict[str, list[PartSum]]()
+        for name, part in self._table.items():
+            if part.parameter in self._parameters:
+                found[name] = part_sums(part, self._parameters[part.parameter])
+        packed = {parameter: dict(layer.named_buffers(recurse=False)) for parameter, layer in self._packed.items()}
+        for parameter, experts in self._experts.items():
+            start = f"{parameter.rpartition('.')[2]}_"
+            own = experts.named_buffers(recurse=False)
+            packed[parameter] = {name: buffer for name, buffer in own if name.startswith(start)}
+        for parameter, buffers in packed.items():
+            value = packed_sum([buffers[name] for name in sorted(buffers)], rank)
+            found |= {f"{name}{PACKED}": [value] for name in self._table.names(parameter)}
+        return found
+
+    def tied(self) -> dict[str, str]:
+        """Returns the names that are tied, with those that they must equal."""
+        return {name: self._table.names(parameter)[0] for name, parameter in self._table.ties().items()}
 
     def unwritten(self, written: Mapping[str, set[str]]) -> list[str]:
         """Returns the names of the model's tensors that are not in ``written`` (parameter -> names)."""

@@ -219,6 +219,35 @@ def test_an_update_that_is_given_up_counts_for_no_other(text: ModelText) -> None
     assert do(Finish(0)).weights.state == "serving"
 
 
+@pytest.mark.parametrize("end", [Finish(0), Fail("given up")], ids=["finished", "given up"])
+def test_waking_within_an_update_resumes_at_its_end(text: ModelText, end: WeightCommand) -> None:
+    """Sleep had paused the engine. No step runs while the weights are written."""
+    world = World(text, 1)
+    world.add()
+    for command in (Sleep(1, "keep"), Begin(), Wake()):
+        world.command(command)
+        world.until_answered()
+    assert not world.core.runnable()
+    if isinstance(end, Finish):
+        world.command(Load(DiskSource("whole")))
+        world.until_answered()
+        assert not world.core.runnable()
+    world.command(end)
+    assert world.core.weights.status.state == "serving" and world.core.runnable()
+
+
+def test_a_resume_while_kv_sleeps_is_done_when_it_wakes(text: ModelText) -> None:
+    world, results = World(text, 1), list[WeightResult]()
+    world.add()
+    for command in (Sleep(1, "keep"), Resume(), Wake(("weights",)), Pause("keep"), Resume(), Wake(("kv_cache",))):
+        world.core.weights.submit(command, results.append)
+        while world.core.weights.busy:
+            world.turn()
+    assert [result.status for result in results] == [200, 409, 200, 200, 200, 200], "weights must be awake"
+    assert (results[4].weights.state, results[5].weights.state) == ("asleep", "serving")
+    assert world.core.runnable()
+
+
 @pytest.mark.parametrize("mode", ["keep", "recompute"])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_samples_are_split_where_an_update_came_and_lose_nothing(text: ModelText, depth: int, mode: Any) -> None:

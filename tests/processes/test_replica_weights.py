@@ -71,9 +71,11 @@ def test_replicas_sleep_together(bench: Bench) -> None:
 
 def test_all_answer(bench: Bench) -> None:
     assert bench.call(commands.Pause("keep"), OK, OK) == OK
-    assert bench.call(commands.Checksums(), WeightResult(checksums={"a": 1}), WeightResult(checksums={"a": 2})) == WeightResult(
-        checksums={"a@0": 1, "a@1": 2}
-    )
+    sums = WeightResult(checksums={"a": 1, "b": 2})
+    assert bench.call(commands.Checksums(), sums, sums) == sums
+    differing = bench.call(commands.Checksums(), sums, WeightResult(checksums={"a": 1, "b": 3}))
+    assert differing is not None
+    assert (differing.status, differing.error) == (409, "replicas hold different values of b")
     assert bench.call(commands.Join(GROUP), OK, OK) == OK
     assert bench.last == [commands.Join(GROUP, 0), commands.Join(GROUP, 1)]
     bench.replicas[1].weights = WeightStatus(number=4)

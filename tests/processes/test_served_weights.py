@@ -20,10 +20,12 @@ from headrace import AsyncLLM
 from headrace.core.weights import DiskSource, GroupSpec
 from headrace.errors import EngineDeadError, UnavailableError, WeightsError
 from headrace.processes.replicas import ReplicaSet
+from headrace.weights.checksum import checksum
 from processes.async_engine import Shared, until
 from processes.served_weights import (
     ALONE,
     COMPANY,
+    Update,
     check,
     described,
     from_disk,
@@ -286,6 +288,22 @@ def test_two_replicas(folder: Path, tmp_path: Path) -> None:
         with transport(shared, "vllm's group", ranks=2) as update:
             run_updates(shared, folder, tmp_path, update, range(1, 7))
             shared.run(kill_one(shared.llm, replicas))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sums_are_those_of_the_file(folder: Path, tmp_path: Path, ranks: int) -> None:
+    """However many ranks hold its tensors, before and after an update over gloo."""
+
+    async def work(llm: AsyncLLM, update: Update) -> None:
+        assert await llm.weights.checksums() == {name: checksum(value) for name, value in version_of(folder, 0).items()}
+        new = version_of(folder, 1)
+        await update(llm, new, tmp_path / "new", "v1")
+        assert await llm.weights.checksums() == {name: checksum(value) for name, value in new.items()}
+
+    args = ALONE | {"tensor_parallel_size": ranks}
+    with started(folder, **args) as shared, transport(shared, "vllm's group", ranks=ranks) as update:
+        shared.run(work(shared.llm, update))
 
 
 @pytest.mark.slow

@@ -358,6 +358,39 @@ def test_slime(http: httpx.Client, folder: Path, root: Path) -> None:
     trainer.close()
 
 
+def test_slimes_check_of_offload() -> None:
+    """It compares the server's word with --offload-rollout, and takes none but the same."""
+    for rl, given in ((True, True), (True, False), (False, True)):
+        api = Api(FakeLLM(), ServerSettings(enable_rl_api=rl, enable_memory_saver=given))
+        assert api.get("/get_server_info").json()["enable_memory_saver"] is (rl and given)
+
+
+@pytest.mark.parametrize("woken", [[["weights"]], [["cuda_graph"], ["weights"]]], ids=["weights", "graphs first"])
+def test_slime_with_offload(http: httpx.Client, folder: Path, root: Path, woken: list[list[str]]) -> None:
+    """Its trainer takes the GPU between rollouts: weights wake, are updated between pause and continue, and then KV wakes."""
+    if (root / "offload").exists():
+        shutil.rmtree(root / "offload")
+    for seed in (15, 16):
+        path = saved(root / "offload", weights_of(folder, seed))
+        assert http.get("/flush_cache").status_code == 200
+        post(http, "/release_memory_occupation", {})
+        for tags in woken:
+            post(http, "/resume_memory_occupation", {"tags": tags})
+        post(http, "/pause_generation", {})
+        assert http.get("/flush_cache").status_code == 200
+        post(http, "/update_weights_from_disk", {"model_path": str(path), "weight_version": str(seed)})
+        assert post(http, "/continue_generation", {})["success"] is True
+        assert http.post("/v1/completions", json=ASK).status_code == 503, "KV is still asleep"
+        post(http, "/resume_memory_occupation", {"tags": ["kv_cache"]})
+        post(http, "/resume_memory_occupation", {"tags": ["cuda_graph"]})
+        assert versions(post(http, "/v1/completions", ASK)) == [(str(seed), 0, 6)]
+        shutil.rmtree(path)
+    post(http, "/sleep?tags=weights&tags=kv_cache&mode=keep")
+    refused = post(http, "/continue_generation", {}, 400)
+    assert "asleep" in refused["message"]
+    post(http, "/wake_up")
+
+
 def test_requests_that_began_with_old_weights_are_ended(http: httpx.Client) -> None:
     """Numbers tell which: names of versions may be anything, and change before or after the weights."""
 
@@ -393,19 +426,55 @@ def test_the_router_that_a_server_stands_for(http: httpx.Client) -> None:
 
 
 def test_sums_of_weights(http: httpx.Client, folder: Path, root: Path) -> None:
-    """The same weights have the same sums, whichever way they came, and others do not."""
+    """They are those of the tensors that were sent, under the names of the checkpoint."""
     sums = []
     for seed in (7, 8, 7):
-        path = saved(root / "sums", weights_of(folder, seed))
+        weights = weights_of(folder, seed)
+        path = saved(root / "sums", weights)
         post(http, "/update_weights", {"weight_dir": str(path)})
         shutil.rmtree(path)
         sums.append(post(http, "/weight_checker", {"action": "checksum"})["checksums"])
+        assert sums[-1] == {name: checksum(value) for name, value in weights.items()}
     assert sums[0] == sums[2] and all(sums[0][name] != sums[1][name] for name in sums[0])
     assert post(http, "/weight_checker", {"action": "compare", "baseline": sums[2]})["equal"] is True
     refused = post(http, "/weight_checker", {"action": "compare"}, 400)["error"]
     assert refused["param"] == "baseline" and "is missing" in refused["message"]
     compared = post(http, "/weight_checker", {"action": "compare", "baseline": sums[1]})
-    assert len(compared["differing"]) == len(sums[1])
+    assert len(compared["differing"]) == len(sums[1]) and not compared["unchecked"]
+    first = sorted(sums[2])[0]
+    part = {name: value for name, value in sums[2].items() if name != first}
+    assert post(http, "/weight_checker", {"action": "compare", "baseline": part})["differing"] == [first]
+    refused = post(http, "/weight_checker", {"action": "compare", "baseline": {"no.such": 1}}, 400)["error"]
+    assert (refused["param"], "no.such" in refused["message"]) == ("baseline", True)
+
+
+def test_sums_of_packed_and_tied_weights(tmp_path: Path) -> None:
+    """A trainer's sums of what is kept packed are refused by name, those of the others compared; a tied head may be given."""
+    folder = write_model(tmp_path / "tied", tie_word_embeddings=True, dtype="bfloat16")
+    weights = load_file(folder / "model.safetensors")
+    weights.pop("lm_head.weight", None)
+    weights = {name: value.bfloat16() for name, value in weights.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    sums = {name: checksum(value) for name, value in weights.items()}
+    assert sums == {name: checksum(value.float()) for name, value in weights.items()}, "floats that hold the same"
+    args = EngineArgs(model=str(folder), dtype="float32", device="cpu", num_threads=1, num_kv_blocks=64, quantization="int8")
+    with (
+        running(AsyncLLM(args), ServerSettings(enable_rl_api=True)) as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+    ):
+        found = post(http, "/weight_checker", {"action": "checksum"})
+        assert found["tied"] == {"lm_head.weight": "model.embed_tokens.weight"}
+        plain = {name: value for name, value in found["checksums"].items() if "#" not in name}
+        assert plain.items() <= sums.items() and "model.layers.0.self_attn.q_proj.weight" not in plain
+        assert {name.partition("#")[0] for name in found["checksums"]} == set(sums)
+        baseline = plain | {"lm_head.weight": sums["model.embed_tokens.weight"]}
+        compared = post(http, "/weight_checker", {"action": "compare", "baseline": baseline})
+        assert compared["equal"] is True and len(compared["unchecked"]) == len(found["checksums"]) - len(plain)
+        compared = post(http, "/weight_checker", {"action": "compare", "baseline": baseline | {"lm_head.weight": 1}})
+        assert compared["differing"] == ["lm_head.weight"]
+        refused = post(http, "/weight_checker", {"action": "compare", "baseline": sums}, 400)["error"]
+        assert refused["param"] == "baseline" and "_proj.weight is kept packed" in refused["message"]
+        assert post(http, "/weight_checker", {"action": "compare", "baseline": found["checksums"]})["unchecked"] == []
 
 
 def test_a_segment_with_sums_and_repeated_commands(http: httpx.Client, folder: Path, root: Path) -> None:

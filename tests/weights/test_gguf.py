@@ -179,6 +179,21 @@ def test_errors_name_the_tensor_and_its_name_in_the_file(tmp_path: Path) -> None
         loaded(hf_config, path)
 
 
+@pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_1, Type.Q4_K], ids=lambda kind: kind.name)
+def test_scales_that_are_no_numbers_are_refused(tmp_path: Path, kind: Type) -> None:
+    """The first block's is NaN, as float16."""
+
+    def encode(name: str, rows: np.ndarray) -> tuple[np.ndarray, Type]:
+        blocks = random_blocks(kind, *rows.shape, seed=1)
+        if "layers.1.mlp.down_proj" in name:
+            blocks[0, :2] = np.array([np.nan], dtype=np.float16).view(np.uint8)
+        return blocks, kind
+
+    path = write_gguf(tmp_path / "a.gguf", "llama", tensors(config()), encode)
+    with pytest.raises(ConfigError, match=r"blk\.1\.ffn_down\.weight has scales that are NaN"):
+        loaded(config(), path, "float32", "int4")
+
+
 # The embedded model
 
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeConfig
 
 from headrace import LLM, SamplingParams
+from headrace.core.commands import Checksums
 from headrace.errors import ConfigError, WeightsError
 from headrace.kernels.native import load
 from headrace.layers.linear import Linear
@@ -117,7 +118,8 @@ def test_sizes_that_groups_do_not_divide_stay_floats(tmp_path: Path) -> None:
 
 def test_experts_that_only_files_write(tmp_path: Path) -> None:
     """After level 2, codes to which no floats are rounded are whole once they are read again, and not by floats alone."""
-    saved(tmp_path, Qwen3MoeConfig, QWEN, "gptq").save_pretrained(tmp_path)
+    hf_config = saved(tmp_path, Qwen3MoeConfig, QWEN, "gptq")
+    hf_config.save_pretrained(tmp_path)
     args: dict[str, Any] = {"num_kv_blocks": 40, "num_threads": 1, "max_step_seconds": 0, "skip_tokenizer_init": True}
     with LLM(str(tmp_path), device="cpu", dtype="bfloat16", **args) as llm:
 
@@ -127,6 +129,15 @@ def test_experts_that_only_files_write(tmp_path: Path) -> None:
 
         params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
         before = answer()
+        name = "model.layers.0.mlp.experts.0.down_proj.weight"
+        reply = llm._engine.executor.weights(Checksums())
+        assert f"{name}#packed" in reply.checksums and name not in reply.checksums
+        new = tensors(hf_config)[name]
+        with pytest.raises(
+            ConfigError, match=f"{name} is of experts that are kept as .* load the model with quantization none"
+        ):
+            llm.update_weights({name: new})
+        assert answer() == before
         llm.sleep(2)
         llm.wake_up()
         floats = {name: one for name, one in load_file(tmp_path / "model.safetensors").items() if ".experts." not in name}

@@ -18,6 +18,7 @@ from support.models.packers import Rounded
 from support.quant_blocks import Type, random_blocks
 from transformers import GptOssConfig
 
+from headrace.core.weights import PartSum, whole_sum
 from headrace.errors import ConfigError
 from headrace.layers.linear import Linear, UnquantizedMethod
 from headrace.layers.stored import QuantSpec, StoredMatrix
@@ -25,17 +26,19 @@ from headrace.model_spec import ModelSpec
 from headrace.models import registry
 from headrace.models.cuts import parameter_cuts
 from headrace.models.decoder import Decoder
+from headrace.models.update import update_plan
 from headrace.parallel.layout import ParallelSizes, shard_model, workable_sizes
 from headrace.quant.float_codes import TileCodes
 from headrace.quant.formats.scheme import MatrixFormat, Rule, Scheme
 from headrace.quant.groups import GroupCodes
 from headrace.weights import load as load_module
+from headrace.weights.checksum import checksum
 from headrace.weights.load import load_weights
 from headrace.weights.names import Slice
 from headrace.weights.report import LoadReport
 from headrace.weights.safetensors import SafetensorsCheckpoint
 from headrace.weights.scaled import ScaledCheckpoint
-from headrace.weights.update import WeightUpdate, WholeUpdate
+from headrace.weights.update import WeightUpdate, WholeUpdate, facts_of
 
 from .models import config, files, spec, tensors, write_gguf, write_safetensors
 
@@ -92,6 +95,21 @@ def check_parts(whole: Decoder, ranks: list[Decoder]) -> None:
         assert seen.all() or name.endswith(("o_proj.bias", "down_proj.bias", "down_proj_bias")), name
 
 
+def check_sums(ranks: list[Decoder], state: dict[str, torch.Tensor]) -> None:
+    """The parts' sums add up to those of the checkpoint's tensors, under its names."""
+    facts = [facts_of(name, tensor) for name, tensor in state.items()]
+    found: dict[str, list[PartSum]] = {}
+    for rank, model in enumerate(ranks):
+        plan = update_plan(model, facts)
+        for name, parts in plan.sums(rank).items():
+            found.setdefault(name, []).extend(parts)
+    for name, tied in plan.tied().items():
+        found.setdefault(name, found[tied])
+    for name, tensor in state.items():
+        assert whole_sum(found.pop(name)) == checksum(tensor), name
+    assert not found.keys() - plan.tied().keys()
+
+
 def check_ranks(whole: Decoder, hf_config: Any, *source: Any, **options: Any) -> None:
     """``check_parts`` of two ranks that load the same weights."""
     ranks = [part_of(spec(hf_config), rank, 2) for rank in range(2)]
@@ -119,6 +137,7 @@ def test_ranks_hold_the_parts_of_every_family(name: str, tmp_path: Path, opened:
         assert opened[-1].nbytes_read < total
         ranks.append(model)
     check_parts(whole, ranks)
+    check_sums(ranks, state)
 
 
 def test_a_rank_reads_its_share_of_the_bytes(tmp_path: Path, opened: list[SafetensorsCheckpoint]) -> None:

@@ -105,6 +105,27 @@ def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         opened(tmp_path / "c.safetensors", None)
 
 
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_scales_that_are_no_numbers_are_refused(wrong: float, tmp_path: Path) -> None:
+    """With the tensor's name, by the rank that reads them."""
+    scales = torch.ones(2, 1)
+    scales[1] = wrong
+    checkpoint = write(tmp_path / "a.safetensors", {"w": torch.zeros(8, 8).to(torch.float8_e4m3fn), "w_scale_inv": scales})
+    for read in (checkpoint.codes, checkpoint.read, lambda name: checkpoint.read(name, Slice(0, ((4, 8),)))):
+        with pytest.raises(ConfigError, match="w_scale_inv has scales that are NaN or infinite"):
+            read("w")
+    assert not checkpoint.read("w", Slice(0, ((0, 4),))).any()
+    exponents = torch.full((2, 3), 255, dtype=torch.uint8)
+    held = {"w_blocks": torch.zeros(2, 3, 16, dtype=torch.uint8), "w_scales": exponents}
+    with pytest.raises(ConfigError, match="w_scales has scales that are NaN"):
+        write(tmp_path / "b.safetensors", held, MXFP4).codes("w_blocks")
+    scheme = {"quant_method": "fp8", "activation_scheme": "static"}
+    matrix = {"m.weight": torch.zeros(8, 8).to(torch.float8_e4m3fn), "m.weight_scale": torch.ones(1)}
+    static = write(tmp_path / "c.safetensors", matrix | {"m.input_scale": torch.tensor([wrong])}, scheme)
+    with pytest.raises(ConfigError, match=r"m\.input_scale has scales that are NaN"):
+        static.spec("m.weight")
+
+
 def test_a_model_of_fp8_is_loaded(tmp_path: Path) -> None:
     scheme = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 64]}
     hf_config = config(quantization_config=scheme)

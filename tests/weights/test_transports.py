@@ -6,9 +6,12 @@ import base64
 import contextlib
 import ctypes
 import pickle
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +21,13 @@ import torch
 from safetensors.torch import save
 from support.server.fakes import FakeLLM
 from support.server.harness import Api
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 from headrace.core.weights import GroupSpec, IpcHandle, IpcSource, TensorSpec
 from headrace.errors import ConfigError
 from headrace.server.settings import ServerSettings
 from headrace.weights.transport import nccl
+from headrace.weights.transport.group import join_group
 from headrace.weights.transport.nccl import DirectGroup, unique_id
 from headrace.weights.transport.shared import OpenHandles, OpenSegment, _check
 from headrace.weights.transport.sibling import OpenSibling, send_weights
@@ -225,3 +229,19 @@ def test_a_sibling_that_does_not_send(tmp_path: Path) -> None:
         OpenSibling(str(tmp_path / "0"), 0.05).copy([torch.zeros(1)])
     with pytest.raises(TimeoutError):
         send_weights(str(tmp_path / "1"), [torch.zeros(1)], 0.05)
+
+
+@pytest.mark.parametrize("protocol", ["vllm", "torch"])
+@pytest.mark.parametrize("hosted", [False, True], ids=["no host", "no members"])
+def test_a_group_that_nobody_joins_fails_in_time(protocol: Any, hosted: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    wait = timedelta(seconds=1)
+    libuv = protocol == "torch"
+    store = TCPStore("127.0.0.1", port, 2, True, wait, wait_for_workers=False, use_libuv=libuv) if hosted else None
+    fields: dict[str, Any] = {"rank_offset": 1, "world_size": 2, "protocol": protocol, "backend": "gloo"}
+    spec, start = GroupSpec(name="g", address="127.0.0.1", port=port, **fields), time.monotonic()
+    with pytest.raises((TimeoutError, RuntimeError), match=r"time|no store was reached at 127\.0\.0\.1"):
+        join_group(spec, 1, torch.device("cpu"), 2.0)
+    assert 1.9 < time.monotonic() - start < 3.0
+    del store

@@ -369,6 +369,6 @@ def sglang_args(state: Serving, port: int | None) -> dict[str, Any]:
         "nnodes": 1,
         "node_rank": 0,
         "disaggregation_mode": "null",
-        "enable_memory_saver": False,
+        "enable_memory_saver": state.settings.enable_memory_saver and state.settings.trains,
         "enable_return_routed_experts": args.enable_return_routed_experts,
     }

@@ -9,11 +9,11 @@ import msgspec
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from headrace.core.weights import GroupSpec, IpcHandle, IpcSource, PauseMode, SegmentSource, WeightResult
+from headrace.core.weights import PACKED, GroupSpec, IpcHandle, IpcSource, PauseMode, SegmentSource, WeightResult
 from headrace.errors import RequestError
 from headrace.frontend.adapters import max_loaded
 from headrace.frontend.weights import tensor_specs
-from headrace.server.errors import JSON
+from headrace.server.errors import JSON, shown
 from headrace.server.routes.rl import (
     CommandRoute,
     RlBody,
@@ -235,18 +235,34 @@ async def accept_files(request: Request) -> Response:
 
 @router.post("/weight_checker")
 async def weight_checker(request: Request) -> Response:
-    """64-bit sums of all parameters, or with compare those that differ from a baseline; reset drops the weights."""
+    """64-bit sums of all weights, by their names in the checkpoint; or with compare those that differ from a baseline, which
+    may be the trainer's; reset drops the weights."""
     body = await rl_body(request, _Checker)
     if body.action == "reset":
         await drop_weights(serving(request))
         return _done("the weights were dropped", WeightResult(weights=serving(request).llm.weights.status()))
     if body.action == "compare" and body.baseline is None:
         raise RequestError("baseline is missing: compare needs the sums that checksum gave", "baseline")
-    sums = await serving(request).llm.weights.checksums()
+    found = await serving(request).llm.weights.sums()
     if body.baseline is None or body.action == "checksum":
-        return JSON({"checksums": sums})
-    differing = sorted(name for name in sums.keys() | body.baseline.keys() if sums.get(name) != body.baseline.get(name))
-    return JSON({"equal": not differing, "differing": differing})
+        return JSON({"checksums": found.checksums, "tied": found.tied})
+    return JSON(_compared(found, body.baseline))
+
+
+def _compared(found: WeightResult, baseline: dict[str, int]) -> dict[str, Any]:
+    """Raises: RequestError: the baseline has a weight of which there is no such sum; names it."""
+    sums = found.checksums
+    given = {found.tied.get(name, name): value for name, value in baseline.items()}
+    for name in given:
+        if name not in sums and name + PACKED in sums:
+            text = f"{name} is kept packed, and no sum of the checkpoint's tensor can be made: leave it out of the baseline"
+            raise RequestError(text, "baseline")
+        if name not in sums:
+            raise RequestError(f"baseline has {shown(name)}, and the model has no such weight", "baseline")
+    differing = sorted(name for name, value in baseline.items() if sums[found.tied.get(name, name)] != value)
+    lacking = sorted(sums.keys() - given.keys())
+    differing += [name for name in lacking if not name.endswith(PACKED)]
+    return {"equal": not differing, "differing": differing, "unchecked": [name for name in lacking if name.endswith(PACKED)]}
 
 
 @router.post("/abort_requests")

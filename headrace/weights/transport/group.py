@@ -6,6 +6,8 @@ The group is built without torch's table of process groups: a rank may be in sev
 from __future__ import annotations
 
 import math
+import socket
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Protocol
@@ -21,6 +23,7 @@ from headrace.weights.transport.source import OpenSource, announced
 from headrace.weights.update import TensorFacts
 
 _SENDER = 0
+_RETRY_SECONDS = 0.05
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -52,13 +55,36 @@ def join_group(spec: GroupSpec, rank: int, device: torch.device, seconds: float)
     """
     if spec.unique_id:
         return DirectGroup(spec, None, rank, device, seconds)
-    libuv, timeout = spec.protocol == "torch", timedelta(seconds=seconds)
+    libuv, deadline = spec.protocol == "torch", time.monotonic() + seconds
+    _await_host(spec, deadline)
     # A client that names no world size is not counted, and the store's host would wait for it in vain.
-    store = TCPStore(spec.address, spec.port, spec.world_size, False, timeout, multi_tenant=libuv, use_libuv=libuv)
+    left = _until(deadline)
+    store = TCPStore(spec.address, spec.port, spec.world_size, False, left, multi_tenant=libuv, use_libuv=libuv)
+    store.set_timeout(timedelta(seconds=seconds))
     prefixed = _prefixed(store, spec)
     if spec.backend == "nccl":
         return DirectGroup(spec, prefixed, rank, device, seconds)
-    return TorchGroup(spec, prefixed, rank, timeout)
+    return TorchGroup(spec, prefixed, rank, _until(deadline), timedelta(seconds=seconds))
+
+
+def _await_host(spec: GroupSpec, deadline: float) -> None:
+    """Waits until the store can be reached. ``TCPStore`` may wait twice as long as it is told.
+
+    Raises:
+        TimeoutError: it cannot.
+    """
+    while True:
+        try:
+            with socket.create_connection((spec.address, spec.port), _until(deadline).total_seconds()):
+                return
+        except OSError as error:
+            if time.monotonic() + _RETRY_SECONDS >= deadline:
+                raise TimeoutError(f"no store was reached at {spec.address}:{spec.port}: {error}") from error
+        time.sleep(_RETRY_SECONDS)
+
+
+def _until(deadline: float) -> timedelta:
+    return timedelta(seconds=max(_RETRY_SECONDS, deadline - time.monotonic()))
 
 
 class TorchGroup(WeightGroup):
@@ -66,13 +92,14 @@ class TorchGroup(WeightGroup):
 
     device = torch.device("cpu")
 
-    def __init__(self, spec: GroupSpec, store: Store, rank: int, timeout: timedelta) -> None:
-        self.spec = spec
-        self._group: Any = dist.ProcessGroupGloo(store, rank, spec.world_size, timeout)
+    def __init__(self, spec: GroupSpec, store: Store, rank: int, joining: timedelta, timeout: timedelta) -> None:
+        """``joining``: in which members come together. ``timeout``: of each broadcast."""
+        self.spec, self._timeout = spec, timeout
+        self._group: Any = dist.ProcessGroupGloo(store, rank, spec.world_size, joining)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         options = dist.BroadcastOptions()
-        options.rootRank = _SENDER
+        options.rootRank, options.timeout = _SENDER, self._timeout
         self._group.broadcast([tensor], options).wait()
 
     def close(self) -> None:

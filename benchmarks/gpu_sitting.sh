@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Measures what a change of kernels may move, on all GPUs of a host at once: an 8B in bfloat16, FP8 and int4, steps with
-# adapters, the tests of kernels, and with three GPUs updates of two ranks over NCCL, whose trainer has a GPU of its own.
+# adapters and with --deterministic, the tests of kernels and of engines, and with three GPUs updates of two ranks over NCCL,
+# whose trainer has a GPU of its own.
 #
 #     benchmarks/gpu_sitting.sh MODEL OUT [SECONDS]
 #
@@ -19,14 +20,16 @@ task() { # GPUS NAME COMMAND...
 }
 rows() { # GPU NAME OPTION...
     task "$1" "$2" python3 -m headrace.cli bench throughput "$model" --load-format dummy --max-model-len 9216 \
-        --workload single,batch8,batch64,mixed256,prefill8k -o "$out/$2.json" "${@:3}"
+        --wait-for-kernels --workload single,batch8,batch64,mixed256,prefill8k -o "$out/$2.json" "${@:3}"
 }
 tests() { task "$1" "$2" python3 -m pytest -q -m gpu -p no:xdist -p no:cacheprovider "${@:3}"; }
 
 tasks=(
     "rows bfloat16" "rows fp8 --quantization fp8" "rows int4 --quantization int4"
     "task adapters python3 benchmarks/lora_steps.py $model --batch 64 1 8"
+    "task deterministic python3 benchmarks/step_profile.py $model --batch 64 --context 256 --set deterministic=true"
     "tests products tests/kernels/linear tests/kernels/cuda tests/kernels/lora" "tests states tests/kernels/state"
+    "tests experts tests/kernels/moe" "tests attention tests/kernels/attention tests/attention" "tests engines tests/gpu"
 )
 for ((gpu = 0; gpu < gpus; gpu++)); do
     (for ((i = gpu; i < ${#tasks[@]}; i += gpus)); do

@@ -32,10 +32,10 @@ class Server:
         return found
 
     def metric(self, name: str) -> float:
-        """The sum of a metric's samples, over its labels."""
+        """The sum of a metric's samples, over its labels; 0 where none of them has occurred."""
         text = httpx.get(f"{self.url}/metrics", timeout=30).text
         values = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, flags=re.MULTILINE)
-        if not values:
+        if not values and f"# TYPE {name} " not in text:
             raise KeyError(f"no metric {name} in:\n{text}")
         return sum(map(float, values))
 

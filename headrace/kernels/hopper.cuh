@@ -1,7 +1,7 @@
 // Functions that kernels for Hopper GPUs (sm_90a) share: barriers, tiles by the tensor memory accelerator, products of groups of
-// four warps, blocks of a cluster, and numbers of 16 bits.
+// four warps and of one warp, blocks of a cluster, and numbers of 16 bits.
 //
-// Constant: PACKED_KIND, that of the numbers that a source packs (1 float16, else bfloat16). Without it there are no such functions.
+// Constant: PACKED_KIND, that of the numbers that `packed` packs (1 float16, else bfloat16). Without it there is no `packed`.
 
 typedef unsigned long long u64;
 
@@ -11,6 +11,21 @@ struct alignas(64) TensorMap {
 
 __device__ __forceinline__ unsigned shared_address(const void* place) {
     return (unsigned)__cvta_generic_to_shared(place);
+}
+
+template <int ARRIVALS> __device__ __forceinline__ void init_barrier(unsigned barrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "n"(ARRIVALS) : "memory");
+}
+
+// Lets other threads, and the tensor memory accelerator, use the barriers that this thread has initialised.
+__device__ __forceinline__ void publish_barriers() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Arrives, and adds the bytes to those that the barrier waits for.
+__device__ __forceinline__ void expect(unsigned barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
 
 __device__ __forceinline__ void wait_for(unsigned barrier, unsigned parity) {
@@ -63,17 +78,38 @@ __device__ __forceinline__ unsigned place_of(unsigned place, unsigned block) {
 __device__ __forceinline__ void arrive_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wait_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-#ifdef PACKED_KIND
-__device__ __forceinline__ unsigned packed(float low, float high) {
+// Numbers of 16 bits have the kind 1, float16, or another, bfloat16.
+template <int KIND_> __device__ __forceinline__ unsigned packed_as(float low, float high) {
     unsigned both;
-#if PACKED_KIND == 1
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#else
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#endif
+    if constexpr (KIND_ == 1)
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    else
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
 }
+
+#ifdef PACKED_KIND
+__device__ __forceinline__ unsigned packed(float low, float high) { return packed_as<PACKED_KIND>(low, high); }
 #endif
+
+// The number in the lower half of a word, whose upper half is 0.
+template <int KIND_> __device__ __forceinline__ float wide_of(unsigned bits) {
+    if constexpr (KIND_ != 1) return __uint_as_float(bits << 16);
+    float wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"((unsigned short)bits));
+    return wide;
+}
+
+// Adds the product of 16 rows and 8 columns over 16 numbers.
+template <int KIND_>
+__device__ __forceinline__ void multiply_16(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+    if constexpr (KIND_ == 1)
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : D4(d, 0) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    else
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : D4(d, 0) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
 
 __device__ __forceinline__ void store_shared(unsigned place, float value) {
     asm volatile("st.shared.f32 [%0], %1;" :: "r"(place), "f"(value) : "memory");

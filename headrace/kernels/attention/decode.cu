@@ -15,12 +15,10 @@
 
 #define PACKED_KIND KIND
 #include "hopper.cuh"
-typedef unsigned short u16;
+#include "pages.cuh"
 
 #define CLUSTERED (SPLIT > 1 && !GATHERS)
-#define INFINITY_ __int_as_float(0x7f800000)
 
-constexpr int WIDTH = 128, PAGE = 16, PAGE_BYTES = PAGE * 2 * WIDTH * 2, PART = PAGE * 128;
 constexpr int THREADS = 32 * WARPS, RING = STAGES * PAGE_BYTES;
 constexpr int SUMS = GROUP * WIDTH * 4 + 64;  // bytes: sums of values of each head, then maxima and masses
 constexpr int PITCH = WIDTH + 8, CLUSTER = GATHERS ? 1 : SPLIT;
@@ -29,53 +27,10 @@ static_assert(SUMS <= RING, "a warp's sums take the place of its pages");
 // Where everything is, behind the rings: the blocks' sums, heads, the new token's key and value, barriers.
 constexpr int AT_SUMS = WARPS * RING, AT_HEADS = AT_SUMS + (CLUSTER > 1 ? SPLIT * SUMS : 0), AT_NEW = AT_HEADS + 8 * PITCH * 2, AT_BARRIERS = AT_NEW + 2 * WIDTH * 2;
 
-__device__ __forceinline__ void load_page(unsigned to, const TensorMap& map, unsigned barrier, int head, int block, u64 policy) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "n"(PAGE_BYTES) : "memory");
-    asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %3, %3, %4, %5}], [%2], %6;"
-        :: "r"(to), "l"(&map), "r"(barrier), "r"(0), "r"(head), "r"(block), "l"(policy) : "memory");
-}
-
-__device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned place) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-        : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(place) : "memory");
-}
-
-__device__ __forceinline__ void load_turned(unsigned (&to)[4], unsigned place) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-        : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(place) : "memory");
-}
-
-#if KIND == 1
-#define INPUTS "f16.f16"
-#else
-#define INPUTS "bf16.bf16"
-#endif
-
-__device__ __forceinline__ void multiply(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." INPUTS ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
 // Either half of a word.
-__device__ __forceinline__ float half_of(unsigned word, int which) {
-    unsigned bits = which ? word >> 16 : word & 0xFFFF;
-#if KIND == 1
-    float wide;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"((u16)bits));
-    return wide;
-#else
-    return __uint_as_float(bits << 16);
-#endif
-}
+__device__ __forceinline__ float half_of(unsigned word, int which) { return wide_of<KIND>(which ? word >> 16 : word & 0xFFFF); }
 
 __device__ __forceinline__ float rounded(float value) { return half_of(packed(value, 0.0f), 0); }
-
-__device__ __forceinline__ float power_of_two(float exponent) {
-    float result;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(exponent));
-    return result;
-}
 
 __device__ __forceinline__ float4 load_four(unsigned place) {
     float4 four;
@@ -170,9 +125,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(
     unsigned ring = base + warp * RING, barriers = base + AT_BARRIERS + warp * STAGES * 8;
     if (lane == 0) {
 #pragma unroll
-        for (int s = 0; s < STAGES; ++s) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(barriers + 8 * s) : "memory");
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        for (int s = 0; s < STAGES; ++s) init_barrier<1>(barriers + 8 * s);
+        publish_barriers();
     }
 #if CLUSTERED
     // Of the cluster's first block: the others' sums have come.
@@ -308,8 +262,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(
                 // Pieces of 16 bytes of a line are exchanged by the number of the line.
                 unsigned keys[4];
                 load_matrices(keys, from + (k / 2) * PART + (n * 8 + line) * 128 + ((k % 2 * 4 + matrix) ^ line) * 16);
-                multiply(s[n], q[2 * k][0], 0u, q[2 * k][1], 0u, keys[0], keys[1]);
-                multiply(s[n], q[2 * k + 1][0], 0u, q[2 * k + 1][1], 0u, keys[2], keys[3]);
+                multiply_16<KIND>(s[n], q[2 * k][0], 0u, q[2 * k][1], 0u, keys[0], keys[1]);
+                multiply_16<KIND>(s[n], q[2 * k + 1][0], 0u, q[2 * k + 1][1], 0u, keys[2], keys[3]);
             }
         }
         int left = context - (worker + i * workers) * PAGE;
@@ -330,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(
             unsigned values[4];
             load_turned(values, from + (2 + j / 4) * PART + (matrix / 2 * 8 + line) * 128 + ((j % 4 * 2 + matrix % 2) ^ line) * 16);
             // What is no token of the row may be no number.
-            multiply(sums[j], values[0] & low, values[1] & low, values[2] & high, values[3] & high, weights[0], weights[1]);
+            multiply_16<KIND>(sums[j], values[0] & low, values[1] & low, values[2] & high, values[3] & high, weights[0], weights[1]);
         }
         __syncwarp();
         if (i + STAGES < count) ask(i + STAGES);
@@ -340,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(
 #pragma unroll
         for (int k = 0; k < 8; ++k) {
             unsigned at = new_at + (k * 16 + place * 2) * 2;
-            multiply(s[0], q[k][0], 0u, q[k][1], 0u, quad ? 0u : load_word(at), quad ? 0u : load_word(at + 16));
+            multiply_16<KIND>(s[0], q[k][0], 0u, q[k][1], 0u, quad ? 0u : load_word(at), quad ? 0u : load_word(at + 16));
         }
         s[0][0] = place ? -INFINITY_ : s[0][0] * factor;
         s[0][1] = -INFINITY_;
@@ -352,7 +306,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(
             unsigned at = new_at + WIDTH * 2 + (j * 16 + (quad & ~1)) * 2;
             unsigned first = load_word(at), second = load_word(at + 16);
             first = quad & 1 ? first >> 16 : first & 0xFFFF, second = quad & 1 ? second >> 16 : second & 0xFFFF;
-            multiply(sums[j], place ? 0u : first, place ? 0u : second, 0u, 0u, weights[0], weights[1]);
+            multiply_16<KIND>(sums[j], place ? 0u : first, place ? 0u : second, 0u, 0u, weights[0], weights[1]);
         }
     }
     mass += __shfl_xor_sync(~0u, mass, 1);
@@ -465,7 +419,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(
 #elif CLUSTERED
     if (blocks == 1 || rank) return;
     if (threadIdx.x == 0)
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(merging), "r"((blocks - 1) * GROUP * (WIDTH * 4 + 8)) : "memory");
+        expect(merging, (blocks - 1) * GROUP * (WIDTH * 4 + 8));
     __syncthreads();
     wait_for(merging, 0);
     auto of_block = [&](int w) { return base + AT_SUMS + w * SUMS; };

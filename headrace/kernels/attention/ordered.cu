@@ -13,47 +13,16 @@
 
 #define PACKED_KIND 0
 #include "hopper.cuh"
-typedef unsigned short u16;
+#include "pages.cuh"
 
-#define INFINITY_ __int_as_float(0x7f800000)
-
-constexpr int WIDTH = 128, PAGE = 16, PAGE_BYTES = PAGE * 2 * WIDTH * 2, PART = PAGE * 128;
 constexpr int WARPS = 4, PITCH = 144;  // bytes from one query's weights in a tile to the next's
 constexpr int AT_WEIGHTS = STAGES * PAGE_BYTES, AT_PEAKS = AT_WEIGHTS + 8 * PITCH, AT_OUT = AT_PEAKS + WARPS * 32;
 constexpr int OUT_PITCH = WIDTH * 2 + 16, AT_BARRIERS = AT_OUT + 8 * OUT_PITCH;
 static_assert(STAGES % WARPS == 0 && STAGES >= 2 * WARPS, "while one tile is taken in, the next one has been asked for");
 
-__device__ __forceinline__ void load_page(unsigned to, const TensorMap& map, unsigned barrier, int head, int block, u64 policy) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "n"(PAGE_BYTES) : "memory");
-    asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %3, %3, %4, %5}], [%2], %6;"
-        :: "r"(to), "l"(&map), "r"(barrier), "r"(0), "r"(head), "r"(block), "l"(policy) : "memory");
-}
-
-__device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned place) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-        : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(place) : "memory");
-}
-
-__device__ __forceinline__ void load_turned(unsigned (&to)[4], unsigned place) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-        : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(place) : "memory");
-}
-
 constexpr unsigned ONES = 0x3F803F80u;
 
-__device__ __forceinline__ void multiply(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-// As Triton's functions of these names.
-__device__ __forceinline__ float exp2_of(float x) {
-    float result;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-    return result;
-}
-
+// As Triton divides.
 __device__ __forceinline__ float quotient(float x, float y) {
     float result;
     asm("div.full.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(y));
@@ -82,9 +51,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) ordered_attention(
     int head = blockIdx.x, heads = gridDim.x, row = blockIdx.y;
     if (lane == 0) {
 #pragma unroll
-        for (int s = warp; s < STAGES; s += WARPS) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(barriers + 8 * s) : "memory");
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        for (int s = warp; s < STAGES; s += WARPS) init_barrier<1>(barriers + 8 * s);
+        publish_barriers();
     }
     __syncwarp();
     u64 once;
@@ -146,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) ordered_attention(
                 for (int k = 0; k < 8; ++k)
                     load_matrices(keys[k], from + k / 4 * PART + (matrix % 2 * 8 + line) * 128 + ((k % 4 * 2 + matrix / 2) ^ line) * 16);
 #pragma unroll
-                for (int k = 0; k < 8; ++k) multiply(s, keys[k][0], keys[k][1], keys[k][2], keys[k][3], q[k][0], q[k][1]);
+                for (int k = 0; k < 8; ++k) multiply_16<0>(s, keys[k][0], keys[k][1], keys[k][2], keys[k][3], q[k][0], q[k][1]);
             }
             // A thread has two keys of two queries.
             int left = length - (first + page) * PAGE;
@@ -192,8 +160,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) ordered_attention(
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 float pivot = now[i] == -INFINITY_ ? 0.0f : now[i];
-                decay[i] = exp2_of(highest[i] - pivot);
-                weights[i] = exp2_of(s[i] - pivot), weights[i + 2] = exp2_of(s[i + 2] - pivot);
+                decay[i] = power_of_two(highest[i] - pivot);
+                weights[i] = power_of_two(s[i] - pivot), weights[i + 2] = power_of_two(s[i + 2] - pivot);
                 highest[i] = now[i];
             }
             unsigned to = base + AT_WEIGHTS + line * PITCH + warp * 32 + matrix % 2 * 16;
@@ -214,8 +182,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) ordered_attention(
                 unsigned b0 = rounded[k / 2][k % 2 * 2], b1 = rounded[k / 2][k % 2 * 2 + 1];
 #pragma unroll
                 for (int m = 0; m < 2; ++m)
-                    multiply(sums[m], values[k][m][0] & low, values[k][m][1] & low, values[k][m][2] & high, values[k][m][3] & high, b0, b1);
-                multiply(total, ONES, ONES, ONES, ONES, b0, b1);
+                    multiply_16<0>(sums[m], values[k][m][0] & low, values[k][m][1] & low, values[k][m][2] & high, values[k][m][3] & high, b0, b1);
+                multiply_16<0>(total, ONES, ONES, ONES, ONES, b0, b1);
             }
         }
         asked += count;
@@ -269,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) ordered_attention(
             for (int each = 0; each < own_splits; ++each) pivot = fmaxf(pivot, mass_of(each));
             pivot = pivot == -INFINITY_ ? 0.0f : pivot;
             for (int each = 0; each < own_splits; ++each) {
-                float weight = exp2_of(mass_of(each) - pivot);
+                float weight = power_of_two(mass_of(each) - pivot);
                 if (weight > 0.0f) merged = fmaf(weight, __ldcg(pieces + (long long)each * (GROUP * (WIDTH + 1)) + at), merged);
                 masses += weight;
             }

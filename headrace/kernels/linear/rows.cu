@@ -78,15 +78,7 @@ __device__ __forceinline__ void settle(float (&d)[PARTS][SUMS]) {
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" :: "n"(WORKERS) : "memory"); }
 
 // Rounds to y's type.
-__device__ __forceinline__ float rounded(float value) {
-    unsigned bits = packed(value, 0.0f) & 0xFFFF;
-#if KIND == 1
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((unsigned short)bits));
-    return value;
-#else
-    return __uint_as_float(bits << 16);
-#endif
-}
+__device__ __forceinline__ float rounded(float value) { return wide_of<KIND>(packed(value, 0.0f) & 0xFFFF); }
 
 __device__ __forceinline__ float gated(float gate, float up) { return rounded(silu(rounded(gate))) * rounded(up); }
 
@@ -100,14 +92,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rows_product(
     int begin = steps * rank / SPLIT, count = steps * (rank + 1) / SPLIT - begin;
     auto prepare = [&](unsigned filled, unsigned freed, int stages) {
         for (int s = 0; s < stages; ++s) {
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(filled + 8 * s) : "memory");
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(freed + 8 * s), "n"(4 * GROUPS) : "memory");
+            init_barrier<1>(filled + 8 * s);
+            init_barrier<4 * GROUPS>(freed + 8 * s);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    };
-    auto expect = [&](unsigned barrier, int bytes) {
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+        publish_barriers();
     };
     auto load_weight = [&](int unit, int stage, u64 policy) {
         unsigned to = base + stage * WEIGHT_BYTES, barrier = full + 8 * stage;

@@ -46,19 +46,6 @@ __device__ __forceinline__ unsigned widened_upper(unsigned codes) {
     return both;
 }
 
-__device__ __forceinline__ void multiply(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-// A number of 16 bits: float16, or bfloat16.
-template <int HALF> __device__ __forceinline__ float wide_of(unsigned bits) {
-    float wide;
-    if (!HALF) return __uint_as_float(bits << 16);
-    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"((u16)bits));
-    return wide;
-}
-
 __device__ __forceinline__ float rounded(float value) {
 #if OUT_KIND == 2
     return value;
@@ -125,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) single(
         }
 #endif
         unsigned barrier = barriers + 8 * stage;
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "n"(STAGE_BYTES) : "memory");
+        expect(barrier, STAGE_BYTES);
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group)
             asm volatile(
@@ -138,10 +125,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) single(
     };
     if (lane == 0) {
 #pragma unroll
-        for (int s = 0; s < STAGES; ++s) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(barriers + 8 * s) : "memory");
-        if (warp == 0) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(x_barrier) : "memory");
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        for (int s = 0; s < STAGES; ++s) init_barrier<1>(barriers + 8 * s);
+        if (warp == 0) init_barrier<1>(x_barrier);
+        publish_barriers();
 #pragma unroll
         for (int s = 0; s < STAGES; ++s) ask(s);
     }
@@ -197,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) single(
     __syncthreads();
 #else
     if (threadIdx.x == 0) {
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(x_barrier), "n"(INPUTS) : "memory");
+        expect(x_barrier, INPUTS);
         asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
             :: "r"(base + AT_X), "l"(x), "n"(INPUTS), "r"(x_barrier) : "memory");
     }
@@ -285,8 +271,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) single(
                 for (int group = 0; group < GROUPS; ++group) {
                     unsigned at = from + stage * STAGE_BYTES + group * GROUP_BYTES + i / 2 * 1024;
                     uint4 w = load_pieces(at + ((i % 2 * 4 + place) ^ piece) * 16);
-                    multiply(sums[group][0], widened(w.x), widened_upper(w.x), widened(w.y), widened_upper(w.y), b[0], b[1]);
-                    multiply(sums[group][1], widened(w.z), widened_upper(w.z), widened(w.w), widened_upper(w.w), b[2], b[3]);
+                    multiply_16<1>(sums[group][0], widened(w.x), widened_upper(w.x), widened(w.y), widened_upper(w.y), b[0], b[1]);
+                    multiply_16<1>(sums[group][1], widened(w.z), widened_upper(w.z), widened(w.w), widened_upper(w.w), b[2], b[3]);
                 }
             }
             __syncwarp();

@@ -166,14 +166,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) tall_product(
 
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(full + 8 * s) : "memory");
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 4;" :: "r"(empty + 8 * s) : "memory");
+            init_barrier<1>(full + 8 * s);
+            init_barrier<4>(empty + 8 * s);
         }
 #if ADAPTED
-        for (int i = 0; i < 4; ++i) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(known + 8 * i) : "memory");
+        for (int i = 0; i < 4; ++i) init_barrier<1>(known + 8 * i);
 #endif
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        publish_barriers();
     }
     __syncwarp();
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
@@ -200,8 +199,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) tall_product(
                         used[stage] = of_pair[count % 2];
                     }
 #endif
-                    asm volatile(
-                        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(STAGE_BYTES) : "memory");
+                    expect(barrier, STAGE_BYTES);
                     load_for_both(to + X_BYTES + rank * (WEIGHT_BYTES / 2), weight, barrier, step * CHANNELS, line);
                     load_tile(to, x, barrier, step * CHANNELS, row);
                     if (++stage == STAGES) stage = 0, parity ^= 1;
@@ -211,8 +209,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) tall_product(
                     unsigned to = base + stage * STAGE_BYTES + X_BYTES + rank * (SIXTEEN_BYTES / 2), barrier = full + 8 * stage;
                     int here = columns.all < SIXTEENS ? columns.all : SIXTEENS;
                     wait_for(empty + 8 * stage, parity);
-                    asm volatile(
-                        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(here * SIXTEEN_BYTES) : "memory");
+                    expect(barrier, here * SIXTEEN_BYTES);
                     // Columns behind the last are outside of B: zeros. So is the half of a tile that is not the part's.
                     for (int k = 0; k < here; ++k, columns.next())
                         load_columns(

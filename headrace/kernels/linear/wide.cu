@@ -199,18 +199,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) wide_product(
     if (threadIdx.x == 128) {
         asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
         for (int s = 0; s < STAGES; ++s) {
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(full + 8 * s) : "memory");
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 4;" :: "r"(empty + 8 * s) : "memory");
+            init_barrier<1>(full + 8 * s);
+            init_barrier<4>(empty + 8 * s);
 #if ADAPTED
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(turns + 8 * s) : "memory");
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 4;" :: "r"(turns + 8 * (STAGES + s)) : "memory");
+            init_barrier<1>(turns + 8 * s);
+            init_barrier<4>(turns + 8 * (STAGES + s));
 #endif
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        publish_barriers();
         for (int unit = 0; unit < ahead; ++unit) {
             unsigned barrier = full + 8 * unit;
-            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(STAGE_BYTES) : "memory");
+            expect(barrier, STAGE_BYTES);
             load_weight(unit, base + unit * STAGE_BYTES, barrier);
         }
     }
@@ -256,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) wide_product(
         for (int unit = ahead; unit < count; ++unit) {
             unsigned to = base + stage * STAGE_BYTES, barrier = full + 8 * stage;
             wait_for(empty + 8 * stage, parity);
-            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(STAGE_BYTES) : "memory");
+            expect(barrier, STAGE_BYTES);
             load_weight(unit, to, barrier);
             load_x(unit, to, barrier);
             if (++stage == STAGES) stage = 0, parity ^= 1;
@@ -270,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) wide_product(
             for (int l = 0; l < LINES; ++l) bytes += columns.instructions(unit - count, l) * SIXTEEN_BYTES;
             if (unit >= STAGES) wait_for(empty + 8 * stage, unit / STAGES - 1 & 1);
             arrive(turns + 8 * stage);
-            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+            expect(barrier, bytes);
             for (int l = 0; l < LINES; ++l)
                 for (int k = 0; k < columns.instructions(unit - count, l); ++k)
                     for (int f = 0; f < FOLD; ++f, ++at) {

@@ -50,17 +50,6 @@ struct Columns {
     }
 };
 
-__device__ __forceinline__ void multiply_16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-#if KIND == 0
-#define FACTORS "bf16.bf16"
-#else
-#define FACTORS "f16.f16"
-#endif
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32." FACTORS ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"
-        : D4(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 __device__ __forceinline__ uint4 load_once(const void* place) {
     uint4 four;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -73,16 +62,6 @@ __device__ __forceinline__ float4 load_made(const float* place) {
     asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
         : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w) : "l"(place) : "memory");
     return four;
-}
-
-__device__ __forceinline__ unsigned rounded_pair(float low, float high) {
-    unsigned both;
-#if KIND == 1
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#else
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#endif
-    return both;
 }
 
 __device__ __forceinline__ void meet_adding() { asm volatile("bar.sync 2, 128;" ::: "memory"); }
@@ -177,8 +156,8 @@ __device__ __forceinline__ int multiply_by_a(const Adapters& given, const Column
                 for (int i = 0; i < RUNS; ++i) {
                     unsigned front[4] = {lines[i][0][0], lines[i][1][0], lines[i][0][1], lines[i][1][1]};
                     unsigned back[4] = {lines[i][0][2], lines[i][1][2], lines[i][0][3], lines[i][1][3]};
-                    multiply_16(sums[j], front, right[j][i].x, right[j][i].y);
-                    multiply_16(sums[j], back, right[j][i].z, right[j][i].w);
+                    multiply_16<KIND>(sums[j], front[0], front[1], front[2], front[3], right[j][i].x, right[j][i].y);
+                    multiply_16<KIND>(sums[j], back[0], back[1], back[2], back[3], right[j][i].z, right[j][i].w);
                 }
         }
 #pragma unroll
@@ -226,7 +205,7 @@ __device__ __forceinline__ void put_products(
             from += rows * width;
         }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) values[k][i] = rounded_pair(sum[2 * i], sum[2 * i + 1]);
+        for (int i = 0; i < 4; ++i) values[k][i] = packed_as<KIND>(sum[2 * i], sum[2 * i + 1]);
     };
     // The first ones, before a stage is free for them.
 #pragma unroll

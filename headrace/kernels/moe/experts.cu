@@ -16,10 +16,6 @@
 constexpr int THREADS = 160, HEIGHT = LINES / 64, SUMS = ROWS / 2, OUTPUTS = FIRST ? LINES / 2 : LINES;
 constexpr int WEIGHT_BYTES = LINES * 128, STAGE_BYTES = WEIGHT_BYTES + ROWS * 128;
 
-__device__ __forceinline__ void expect(unsigned barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
-}
-
 // Adds the product of 64 lines and the rows over 32 bytes of channels to the sums, or puts it in their place.
 template <bool ADD>
 __device__ __forceinline__ void multiply(float (&d)[SUMS], u64 weight, u64 x) {
@@ -98,11 +94,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) expert_product(
         };
         if (lane == 0) {
             for (int s = 0; s < STAGES; ++s) {
-                asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(full + 8 * s) : "memory");
-                asm volatile("mbarrier.init.shared::cta.b64 [%0], 4;" :: "r"(empty + 8 * s) : "memory");
+                init_barrier<1>(full + 8 * s);
+                init_barrier<4>(empty + 8 * s);
             }
-            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+            publish_barriers();
             for (int step = 0; step < ahead; ++step) load_weight(step, base + step * STAGE_BYTES, full + 8 * step);
         }
         __syncwarp();

@@ -48,27 +48,9 @@ __device__ __forceinline__ void multiply(float (&d)[SUMS], u64 weight, u64 x) {
 #endif
 }
 
-__device__ __forceinline__ float widened(unsigned bits) {
-#if KIND == 1
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((unsigned short)bits));
-    return value;
-#else
-    return __uint_as_float(bits << 16);
-#endif
-}
-
-__device__ __forceinline__ float rounded(float value) { return widened(packed(value, 0.0f) & 0xFFFF); }
+__device__ __forceinline__ float rounded(float value) { return wide_of<KIND>(packed(value, 0.0f) & 0xFFFF); }
 
 __device__ __forceinline__ float gated(float gate, float up) { return rounded(silu(rounded(gate))) * rounded(up); }
-
-__device__ __forceinline__ void expect(unsigned barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void prepare(unsigned barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
-}
 
 // A place in the ring.
 struct Slot {
@@ -115,11 +97,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) expert_mlp(
     unsigned* complete = cells + 64;
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     if (threadIdx.x == WORKERS) {
-        for (int s = 0; s < STAGES; ++s) prepare(full + 8 * s, 1), prepare(x_full + 8 * s, 1), prepare(empty + 8 * s, 4);
-        for (int q = 0; q < QUEUE; ++q) prepare(known + 8 * q, 1), prepare(read + 8 * q, WORKERS / 32 + 1);
-        for (int g = 0; g < GROUPS; ++g) prepare(turn + 8 * g, 4);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        for (int s = 0; s < STAGES; ++s) init_barrier<1>(full + 8 * s), init_barrier<1>(x_full + 8 * s), init_barrier<4>(empty + 8 * s);
+        for (int q = 0; q < QUEUE; ++q) init_barrier<1>(known + 8 * q), init_barrier<WORKERS / 32 + 1>(read + 8 * q);
+        for (int g = 0; g < GROUPS; ++g) init_barrier<4>(turn + 8 * g);
+        publish_barriers();
         asm volatile("prefetch.tensormap [%0];\nprefetch.tensormap [%1];" :: "l"(&gate_up), "l"(&down) : "memory");
     }
     // A stable counting sort, of which each warp has some neighbouring choices.
@@ -368,7 +349,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) expert_mlp(
             } else {
                 int choice = order[first_place + row];
                 float factor = __ldcg(factors + choice);
-                auto scaled = [&](unsigned pair) { return packed(widened(pair & 0xFFFF) * factor, widened(pair >> 16) * factor); };
+                auto scaled = [&](unsigned pair) { return packed(wide_of<KIND>(pair & 0xFFFF) * factor, wide_of<KIND>(pair >> 16) * factor); };
                 words = make_uint4(scaled(words.x), scaled(words.y), scaled(words.z), scaled(words.w));
                 *(uint4*)(y + (long long)choice * HIDDEN + unit.slice * DOWN_LINES + eight * 8) = words;
             }

@@ -151,15 +151,14 @@ class Room:
 
 
 class _Choice(NamedTuple):
-    """The layers of a model by the converters that are asked for them."""
+    """The matrices of a model, and the decisions on how they are held."""
 
     linears: Mapping[str, Linear]
     mixtures: Mapping[str, Experts]
-    left: Mapping[str, str]
-    """Layers that the user leaves in floats -> why."""
-    experts: Sequence[tuple[Converter, dict[str, Experts]]]
     converters: dict[str, Converter]
     """Converters of linear layers by their paths; layers without one are loaded in their present format."""
+    conversions: dict[str, Conversion]
+    """Decisions so far: on layers that the user leaves in floats, and on mixtures."""
 
 
 class _Loader:
@@ -210,35 +209,34 @@ class _Loader:
                 "model",
             )
 
-    @torch.no_grad()
     def _choose(self, quantization: str, head: str, ignore: Sequence[str], *, planned: bool = False) -> _Choice:
+        """Mixtures get their methods, which allocate before they load."""
         linears = {path: module for path, module in self._model.named_modules() if isinstance(module, Linear)}
         mixtures = {path: module for path, module in self._model.named_modules() if isinstance(module, Experts)}
         held = {name: find(name, self._device.type) for name in dict.fromkeys((quantization, head)) if name != "none"}
         converters = {name: Converter(self._device, each, planned=planned) for name, each in held.items()}
         left = ignored(ignore, layer_names(self._table, (*linears, *mixtures))) if converters and ignore else {}
-        asked = {path: layer for path, layer in mixtures.items() if path not in left}
+        conversions = {path: Conversion("floats", why, 0.0) for path, why in left.items()}
+        if quantization in converters:
+            asked = {path: layer for path, layer in mixtures.items() if path not in left}
+            conversions |= self._prepare(asked, converters[quantization])
         tied = linears[HEAD].weight is not self._parameters.get(f"{HEAD}.weight") if HEAD in linears else False
         chosen: dict[str, Converter] = {}
         for path in linears:
             name = head if path == HEAD else quantization
             if path not in left and name in converters and not (path == HEAD and tied and not held[name].rounding):
                 chosen[path] = converters[name]
-        experts = [(converters[quantization], asked)] if quantization in converters else []
-        return _Choice(linears, mixtures, left, experts, chosen)
+        return _Choice(linears, mixtures, chosen, conversions)
 
     @torch.no_grad()
     def plan(self, quantization: str, head: str, ignore: Sequence[str]) -> tuple[Decision, ...]:
         """Returns what ``load`` would decide for a model on the meta device. One of the layers that are alike in shapes and
         number formats is examined, which reads its codes from the checkpoint."""
-        chosen = self._choose(quantization, head, ignore, planned=True)
-        conversions = {path: Conversion("floats", why, 0.0) for path, why in chosen.left.items()}
-        for converter, layers in chosen.experts:
-            conversions |= self._prepare(layers, converter)
+        linears, _, converters, conversions = self._choose(quantization, head, ignore, planned=True)
         parameters = {id(value): name for name, value in self._parameters.items()}
         known: dict[object, Conversion] = {}
-        for path, converter in chosen.converters.items():
-            layer = chosen.linears[path]
+        for path, converter in converters.items():
+            layer = linears[path]
             stored = [part for name in self._table.names(parameters[id(layer.weight)]) for part in self._stored(name)]
             alike = kind_of(path), layer.in_features, layer.out_features, *((part.kind, part.spec) for part in stored)
             if alike not in known:
@@ -246,15 +244,12 @@ class _Loader:
             conversions[path] = known[alike]
         return (*self._checkpoint.decisions(), *decisions(conversions, planned=True))
 
+    @torch.no_grad()
     def load(self, quantization: str, head: str, ignore: Sequence[str]) -> LoadReport:
         """``head``: the quantization of the output head."""
         start = time.perf_counter()
-        chosen = self._choose(quantization, head, ignore)
-        linears, mixtures = chosen.linears, chosen.mixtures
+        linears, mixtures, converters, conversions = self._choose(quantization, head, ignore)
         matrices = {f"{path}.weight" for path in linears}
-        conversions = {path: Conversion("floats", why, 0.0) for path, why in chosen.left.items()}
-        for converter, layers in chosen.experts:
-            conversions |= self._prepare(layers, converter)
         experts = {f"{path}.{matrix}": layer for path, layer in mixtures.items() for matrix in layer.shapes}
         for parameter in self._table.parameters():
             if parameter not in matrices:
@@ -262,10 +257,10 @@ class _Loader:
         for path in mixtures.keys() & conversions.keys():
             conversions[path] = dataclasses.replace(conversions[path], error=mixtures[path].method.error())
         for path, linear in linears.items():
-            if path not in chosen.converters:
+            if path not in converters:
                 self._load(path, linear)
         self._check_ties()
-        conversions |= self._pack({path: linears[path] for path in chosen.converters}, chosen.converters)
+        conversions |= self._pack({path: linears[path] for path in converters}, converters)
         self._progress(self._total, self._total)
         return LoadReport(
             seconds=time.perf_counter() - start,

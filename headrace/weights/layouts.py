@@ -28,6 +28,8 @@ LEAVES = frozenset(
 )
 """Last components of the names of tensors that are parts of a quantised matrix."""
 INPUT_SCALES = ("input_scale", "activation_scale")
+SCALES = ("weight_scale", "weight_scale_inv", "weight_global_scale", "weight_scale_2", "scales")
+"""Leaves that are scales of inputs, and leaves that are scales of weights."""
 FLOATS = ("F32", "F16", "BF16")
 Along = tuple[tuple[int, int] | None, ...]
 """For each axis of the matrix: the axis of the stored tensor, and how many numbers of the matrix share one of its indices.

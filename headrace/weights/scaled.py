@@ -16,7 +16,7 @@ from headrace.errors import ConfigError
 from headrace.layers.stored import Codes, QuantSpec
 from headrace.quant.formats.scheme import Rule, Scheme
 from headrace.weights.checkpoint import Checkpoint, StoredTensor, check_scales
-from headrace.weights.layouts import FLOATS, INPUT_SCALES, LAYOUTS, LEAVES, MatrixLayout, MatrixTensors
+from headrace.weights.layouts import FLOATS, INPUT_SCALES, LAYOUTS, LEAVES, SCALES, MatrixLayout, MatrixTensors
 from headrace.weights.names import Slice
 from headrace.weights.safetensors import SafetensorsCheckpoint
 
@@ -33,10 +33,6 @@ _KV_SCALES = frozenset({"k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale
 """Last components of the names of scales of attention's inputs. The cache computes its own, for each token and head."""
 _CODES = ("F8_E4M3", "F8_E5M2", "I8", "U8", "I32")
 """Types of tensors that are codes and need scales."""
-
-
-_SCALES = frozenset({"weight_scale", "weight_scale_inv", "weight_global_scale", "weight_scale_2", "scales"})
-"""Last components of the names of tensors that are scales of weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +198,7 @@ class ScaledCheckpoint(Checkpoint):
             if where is not None and (along := piece.along[where[0]]) is not None:
                 part = Slice(along[0], ((where[1] // along[1], -(-where[2] // along[1])),))
             read = self._piece(matrix.names[leaf], piece.shape, part)
-            if leaf in _SCALES:
+            if leaf in SCALES:
                 check_scales(matrix.names[leaf], read)
             pieces[leaf] = read.to(self._device)
         return layout.decode(pieces, tuple(shape), first)

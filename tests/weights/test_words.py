@@ -190,7 +190,7 @@ def load(folder: Path, hf_config: Any, held: dict[str, torch.Tensor], **options:
 
 
 def test_a_model_whose_matrices_differ(tmp_path: Path) -> None:
-    """In one fused matrix, k has other groups and bits than q, and v is stored as floats; the output head is quantised."""
+    """In one fused matrix, k differs from q in groups and bits, and v is stored as floats; the output head is quantised."""
     scheme = GPTQ | {
         "lm_head": True,
         "dynamic": {r"+:.*\.k_proj": {"bits": 8, "group_size": 64}, r"-:.*\.v_proj": {}},

@@ -68,7 +68,7 @@ def join_group(spec: GroupSpec, rank: int, device: torch.device, seconds: float)
 
 
 def _await_host(spec: GroupSpec, deadline: float) -> None:
-    """Waits until the store can be reached. ``TCPStore`` may wait twice as long as it is told.
+    """Waits until the store can be reached: ``TCPStore`` itself may take twice its timeout to give up.
 
     Raises:
         TimeoutError: it cannot.

@@ -192,20 +192,6 @@ def _tensor_map(
     return space.raw[place : place + _MAP]
 
 
-def counters(owner: str, device: torch.device, count: int = 64) -> torch.Tensor:
-    """``[count]`` int32 of a kernel's blocks: 0 between launches. Each stream has its own, and so have graphs, which are
-    replayed one after the other: theirs exist before the first is captured, as kernels run once before."""
-    captured = _counters_of(owner, device, count, None)
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return captured
-    return _counters_of(owner, device, count, torch.cuda.current_stream(device).cuda_stream)
-
-
-@functools.cache
-def _counters_of(owner: str, device: torch.device, count: int, stream: int | None) -> torch.Tensor:
-    return torch.zeros(count, dtype=torch.int32, device=device)
-
-
 @contextlib.contextmanager
 def compiling_on(pool: Executor) -> Iterator[None]:
     """Launches of this thread within it compile their kernels on the pool, and launch none."""

@@ -111,3 +111,17 @@ def resources(device: torch.device) -> Resources:
         return Resources(8, 227 << 10)
     properties = torch.cuda.get_device_properties(device)
     return Resources(properties.multi_processor_count, properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
+def counters(owner: str, device: torch.device, count: int = 64) -> torch.Tensor:
+    """``[count]`` int32 by which programs of an owner's launches meet: 0 between launches. Each stream has its own, and so have
+    graphs, which are replayed one after the other: theirs exist before the first is captured, as kernels run once before."""
+    captured = _counters_of(owner, device, count, None)
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return captured
+    return _counters_of(owner, device, count, torch.cuda.current_stream(device).cuda_stream)
+
+
+@functools.cache
+def _counters_of(owner: str, device: torch.device, count: int, stream: int | None) -> torch.Tensor:
+    return torch.zeros(count, dtype=torch.int32, device=device)

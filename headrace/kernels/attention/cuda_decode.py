@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
+from headrace.kernels import support
 from headrace.kernels.attention.unfinished import Unfinished
-from headrace.kernels.cuda_launch import CudaKernel, counters, refusals, tensor_map
+from headrace.kernels.cuda_launch import CudaKernel, refusals, tensor_map
 from headrace.model_spec import AttentionSpec
 
 WIDTH, PAGE = 128, 16
@@ -109,7 +110,7 @@ def decode_attention(
     angles = (0, 0) if cos_sin is None else (cos_sin.data_ptr(), cos_sin.stride(0))
     meeting = (0, 0)
     if tiling.gathers:
-        if num_rows * kv_heads > len(turns := counters("decode", out.device)):
+        if num_rows * kv_heads > len(turns := support.counters("decode", out.device)):
             raise ValueError(f"{num_rows} rows of {kv_heads} KV heads do not gather: at most {len(turns)} do")
         numbers = num_rows * kv_heads * tiling.split * (num_heads // kv_heads * WIDTH + 16)
         parts = torch.empty(numbers, dtype=torch.float32, device=out.device)

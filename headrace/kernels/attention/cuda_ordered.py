@@ -20,7 +20,7 @@ _SOURCE = Path(__file__).with_name("ordered.cu")
 _ALIGNMENT, _LINES = 1024, 4
 """Alignment of shared memory in bytes, and lines of 128 bytes of a token's key and value."""
 _COUNTERS = 1 << 16
-"""Rows times KV heads, at most."""
+"""Rows times KV heads, at most: each has a counter of its splits that are done."""
 _SIDE_BY_SIDE = 2
 """Blocks for each multiprocessor, below which splits of a row have blocks of their own."""
 
@@ -78,29 +78,16 @@ def decode_attention(
     lines = rows.view(*rows.shape[:3], _LINES, WIDTH // 2).permute(0, 2, 3, 1, 4)
     # As Triton's kernel, in float32.
     factor = _single(_single(scale) * _single(math.log2(math.e)))
+    turns = support.counters("ordered", out.device, _COUNTERS)
     kernel.launch(
         (kv_heads, num_rows, side_by_side), tensor_map(lines, _LINES, PAGE, WIDTH // 2, promotion=128),
-        q.data_ptr(), out.data_ptr(), workspace.data_ptr(), _counters(out.device).data_ptr(), block_tables.data_ptr(),
+        q.data_ptr(), out.data_ptr(), workspace.data_ptr(), turns.data_ptr(), block_tables.data_ptr(),
         seq_lens.data_ptr(), factor, block_tables.stride(0), q.stride(0), splits, split_tokens // PAGE, int(early),
     )  # fmt: skip
 
 
 def _single(x: float) -> float:
     return ctypes.c_float(x).value
-
-
-def _counters(device: torch.device) -> torch.Tensor:
-    """Counters of the splits of each row's heads that are done: 0 between launches. Each stream has its own, and so have
-    graphs, which are replayed one after the other: theirs exist before the first is captured, as kernels run once before."""
-    captured = _counters_of(device, None)
-    if torch.cuda.is_current_stream_capturing():
-        return captured
-    return _counters_of(device, torch.cuda.current_stream(device).cuda_stream)
-
-
-@functools.cache
-def _counters_of(device: torch.device, stream: int | None) -> torch.Tensor:
-    return torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from headrace.kernels import support
-from headrace.kernels.cuda_launch import CudaKernel, counters, refusals, tensor_map
+from headrace.kernels.cuda_launch import CudaKernel, refusals, tensor_map
 from headrace.kernels.linear.fp8_reference import Activations, Fp8Rows, Fp8Weight
 from headrace.kernels.support import cdiv
 
@@ -113,7 +113,7 @@ def fp8_linear(
         (blocks, 1, 1), tensor_map(weight.codes.view(-1, inputs // _PIECE, _PIECE).transpose(0, 1), tiling.run, tile, _PIECE),
         codes.data_ptr(), x.scales.data_ptr() if isinstance(x, Fp8Rows) else 0, weight.scales.data_ptr(),
         0 if bias is None else bias.data_ptr(), y.data_ptr(), outputs, tiles,
-        counters("single", codes.device).data_ptr() if tiling.draws else 0,
+        support.counters("single", codes.device).data_ptr() if tiling.draws else 0,
     )  # fmt: skip
     return y
 

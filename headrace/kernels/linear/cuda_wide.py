@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from headrace.kernels import support
-from headrace.kernels.cuda_launch import CudaKernel, counters, refusals, tensor_map
+from headrace.kernels.cuda_launch import CudaKernel, refusals, tensor_map
 from headrace.kernels.linear.fp8_reference import Fp8Rows, Fp8Weight
 from headrace.kernels.linear.splits import span_of
 from headrace.kernels.lora.reference import PARTS, Factors
@@ -249,7 +249,7 @@ def _adapters(x: torch.Tensor, factors: Factors, tiling: CudaTiling, blocks: int
     ends = (*factors.ends, *[factors.ends[-1]] * PARTS)[: PARTS - 1]
     # All of these run at the same time, whatever the others wait for.
     workers = min(blocks, support.resources(x.device).multiprocessors * tiling.resident)
-    cells = counters("wide", x.device)
+    cells = support.counters("wide", x.device)
     return [
         tensor_map(factors.b, height, _SIXTEEN), x.data_ptr(), factors.a.data_ptr(), factors.places.data_ptr(),
         shares.data_ptr(), cells.data_ptr(), x.stride(0), factors.a.stride(0), inputs, rank, parts, *ends, workers,

@@ -12,7 +12,6 @@ adds what all have left.
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import torch
 import triton
@@ -140,18 +139,9 @@ def _invariant_product(
         tl.store(y + place, total.to(y.dtype.element_ty), mask=(row < rows)[None, :] & (output < OUT)[:, None])
 
 
-@functools.cache
-def _turns(device: torch.device, stream: int | None) -> torch.Tensor:
-    return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
-
-
 def turns_of(device: torch.device) -> torch.Tensor:
-    """Counters of the programs of each tile that have left their sums: 0 between launches. Each stream has its own, and so have
-    graphs, which are replayed one after the other: theirs exist before the first is captured, as kernels run once before."""
-    captured = _turns(device, None)
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return captured
-    return _turns(device, torch.cuda.current_stream(device).cuda_stream)
+    """Counters of the programs of each tile that have left their sums."""
+    return support.counters("tiles", device, _MOST_TILES)
 
 
 def choose_tile(rows: int, out_features: int, splits: int, dtype: torch.dtype, device: torch.device) -> Tile:

@@ -12,7 +12,7 @@ from typing import TypeGuard
 import torch
 
 from headrace.kernels import support
-from headrace.kernels.cuda_launch import CudaKernel, counters, refusals, tensor_map
+from headrace.kernels.cuda_launch import CudaKernel, refusals, tensor_map
 from headrace.kernels.moe.codes import ExpertCodes
 from headrace.kernels.moe.tiling import most_tiles
 from headrace.model_spec import MoeSpec
@@ -21,8 +21,8 @@ Held = torch.Tensor | ExpertCodes
 _SOURCE = Path(__file__).with_name("mlp.cu")
 _KINDS = {torch.bfloat16: 0, torch.float16: 1}
 _LINE, _BOX, _THREADS, _QUEUE, _GROUPS, _SORTERS = 128, 64, 320, 8, 2, 8
-"""Bytes of a line of shared memory, lines of a box that is loaded at once, and a block's threads, units that are told ahead,
-groups that multiply, and warps that sort."""
+"""Bytes of a line of shared memory, lines of a box that is loaded at once, and a block's threads, places of its queue of units,
+groups of warps that multiply, and warps that sort."""
 _PROMOTION = 128
 """Bytes that the L2 cache fetches of a line: with 256, an H200's memory is 3 to 10 % slower here."""
 _MAX_EXPERTS = 256
@@ -130,7 +130,7 @@ def products(
     y = torch.empty(choices, hidden, dtype=x.dtype, device=x.device)
     columns, blocks = _LINE // x.itemsize, sizes.resident * support.resources(x.device).multiprocessors
     weights = (tensor_map(held.view(-1, held.shape[2]), _BOX, columns, promotion=_PROMOTION) for held in (first, second))
-    tensors = x, experts, factors, middle, y, counters("mlp", x.device, _COUNTERS)
+    tensors = x, experts, factors, middle, y, support.counters("mlp", x.device, _COUNTERS)
     _kernel(sizes, x.dtype, experts.shape[1], count, hidden, inner, blocks).launch(
         (blocks, 1, 1), *weights, tensor_map(middle, 8, columns),
         *(tensor.data_ptr() for tensor in tensors), x.stride(0) * x.itemsize, choices,

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from headrace.kernels import support
 from headrace.kernels.attention import cuda_decode
 from headrace.kernels.attention.cuda_decode import PAGE, WIDTH, DecodeTiling, choose_tiling, decode_attention, takes
 from headrace.kernels.attention.reference import paged_attention
 from headrace.kernels.attention.unfinished import Unfinished
-from headrace.kernels.cuda_launch import CudaKernel, counters
+from headrace.kernels.cuda_launch import CudaKernel
 from headrace.kernels.qkv.reference import norm_rotate_and_cache
 from headrace.model_spec import AttentionSpec
 
@@ -168,4 +169,4 @@ def test_rows(lengths: list[int], kv_heads: int, group: int, tiling: DecodeTilin
             torch.testing.assert_close(out.double(), expected, atol=1e-2, rtol=1e-2)
             torch.testing.assert_close(written, cache, atol=2e-2, rtol=1e-2, equal_nan=True)
             assert torch.equal(rows.attend(tiling, early)[0], out)
-    assert not counters("decode", torch.device("cuda:0")).any()
+    assert not support.counters("decode", torch.device("cuda:0")).any()

@@ -65,7 +65,6 @@ def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[tuple[object, ...]] = []
     monkeypatch.setattr(CudaKernel, "launch", lambda self, *arguments: launches.append((self, *arguments)))
     monkeypatch.setattr(cuda_ordered, "tensor_map", lambda x, *tile, promotion: (tuple(x.shape), x.stride(), tile, promotion))
-    monkeypatch.setattr(cuda_ordered, "_counters", lambda device: torch.zeros(1))
     monkeypatch.setattr(support, "resources", lambda device: support.Resources(132, 227 << 10))
     rows = Rows.make([40, 0, 7], 2, 4, device="cpu")
     attend(rows, Tiling(16, 4, 64, 9, 4096, 4, 3), early=True)
@@ -96,7 +95,7 @@ def test_which_layers_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize(("kv_heads", "group"), [(8, 4), (2, 8), (4, 1), (2, 5)])
 def test_bits_are_those_of_the_other_kernel(kv_heads: int, group: int, lengths: list[int]) -> None:
-    """What stands behind a row's last token is no number. Again and again: counters are left as they were."""
+    """Memory behind a row's last token holds NaN. Repeated launches leave the counters at zero."""
     rows, tiling = finished(Rows.make(lengths, kv_heads, group)), tiling_of(kv_heads, group, lengths)
     q = queries(rows)
     starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device=q.device)

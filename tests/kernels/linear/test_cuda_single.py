@@ -11,7 +11,7 @@ import torch
 
 from headrace.kernels import support
 from headrace.kernels.activation import silu_mul
-from headrace.kernels.cuda_launch import CudaKernel, counters
+from headrace.kernels.cuda_launch import CudaKernel
 from headrace.kernels.linear import cuda_single
 from headrace.kernels.linear.cuda_single import MIN_NUMBERS, RowTiling, choose, choose_tiling
 from headrace.kernels.linear.fp8 import fp8_linear, fp8_linear_gated, round_rows, streams
@@ -148,7 +148,7 @@ def test_shapes(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None
     assert (both is None) == (shape[0] == 5120)
     if both is not None:
         torch.testing.assert_close(both, silu_mul(wanted[:, :even].bfloat16()), atol=2e-2, rtol=2e-2)
-    assert not counters("single", x.device).any()
+    assert not support.counters("single", x.device).any()
 
 
 @pytest.mark.gpu

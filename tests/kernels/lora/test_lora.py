@@ -99,7 +99,7 @@ def test_the_kernel(name: str, dtype: torch.dtype, device: torch.device) -> None
 
 
 def test_products_with_a_that_are_rounded(device: torch.device) -> None:
-    """Of tokens with an adapter; the others are anything."""
+    """Compares tokens with an adapter alone: what the others get is not defined."""
     places, parts, channels, rank = CASES["gate and up"]
     _, x, a, _, on_device = case(places, parts, channels, rank, torch.bfloat16, device)
     low, held = kernels.shrink_rounded(x, a, on_device), on_device != NONE

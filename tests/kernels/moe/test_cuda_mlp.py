@@ -106,7 +106,7 @@ def test_against_float64(tokens: int, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @GPU
 def test_sum_of_a_tokens_experts() -> None:
-    """As the Triton kernels', which rows of another order would reach."""
+    """The sum of a token's experts is that of the Triton kernels."""
     first, second = matrices("cuda", BF16)
     x = torch.randn(40, HIDDEN, device="cuda", dtype=BF16)
     experts = torch.rand(40, SPEC.num_experts, device="cuda").topk(SPEC.top_k).indices.int()
